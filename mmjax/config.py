@@ -1,0 +1,128 @@
+"""What an operator may set: frozen dataclasses, one per subject. No logic beyond their validation."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mmjax.errors import ConfigError
+
+DtypeName = Literal["auto", "float32", "bfloat16"]
+HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
+
+DEFAULT_MAX_IMAGES = 16
+"""Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, too many to be safe)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalConfig:
+    """How media are limited, processed and cached."""
+
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults for the HF processor; a request's own win where they are trusted."""
+    mm_processor_cache_gb: float = 4.0
+    """0 switches the processor cache off."""
+    mm_hasher_algorithm: HasherAlgorithm = "blake3"
+    max_image_pixels: int = 50_000_000
+    """An image with more pixels is refused before it is decoded."""
+    max_image_bytes: int = 64 * 2**20
+    """An encoded image with more bytes is refused."""
+    trust_request_mm_kwargs: bool = False
+    """Whether HTTP clients may send `mm_processor_kwargs`."""
+
+    def limit(self, modality: str) -> int:
+        """Return how many items of `modality` the operator allows in one prompt."""
+        return self.limit_mm_per_prompt.get(modality, DEFAULT_MAX_IMAGES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which checkpoint is served, and what its own configuration says."""
+
+    model: str
+    """As the operator wrote it: a directory or a hub id."""
+    path: Path
+    """The local directory."""
+    hf_config: Any
+    """The checkpoint's `PreTrainedConfig`."""
+    architecture: str
+    """The first of config.json's `architectures`; the registry's key."""
+    max_model_len: int
+    dtype: DtypeName = "auto"
+    """auto: float32 on CPU, bfloat16 on GPU and TPU, decided where the device is known."""
+    served_model_name: str = ""
+    revision: str | None = None
+    chat_template: str | None = None
+    """A template that replaces the checkpoint's."""
+    seed: int = 0
+    mm: MultiModalConfig = field(default_factory=MultiModalConfig)
+
+    def __post_init__(self) -> None:
+        if self.max_model_len < 1:
+            raise ConfigError(f"`max_model_len` is {self.max_model_len}; give at least 1")
+
+    @property
+    def public_name(self) -> str:
+        """The name that `/v1/models` shows and requests must use."""
+        return self.served_model_name or self.model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache and the pool of encoder outputs."""
+
+    block_size: int = 32
+    """Slots in a block."""
+    kv_cache_memory_bytes: int | None = None
+    """None: room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory."""
+    encoder_cache_size: int | None = None
+    """Rows of the encoder-output pool; None: twice the encoder budget."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"`block_size` is {self.block_size}; give a power of two")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much work one step may hold."""
+
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    max_num_encoder_input_tokens: int | None = None
+    """Encoder outputs that one step may compute; None: `max_num_batched_tokens`."""
+    max_num_queued_reqs: int = 1024
+    """More requests than this waiting: a new one gets 429."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All that P1 needs to start; picklable, since P1 is spawned with it."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    compilation_cache_dir: Path | None = None
+    """None: `~/.cache/mmjax/xla`."""
+    use_tqdm: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP door."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    max_request_bytes: int = 32 * 2**20
+    sse_keep_alive_interval_s: float = 15.0
+    shutdown_timeout_s: float = 30.0
+    uvicorn_log_level: str = "info"

@@ -1,0 +1,25 @@
+"""Activation functions by the names that config.json uses."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+from jaxtyping import Array
+
+from mmjax.errors import CheckpointError
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu_new": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+
+
+def get_activation(name: str) -> Callable[[Array], Array]:
+    """Return HF's activation `name`; `CheckpointError` where mmjax does not have it."""
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(f"activation `{name}` is unknown; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

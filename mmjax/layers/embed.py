@@ -1,0 +1,34 @@
+"""Token embeddings, and the logits of a head tied to them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+
+class Embed(nnx.Module):
+    """`torch.nn.Embedding`: parameter `weight[V, D]`."""
+
+    def __init__(self, num_embeddings: int, dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_embeddings, dim), dtype))
+
+    def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look the ids up; an id outside the table reads row 0 (a placeholder, merged over)."""
+        table = self.weight[...]
+        is_known = (ids >= 0) & (ids < table.shape[0])
+        return table.at[jnp.where(is_known, ids, 0)].get(mode="promise_in_bounds")
+
+
+def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Bound `logits` to (-cap, cap) as Gemma 2 does (arXiv 2408.00118, section 2); None: as is."""
+    return logits if cap is None else jnp.tanh(logits / cap) * cap
+
+
+def project_logits(
+    hidden_states: Float[Array, "R D"], weight: Float[Array, "V D"]
+) -> Float[Array, "R V"]:
+    """Return `hidden_states @ weight.T`, accumulated and returned in float32."""
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(hidden_states, weight, dims, preferred_element_type=jnp.float32)

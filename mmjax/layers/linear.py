@@ -1,0 +1,37 @@
+"""The linear layer, with weights kept as checkpoints keep them: `[out, in]`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+def linear(
+    x: Float[Array, "... D"],
+    weight: Float[Array, "F D"],
+    bias: Float[Array, " F"] | None = None,
+) -> Float[Array, "... F"]:
+    """Return `x @ weight.T + bias`.
+
+    The product is always two-dimensional: XLA's CPU backend computes the gradient of a
+    three-dimensional one several times more slowly.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    out = jax.lax.dot_general(flat, weight, (((1,), (1,)), ((), ())))
+    if bias is not None:
+        out = out + bias[None, :]
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class Linear(nnx.Module):
+    """`torch.nn.Linear`: parameters `weight[out, in]` and `bias[out]`."""
+
+    def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
+        self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+        """Project the last axis."""
+        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])

@@ -1,0 +1,47 @@
+"""Normalisations; statistics in float32 whatever the input's dtype, as in HF."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+def _scale(weight: Array, rank: int) -> Array:
+    return weight.astype(jnp.float32).reshape((1,) * (rank - 1) + weight.shape)
+
+
+class LayerNorm(nnx.Module):
+    """Ba et al., 2016: `(x - mean) / sqrt(var + eps) * weight + bias`."""
+
+    def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalise the last axis."""
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+        normed = (wide - mean) * jax.lax.rsqrt(variance + self.eps)
+        out = normed * _scale(self.weight[...], x.ndim) + _scale(self.bias[...], x.ndim)
+        return out.astype(x.dtype)
+
+
+class GemmaRMSNorm(nnx.Module):
+    """Zhang and Sennrich, 2019, with Gemma's centred weight: `x / rms(x) * (1 + weight)`.
+
+    The product is rounded to the input's dtype once, at the end (Llama rounds before the weight).
+    """
+
+    def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((dim,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalise the last axis."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return (normed * (1.0 + _scale(self.weight[...], x.ndim))).astype(x.dtype)

@@ -1,0 +1,47 @@
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), in the half-split form of HF.
+
+Angles are float32 in every dtype: bfloat16 cannot tell position 257 from 256.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+
+
+def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
+    """Return float32[H/2] from an entry of config.json's `rope_parameters`.
+
+    Kinds: `default` (theta ** (-2i/H)) and `linear` (the same, over `factor`: position
+    interpolation, arXiv 2306.15595).
+    """
+    kind = parameters.get("rope_type", "default")
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = 1.0 / np.power(np.float32(parameters["rope_theta"]), exponents)
+    if kind == "linear":
+        frequencies = frequencies / np.float32(parameters["factor"])
+    elif kind != "default":
+        raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows `default` and `linear`")
+    return frequencies.astype(np.float32)
+
+
+def rotary_angles(
+    positions: Int[Array, " T"], frequencies: Float[np.ndarray, " P"]
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Return the cosines and sines of every position, float32."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rotary(
+    x: Float[Array, "T N H"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
+) -> Float[Array, "T N H"]:
+    """Rotate the pairs (x[i], x[i + H/2]) of every head by the position's angles."""
+    half = x.shape[-1] // 2
+    cos, sin = cos.astype(x.dtype)[:, None, :], sin.astype(x.dtype)[:, None, :]
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

@@ -1,0 +1,31 @@
+"""What vision towers share."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.layers.linear import linear
+
+
+class PatchEmbedding(nnx.Module):
+    """A convolution whose stride is its kernel, done as one matrix product over patches."""
+
+    def __init__(
+        self, num_channels: int, dim: int, patch_size: int, *, use_bias: bool, dtype: Any
+    ) -> None:
+        self.weight = nnx.Param(jnp.zeros((dim, num_channels, patch_size, patch_size), dtype))
+        self.bias = nnx.Param(jnp.zeros((dim,), dtype)) if use_bias else None
+        self.patch_size = patch_size
+
+    def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
+        """Cut the pictures into patches, row by row, and project each."""
+        images, channels, height, width = pixel_values.shape
+        size = self.patch_size
+        rows, columns = height // size, width // size
+        patches = pixel_values.reshape(images, channels, rows, size, columns, size)
+        patches = patches.transpose(0, 2, 4, 1, 3, 5)  # I Y X C size size
+        patches = patches.reshape(images, rows * columns, channels * size * size)
+        weight = self.weight[...].reshape(self.weight.shape[0], -1)
+        return linear(patches, weight, None if self.bias is None else self.bias[...])

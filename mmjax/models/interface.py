@@ -1,0 +1,65 @@
+"""What the engine asks of every model's array half."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mmjax.layers.attention import AttentionMetadata
+from mmjax.layers.kv_cache import KVCache, KVCacheSpec
+from mmjax.weights.rules import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """How items become calls of `encode`: units of one fixed shape (a tile, a crop), in buckets.
+
+    An item is one or more units; a call holds one bucket's units, of any number of items.
+    """
+
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    """Per input of `embed_multimodal`: shape of one unit, dtype."""
+    tokens_per_unit: int
+    """Rows that one unit gives; an item's rows are its units', in order."""
+
+
+class MultiModalModel(Protocol):
+    """An `nnx.Module` that only describes structure; all methods are pure."""
+
+    RULES: Sequence[Rule]
+    """Names in the checkpoint's files -> names in this module's tree."""
+    encoder_spec: EncoderSpec
+    kv_cache_spec: KVCacheSpec
+    has_bidirectional_spans: bool
+    """Whether an item's embeddings see each other both ways: a step then holds an item whole."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None: ...
+
+    @staticmethod
+    def encoder_units(item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return an item's processed tensors as `[units, ...]` arrays, named as in `encoder_spec`."""
+        ...
+
+    def embed_multimodal(self, **inputs: Array) -> Float[Array, "U P D"]:
+        """Encode `U` units into `P` rows each, of the language model's width."""
+        ...
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up the text embeddings (an out-of-vocabulary placeholder id reads row 0)."""
+        ...
+
+    def __call__(
+        self,
+        inputs_embeds: Float[Array, "T D"],
+        positions: Int[Array, "3 T"],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Run the language model; return hidden states after the final norm, and the cache."""
+        ...
+
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Project hidden states onto the vocabulary, in float32."""
+        ...

@@ -1,0 +1,98 @@
+"""What P0 and P1 say to each other, grouped by who receives it. Knows nothing of sockets."""
+
+import msgspec
+
+from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.sampling_params import SamplingParams
+
+# ---- to P1 -------------------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """One request, processed: token ids with placeholders in place, and the items' tensors."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    mm_features: list[MultiModalFeatureSpec] = []
+    """Sorted by `mm_position.offset`."""
+    sampling_params: SamplingParams
+    eos_token_ids: list[int] = []
+    """Tokens that end the text unless `ignore_eos`."""
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Forget these requests, wherever they are; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True):
+    """Leave the loop and end the process."""
+
+
+EngineMessage = AddRequest | AbortRequests | Shutdown
+
+# ---- to P0 -------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities at one position: the sampled token first, then the most probable ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_rank: int
+    """1 for the most probable token of the vocabulary."""
+
+
+class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step added to one request."""
+
+    request_id: str
+    new_token_ids: list[int]
+    new_logprobs: list[TokenLogprobs] | None = None
+    """One entry per new token, where the request asked for them."""
+    finish_reason: str | None = None
+    """None while the request runs; "stop", "length" or "abort"."""
+    stop_reason: int | None = None
+    """The id from `stop_token_ids` that ended the text."""
+    num_cached_tokens: int = 0
+
+
+class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """What one engine step produced."""
+
+    deltas: list[RequestOutputDelta]
+
+
+class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """This request cannot be served; the others go on."""
+
+    request_id: str
+    message: str
+    param: str | None = None
+    status: int = 500
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """P1 has warmed up."""
+
+    num_kv_blocks: int
+    num_programs: int
+    """Compiled XLA programs: `encode`, `step` and `sample` over all buckets."""
+    startup_seconds: dict[str, float] = {}
+
+
+class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """P1's loop is alive; sent at least once a second."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_compilations: int
+    """Compilations since warm-up: 0 unless something is wrong."""
+
+
+FrontendMessage = StepOutput | RequestFailed | Ready | Heartbeat

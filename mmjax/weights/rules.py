@@ -1,0 +1,26 @@
+"""How names in a checkpoint's files become names in a module's tree."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`re.sub(pattern, replacement, name)` where the pattern matches; None drops the tensor."""
+
+    pattern: str
+    replacement: str | None
+
+
+def apply_rules(name: str, rules: Sequence[Rule]) -> str | None:
+    """Return the tree's name of a file's tensor: the first rule that matches decides.
+
+    A name that no rule matches stays as it is; None means that the tensor is not loaded.
+    """
+    for rule in rules:
+        if re.search(rule.pattern, name):
+            if rule.replacement is None:
+                return None
+            return re.sub(rule.pattern, rule.replacement, name)
+    return name
