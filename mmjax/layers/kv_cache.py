@@ -53,8 +53,7 @@ def allocate(spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any)
     keys = (num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
     values = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
     return tuple(
-        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
-        for _ in range(spec.num_layers)
+        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(spec.num_layers)
     )
 
 
