@@ -52,8 +52,11 @@ class GemmaConfig:
                 "`use_bidirectional_attention` is true: an encoder, not a generator; "
                 "mmjax serves checkpoints with causal text"
             )
-        values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
-        config = cls(**values | {"layer_types": tuple(hf_config.layer_types)})
+        values: dict[str, Any] = {
+            name: getattr(hf_config, name) for name in cls.__dataclass_fields__
+        }
+        values["layer_types"] = tuple(hf_config.layer_types)
+        config = cls(**values)
         unknown = set(config.layer_types) - set(_LAYER_TYPES)
         if unknown:
             raise CheckpointError(

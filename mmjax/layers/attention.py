@@ -24,10 +24,10 @@ class PagedAttentionMetadata(NamedTuple):
     slot_block: Int[Array, " T"]
     """Block that the token's key and value go to; padding: out of range."""
     slot_offset: Int[Array, " T"]
-    index: Int[Array, " T"]
+    token_index: Int[Array, " T"]
     """The token's place in its sequence."""
     span_end: Int[Array, " T"]
-    """index + 1 for a causal token, else the exclusive end of its image's run."""
+    """token_index + 1 for a causal token, else the exclusive end of its image's run."""
     tile_rows: Int[Array, "W Z"]
     """Rows of T that a tile's queries are; padding: T."""
     tile_request: Int[Array, " W"]
@@ -42,7 +42,7 @@ class PagedAttentionMetadata(NamedTuple):
 class DenseAttentionMetadata(NamedTuple):
     """B sequences of S tokens each, flattened to T = B * S rows."""
 
-    index: Int[Array, "B S"]
+    token_index: Int[Array, "B S"]
     """A token's place in its sequence, for the sliding window."""
     mask: Bool[Array, "B S S"]
     """mask[b, i, j]: whether query i sees key j, before the window."""
@@ -68,10 +68,10 @@ def attention(
         cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
         out = _paged(query, cache, metadata, scale=scale, window=window, soft_cap=soft_cap)
         return out, cache
-    num_sequences, length = metadata.index.shape
+    num_sequences, length = metadata.token_index.shape
     mask = metadata.mask
     if window is not None:
-        mask = mask & (metadata.index[:, None, :] > metadata.index[:, :, None] - window)
+        mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
     shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
     out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap)
     return out.reshape(query.shape), cache
@@ -155,11 +155,13 @@ def _visible_range(
     metadata: PagedAttentionMetadata, window: int | None
 ) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
     """Return, per query of a tile, the first index beyond and the last before what it sees."""
-    end = jnp.maximum(metadata.index + 1, metadata.span_end)
+    end = jnp.maximum(metadata.token_index + 1, metadata.span_end)
     upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
     if window is None:
         return upper, jnp.full_like(upper, -1)
-    return upper, (metadata.index - window).at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
+        mode="fill", fill_value=0
+    )
 
 
 def _accumulate(

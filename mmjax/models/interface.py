@@ -39,7 +39,7 @@ class MultiModalModel(Protocol):
 
     @staticmethod
     def encoder_units(item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return an item's processed tensors as `[units, ...]` arrays, named as in `encoder_spec`."""
+        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`."""
         ...
 
     def embed_multimodal(self, **inputs: Array) -> Float[Array, "U P D"]:
