@@ -86,20 +86,25 @@ def dense_attention(
     scale: float,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend over whole sequences, head by head.
+    """Attend over whole sequences.
 
-    One product per head: XLA's CPU backend runs a four-dimensional einsum at half the speed.
+    Heads are moved before positions first: XLA's CPU backend runs `bnth,bnsh` at 1.5 to 2 times
+    the speed of `btnh,bsnh` (docs/log.md).
     """
-    group = query.shape[2] // key.shape[2]
-    heads = []
-    for n in range(query.shape[2]):
-        scores = jnp.einsum("bth,bsh->bts", query[:, :, n], key[:, :, n // group])
-        scores = apply_soft_cap(scores.astype(jnp.float32) * scale, soft_cap)
-        if mask is not None:
-            scores = jnp.where(mask, scores, _MASKED)
-        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-        heads.append(jnp.einsum("bts,bsh->bth", weights, value[:, :, n // group]))
-    return jnp.stack(heads, axis=2)
+    batch, length, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[2]
+    group = num_heads // num_kv_heads
+    rows = query.reshape(batch, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, num_kv_heads, group * length, head_dim)
+    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)  # B K S H
+    scores = jnp.einsum("bkth,bksh->bkts", rows, key).astype(jnp.float32)
+    scores = apply_soft_cap(scores * scale, soft_cap)
+    if mask is not None:
+        scores = jnp.where(jnp.tile(mask, (1, group, 1))[:, None], scores, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    out = jnp.einsum("bkts,bksh->bkth", weights, value)
+    out = out.reshape(batch, num_heads, length, head_dim)
+    return out.transpose(0, 2, 1, 3)
 
 
 def _paged(
