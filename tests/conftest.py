@@ -1,0 +1,67 @@
+"""What every test runs under: the CPU, strict arrays, no network, warnings as errors."""
+
+import os
+import platform
+import stat
+from pathlib import Path
+
+# NOTE: before anything imports jax. Set in the environment, so that the processes a test starts
+# (an engine, a server) live under the same rules as the test itself.
+os.environ.update(
+    JAX_PLATFORMS="cpu",
+    JAX_NUMPY_DTYPE_PROMOTION="strict",
+    JAX_NUMPY_RANK_PROMOTION="raise",
+    JAX_DEFAULT_MATMUL_PRECISION="highest",
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+)
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers fill the cores already; torch's own threads on top of them only take turns.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import jax  # noqa: E402 (the environment comes first)
+import pytest  # noqa: E402
+
+from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
+
+
+def _share_compiled_programs() -> None:
+    """Keep compiled programs between workers and runs, in a folder that only this user can write.
+
+    What lies there is machine code that jax loads and runs: hence the folder's owner is checked,
+    and its name carries the machine's kind.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmjax"
+    folder = root / f"tests-{jax.__version__}-{platform.machine()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+_share_compiled_programs()
+
+
+@pytest.fixture(scope="session")
+def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Gemma 3 checkpoint directory in the hub's layout; read it, never change it."""
+    return tiny_gemma3_checkpoint(tmp_path_factory.mktemp("tiny_gemma3"))
+
+
+@pytest.fixture(scope="session")
+def default_checkpoint() -> Path:
+    """The trained default that the repository carries."""
+    path = Path(__file__).parent.parent / "checkpoints" / "tiny_scenes" / "model"
+    if not (path / "config.json").is_file():
+        pytest.skip(f"no checkpoint at {path}: train it with checkpoints/tiny_scenes/train.py")
+    return path
