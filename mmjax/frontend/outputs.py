@@ -1,0 +1,53 @@
+"""What a caller gets back: vLLM's names, filled in P0."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Logprob:
+    """One token's log-probability at one position."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the most probable token of the vocabulary."""
+    decoded_token: str | None = None
+
+
+SampleLogprobs = list[dict[int, Logprob]]
+"""One entry per output token: the sampled token first, then the most probable ones."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One of the `n` completions of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: SampleLogprobs | None = None
+    finish_reason: str | None = None
+    """None while it runs; "stop", "length" or "abort"."""
+    stop_reason: int | str | None = None
+    """The stop string or the id from `stop_token_ids` that ended it; None for the model's end."""
+
+    def finished(self) -> bool:
+        """Return whether nothing will be added."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """A request and its completions: all of the text, or what a step added when streaming."""
+
+    request_id: str
+    prompt: str | None
+    """The text as it was given; None for token ids."""
+    prompt_token_ids: list[int]
+    """With the placeholders in place."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+    num_image_tokens: int = 0
+    """Prompt positions that hold image embeddings."""

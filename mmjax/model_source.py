@@ -1,0 +1,177 @@
+"""Where a checkpoint comes from (the embedded default, a directory, the hub), and what it says.
+
+Reads configuration only, never a tensor. Knows nothing of which architectures are served.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from mmjax.config import DtypeName, ModelConfig, MultiModalConfig
+from mmjax.errors import CheckpointError, ConfigError
+
+DEFAULT_MODEL = "tiny_scenes"
+"""The checkpoint that comes with mmjax."""
+
+DEFAULT_MAX_MODEL_LEN = 8192
+"""Caps `max_model_len` where the operator does not say, so that the KV cache stays modest."""
+
+_HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "tokenizer*", "*.txt")
+"""What is taken from the hub. No pickles: `*.bin`, `*.pt` and code stay there."""
+
+
+def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
+    """Return the local directory of `model`: None (the default), a directory, or a hub id."""
+    if model is None:
+        return _embedded_default()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if _looks_like_path(model):
+        raise CheckpointError(
+            f"model directory `{model}` does not exist; give a directory that holds config.json, "
+            "or a hub id such as google/gemma-3-4b-it"
+        )
+    return _download(model, revision)
+
+
+def load_model_config(
+    model: str | None,
+    *,
+    revision: str | None = None,
+    dtype: DtypeName = "auto",
+    max_model_len: int | None = None,
+    served_model_name: str | None = None,
+    chat_template: str | None = None,
+    seed: int = 0,
+    mm: MultiModalConfig | None = None,
+) -> ModelConfig:
+    """Read the checkpoint's config.json into a ModelConfig."""
+    path = resolve_model(model, revision=revision)
+    hf_config = _load_hf_config(path)
+    longest = _max_position_embeddings(hf_config)
+    if max_model_len is None:
+        max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
+    elif longest is not None and max_model_len > longest:
+        raise ConfigError(
+            f"`max_model_len` is {max_model_len}, but the checkpoint knows {longest} positions; "
+            f"give at most {longest}"
+        )
+    return ModelConfig(
+        model=model or DEFAULT_MODEL,
+        path=path,
+        hf_config=hf_config,
+        architecture=_architecture(hf_config),
+        max_model_len=max_model_len,
+        dtype=dtype,
+        served_model_name=served_model_name or "",
+        revision=revision,
+        chat_template=chat_template,
+        seed=seed,
+        mm=mm or MultiModalConfig(),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What generation_config.json says about sampling and about the end of a text."""
+
+    sampling: Mapping[str, float | int]
+    """The fields of SamplingParams that it sets."""
+    eos_token_ids: tuple[int, ...]
+
+
+def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
+    """Read generation_config.json (it may be absent) and the end tokens of config.json."""
+    file = model_config.path / "generation_config.json"
+    raw: dict[str, Any] = {}
+    if file.is_file():
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"generation_config.json is not valid JSON: {error}") from error
+    sampling = {
+        name: raw[name]
+        for name in ("temperature", "top_p", "top_k", "min_p")
+        if isinstance(raw.get(name), int | float)
+    }
+    text_config = model_config.hf_config.get_text_config()
+    found: list[int] = []
+    for value in (
+        raw.get("eos_token_id"),
+        getattr(model_config.hf_config, "eos_token_id", None),
+        getattr(text_config, "eos_token_id", None),
+    ):
+        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    return GenerationDefaults(sampling=sampling, eos_token_ids=tuple(dict.fromkeys(found)))
+
+
+def _embedded_default() -> Path:
+    packaged = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL
+    checkout = Path(__file__).resolve().parents[1] / "checkpoints" / DEFAULT_MODEL / "model"
+    for path in (packaged, checkout):
+        if (path / "config.json").is_file():
+            return path
+    raise CheckpointError(
+        f"the embedded checkpoint `{DEFAULT_MODEL}` is missing from this installation; "
+        "install mmjax again, or name a model directory"
+    )
+
+
+def _looks_like_path(model: str) -> bool:
+    # A hub id is `name` or `owner/name`; anything else can only be meant as a directory.
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip()
+
+
+def _download(model: str, revision: str | None) -> Path:
+    # Imported here: a local checkpoint needs neither the package's start-up time nor a network.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_HUB_PATTERNS)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"`{model}` is neither a directory nor a model that the hub gave "
+            f"({type(error).__name__}); check the name, the revision and the network"
+        ) from error
+
+
+def _load_hf_config(path: Path) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"model directory `{path}` has no config.json; is it the directory of a checkpoint?"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"`{file}` is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"`{file}` must hold an object, not {type(raw).__name__}")
+    # Imported here: transformers takes a second to load, and only a good directory needs it.
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"`{file}` names the model type `{raw.get('model_type')}`, whose configuration "
+            f"transformers could not build ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _architecture(hf_config: Any) -> str:
+    architectures = getattr(hf_config, "architectures", None)
+    if not architectures:
+        raise CheckpointError(
+            "config.json has no `architectures`; add the name of the model's class to it"
+        )
+    return architectures[0]
+
+
+def _max_position_embeddings(hf_config: Any) -> int | None:
+    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,142 @@
+"""One-way pipes between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio.
+
+Two verbs, `send` and `receive`. Knows nothing of what the messages mean.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from mmjax.errors import ConfigError
+from mmjax.logger import get_logger
+from mmjax.transport.codec import FrameError, Message, decode, encode
+
+logger = get_logger(__name__)
+
+_MAX_IPC_PATH = 100
+"""A Unix socket's path holds 108 bytes; a few are left for names."""
+
+
+class IpcDirectory:
+    """A temporary directory that only this user may enter, for the sockets of one engine."""
+
+    def __init__(self) -> None:
+        # mkdtemp makes the directory with mode 0700: nobody else can connect to what lies within.
+        self.path = Path(tempfile.mkdtemp(prefix="mmjax-"))
+        if len(str(self.path)) > _MAX_IPC_PATH - 20:
+            self.close()
+            raise ConfigError(
+                "the temporary directory's path is too long for a socket; "
+                "set TMPDIR to a shorter one, such as /tmp"
+            )
+
+    def address(self, name: str) -> str:
+        """Return the address of the socket `name` in this directory."""
+        return f"ipc://{self.path / name}"
+
+    def close(self) -> None:
+        """Remove the directory and the sockets in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class Sender:
+    """The writing end. One end of a pipe binds the address, the other connects."""
+
+    def __init__(self, address: str, *, bind: bool = False) -> None:
+        self._socket = _open(zmq.Context.instance(), zmq.PUSH, address, bind=bind)
+
+    def send(self, message: Message) -> None:
+        """Queue `message`; arrays are not copied, so they must not change afterwards."""
+        self._socket.send_multipart(encode(message), copy=False)
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close the end; wait at most `linger_s` for what is still queued."""
+        self._socket.close(linger=int(linger_s * 1000))
+
+
+class Receiver:
+    """The reading end."""
+
+    def __init__(self, address: str, *, bind: bool = False) -> None:
+        self._socket = _open(zmq.Context.instance(), zmq.PULL, address, bind=bind)
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Return the next message, or None when `timeout_s` passes (None: wait; 0: only look).
+
+        A malformed message is logged and dropped: it never ends the process that reads.
+        """
+        while True:
+            timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
+            if not self._socket.poll(timeout_ms):
+                return None
+            message = _decode_or_drop(self._socket.recv_multipart(copy=False))
+            if message is not None:
+                return message
+
+    def close(self) -> None:
+        """Close the end; unread messages are lost."""
+        self._socket.close(linger=0)
+
+
+class AsyncSender:
+    """`Sender` for an event loop."""
+
+    def __init__(self, address: str, *, bind: bool = False) -> None:
+        self._socket = _open(zmq.asyncio.Context.instance(), zmq.PUSH, address, bind=bind)
+
+    async def send(self, message: Message) -> None:
+        """Queue `message`; arrays are not copied, so they must not change afterwards."""
+        await self._socket.send_multipart(encode(message), copy=False)
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Close the end; wait at most `linger_s` for what is still queued."""
+        self._socket.close(linger=int(linger_s * 1000))
+
+
+class AsyncReceiver:
+    """`Receiver` for an event loop."""
+
+    def __init__(self, address: str, *, bind: bool = False) -> None:
+        self._socket = _open(zmq.asyncio.Context.instance(), zmq.PULL, address, bind=bind)
+
+    async def receive(self) -> Message:
+        """Wait for the next message that is well formed."""
+        while True:
+            message = _decode_or_drop(await self._socket.recv_multipart(copy=False))
+            if message is not None:
+                return message
+
+    def close(self) -> None:
+        """Close the end; unread messages are lost."""
+        self._socket.close(linger=0)
+
+
+def _open(context: Any, kind: int, address: str, *, bind: bool) -> Any:
+    socket = context.socket(kind)
+    # No high-water mark: P0 admits requests by count before it sends them, and the engine must
+    # never block on a slow reader.
+    socket.set_hwm(0)
+    if bind:
+        socket.bind(address)
+    else:
+        socket.connect(address)
+    return socket
+
+
+def _decode_or_drop(frames: Sequence[zmq.Frame]) -> Message | None:
+    try:
+        return decode([frame.buffer for frame in frames])
+    except FrameError as error:
+        logger.error("dropped a malformed message: %s", error)
+        return None

@@ -1,0 +1,312 @@
+"""Messages to frames and back: a msgpack header, then one raw frame per array.
+
+Frame 0 is one version byte and the header; the arrays follow out of band, so that they are
+neither copied on the way out nor on the way in (they come back as read-only views).
+Every type on the wire is declared here or in messages.py, and nothing else can be decoded.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from mmjax.errors import MMJaxError
+from mmjax.processing.fields import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+)
+from mmjax.processing.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    EngineMessage,
+    FrontendMessage,
+    Heartbeat,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StepOutput,
+)
+
+VERSION = 1
+"""The first byte of every message; a reader refuses any other."""
+
+Buffer = bytes | memoryview
+Message = EngineMessage | FrontendMessage
+
+_DTYPES: Mapping[str, np.dtype] = {
+    **{
+        name: np.dtype(name)
+        for name in (
+            *("bool", "int8", "int16", "int32", "int64"),
+            *("uint8", "uint16", "uint32", "uint64"),
+            *("float16", "float32", "float64"),
+        )
+    },
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class FrameError(MMJaxError):
+    """Frames that are not a message of this version."""
+
+
+# ---- what lies on the wire ---------------------------------------------------------------------
+
+
+class WireArray(msgspec.Struct, tag="array", frozen=True, forbid_unknown_fields=True):
+    """An array whose bytes are frame number `frame`."""
+
+    dtype: str
+    shape: list[int]
+    frame: int
+
+
+class WireList(msgspec.Struct, tag="list", frozen=True, forbid_unknown_fields=True):
+    """A ragged batch: arrays, or lists of them."""
+
+    items: list["WireArray | WireList"]
+
+
+class WireBatched(msgspec.Struct, tag="batched", frozen=True, forbid_unknown_fields=True):
+    """`MultiModalBatchedField`."""
+
+    keep_on_cpu: bool
+
+
+class WireFlat(msgspec.Struct, tag="flat", frozen=True, forbid_unknown_fields=True):
+    """`MultiModalFlatField`; every slice is a list of (start, stop, step), one per dimension."""
+
+    slices: list[list[tuple[int | None, int | None, int | None]]]
+    is_nested: bool
+    """Whether the slices were tuples, one slice per axis."""
+    dim: int
+    keep_on_cpu: bool
+
+
+class WireShared(msgspec.Struct, tag="shared", frozen=True, forbid_unknown_fields=True):
+    """`MultiModalSharedField`."""
+
+    batch_size: int
+    keep_on_cpu: bool
+
+
+class WireElem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`MultiModalFieldElem`: one keyword argument of one item."""
+
+    data: WireArray | WireList | None
+    field: WireBatched | WireFlat | WireShared
+
+
+class WireFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`MultiModalFeatureSpec`: one item and its place in the prompt."""
+
+    data: dict[str, WireElem] | None
+    modality: str
+    identifier: str
+    offset: int
+    length: int
+    is_embed: WireArray | None
+    mm_hash: str | None
+
+
+class WireAddRequest(msgspec.Struct, tag="AddRequest", kw_only=True, forbid_unknown_fields=True):
+    """`AddRequest`, its items replaced by their wire form."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    mm_features: list[WireFeature]
+    sampling_params: SamplingParams
+    eos_token_ids: list[int]
+    arrival_time: float
+    priority: int
+    cache_salt: str | None
+
+
+_WireMessage = (
+    WireAddRequest | AbortRequests | Shutdown | StepOutput | RequestFailed | Ready | Heartbeat
+)
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_WireMessage)
+
+
+# ---- out ---------------------------------------------------------------------------------------
+
+
+def encode(message: Message) -> list[Buffer]:
+    """Return the frames of `message`; the array frames share memory with the arrays."""
+    frames: list[Buffer] = [b""]
+    wire = _pack_request(message, frames) if isinstance(message, AddRequest) else message
+    frames[0] = bytes([VERSION]) + _ENCODER.encode(wire)
+    return frames
+
+
+def _pack_request(request: AddRequest, frames: list[Buffer]) -> WireAddRequest:
+    fields = {name: getattr(request, name) for name in AddRequest.__struct_fields__}
+    fields["mm_features"] = [_pack_feature(item, frames) for item in request.mm_features]
+    return WireAddRequest(**fields)
+
+
+def _pack_feature(feature: MultiModalFeatureSpec, frames: list[Buffer]) -> WireFeature:
+    position = feature.mm_position
+    data = feature.data
+    return WireFeature(
+        data=None if data is None else {key: _pack_elem(data[key], frames) for key in data},
+        modality=feature.modality,
+        identifier=feature.identifier,
+        offset=position.offset,
+        length=position.length,
+        is_embed=None if position.is_embed is None else _pack_array(position.is_embed, frames),
+        mm_hash=feature.mm_hash,
+    )
+
+
+def _pack_elem(elem: MultiModalFieldElem, frames: list[Buffer]) -> WireElem:
+    data = None if elem.data is None else _pack_data(elem.data, frames)
+    return WireElem(data=data, field=_pack_field(elem.field))
+
+
+def _pack_field(field: object) -> WireBatched | WireFlat | WireShared:
+    match field:
+        case MultiModalBatchedField():
+            return WireBatched(keep_on_cpu=field.keep_on_cpu)
+        case MultiModalSharedField():
+            return WireShared(batch_size=field.batch_size, keep_on_cpu=field.keep_on_cpu)
+        case MultiModalFlatField():
+            return WireFlat(
+                slices=[_pack_slices(item) for item in field.slices],
+                is_nested=any(not isinstance(item, slice) for item in field.slices),
+                dim=field.dim,
+                keep_on_cpu=field.keep_on_cpu,
+            )
+    raise FrameError(f"a field of type {type(field).__name__} has no wire form")
+
+
+def _pack_slices(
+    item: slice | Sequence[slice],
+) -> list[tuple[int | None, int | None, int | None]]:
+    slices = [item] if isinstance(item, slice) else item
+    return [(_plain(s.start), _plain(s.stop), _plain(s.step)) for s in slices]
+
+
+def _plain(index: Any) -> int | None:
+    return None if index is None else int(index)
+
+
+def _pack_data(data: Any, frames: list[Buffer]) -> WireArray | WireList:
+    if isinstance(data, list | tuple):
+        return WireList([_pack_data(item, frames) for item in data])
+    return _pack_array(np.asarray(data), frames)
+
+
+def _pack_array(array: np.ndarray, frames: list[Buffer]) -> WireArray:
+    if array.dtype.name not in _DTYPES:
+        raise FrameError(f"an array of dtype {array.dtype.name} has no wire form")
+    shape = list(array.shape)
+    # A view as bytes: msgpack never sees it, and ZMQ sends it from where it lies.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    frames.append(flat.data if flat.size else b"")
+    return WireArray(dtype=array.dtype.name, shape=shape, frame=len(frames) - 1)
+
+
+# ---- in ----------------------------------------------------------------------------------------
+
+
+def decode(frames: Sequence[Buffer]) -> Message:
+    """Return the message; raises FrameError, and nothing else, on frames that are not one."""
+    if not frames or not len(frames[0]):
+        raise FrameError("the message is empty; expected a version byte and a header")
+    header = memoryview(frames[0]).cast("B")
+    if header[0] != VERSION:
+        raise FrameError(f"the message has version {header[0]}; expected {VERSION}")
+    try:
+        wire = _DECODER.decode(header[1:])
+        return _unpack_request(wire, frames) if isinstance(wire, WireAddRequest) else wire
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise FrameError(f"the message cannot be decoded: {error}") from error
+
+
+def _unpack_request(wire: WireAddRequest, frames: Sequence[Buffer]) -> AddRequest:
+    fields = {name: getattr(wire, name) for name in WireAddRequest.__struct_fields__}
+    fields["mm_features"] = [_unpack_feature(item, frames) for item in wire.mm_features]
+    return AddRequest(**fields)
+
+
+def _unpack_feature(wire: WireFeature, frames: Sequence[Buffer]) -> MultiModalFeatureSpec:
+    is_embed = None if wire.is_embed is None else _unpack_array(wire.is_embed, frames)
+    if wire.offset < 0 or wire.length < 0:
+        raise FrameError(f"placeholder at {wire.offset} of length {wire.length}")
+    if is_embed is not None and (is_embed.dtype != np.bool_ or is_embed.shape != (wire.length,)):
+        raise FrameError(f"`is_embed` must be bool ({wire.length},), not {is_embed.shape}")
+    data = wire.data
+    return MultiModalFeatureSpec(
+        data=None if data is None else _unpack_item(data, frames),
+        modality=wire.modality,
+        identifier=wire.identifier,
+        mm_position=PlaceholderRange(offset=wire.offset, length=wire.length, is_embed=is_embed),
+        mm_hash=wire.mm_hash,
+    )
+
+
+def _unpack_item(data: Mapping[str, WireElem], frames: Sequence[Buffer]) -> MultiModalKwargsItem:
+    return MultiModalKwargsItem({key: _unpack_elem(elem, frames) for key, elem in data.items()})
+
+
+def _unpack_elem(elem: WireElem, frames: Sequence[Buffer]) -> MultiModalFieldElem:
+    data = None if elem.data is None else _unpack_data(elem.data, frames)
+    return MultiModalFieldElem(data=data, field=_unpack_field(elem.field))
+
+
+def _unpack_field(
+    wire: WireBatched | WireFlat | WireShared,
+) -> MultiModalBatchedField | MultiModalFlatField | MultiModalSharedField:
+    match wire:
+        case WireBatched():
+            return MultiModalBatchedField(keep_on_cpu=wire.keep_on_cpu)
+        case WireShared():
+            return MultiModalSharedField(batch_size=wire.batch_size, keep_on_cpu=wire.keep_on_cpu)
+        case WireFlat():
+            return MultiModalFlatField(
+                slices=_unpack_slices(wire), dim=wire.dim, keep_on_cpu=wire.keep_on_cpu
+            )
+
+
+def _unpack_slices(wire: WireFlat) -> Sequence[slice] | Sequence[Sequence[slice]]:
+    if wire.is_nested:
+        return [tuple(slice(*bounds) for bounds in item) for item in wire.slices]
+    if any(len(item) != 1 for item in wire.slices):
+        raise FrameError("a flat field has slices over several axes, but is not nested")
+    return [slice(*item[0]) for item in wire.slices]
+
+
+def _unpack_data(wire: WireArray | WireList, frames: Sequence[Buffer]) -> Any:
+    if isinstance(wire, WireList):
+        return [_unpack_data(item, frames) for item in wire.items]
+    return _unpack_array(wire, frames)
+
+
+def _unpack_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
+    dtype = _DTYPES.get(wire.dtype)
+    if dtype is None:
+        raise FrameError(f"an array has the unknown dtype {wire.dtype!r}")
+    if not 1 <= wire.frame < len(frames):
+        raise FrameError(f"an array names frame {wire.frame} of {len(frames)}")
+    if any(size < 0 for size in wire.shape):
+        raise FrameError(f"an array has the shape {wire.shape}")
+    buffer = memoryview(frames[wire.frame])
+    if math.prod(wire.shape) * dtype.itemsize != buffer.nbytes:
+        raise FrameError(f"an array of shape {wire.shape} has a frame of {buffer.nbytes} bytes")
+    flat = np.frombuffer(buffer, dtype=dtype) if buffer.nbytes else np.empty(0, dtype)
+    array = flat.reshape(wire.shape)
+    array.flags.writeable = False
+    return array
