@@ -1,0 +1,68 @@
+# Needs python3 (3.11 or newer), make and a package registry; everything else goes into .venv.
+
+.PHONY: bench check docs help serve test test-slow
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8000
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_ROOT_USER_ACTION := ignore
+
+# The first interpreter that is new enough; PYTHON=... chooses another.
+PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11 python3.13 python3.14,\
+  $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+
+# Pins go by the interpreter inside .venv: jax 0.10.2 is the last for 3.11; newer ones share a file.
+PINS = constraints/$(shell $(BIN)/python -c \
+  'import sys; print("py311.txt" if sys.version_info < (3, 12) else "py312.txt")')
+INPUTS := pyproject.toml $(wildcard constraints/*.txt)
+
+help: ## say what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:8000 (MODEL=, PORT=, ARGS=)
+	@$(BIN)/python -m mmjax.serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: lint ## run everything that CI runs
+	@$(PYTEST) -m "not slow and not hub"
+
+test-slow: lint ## the same with full counts
+	@$(PYTEST) -m "not hub" --timeout 3600
+
+check: lint ## format, lint, types, contracts and the tests that take seconds
+	@$(PYTEST) -m "not slow and not hub" tests/test_house.py tests/processing tests/cache tests/layers
+
+bench: $(VENV)/.dev ## measure the embedded default on this machine
+	@$(BIN)/python -m benchmarks.offline
+
+docs: $(VENV)/.dev ## check every link of the documentation
+	@$(BIN)/python docs/check_links.py
+
+.PHONY: lint
+lint: $(VENV)/.dev
+	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/pyright --level error
+	@$(BIN)/lint-imports --no-cache
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer, and found none as python3," \
+	  "python3.12 or python3.11; install one, or say PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Each stamp says that its extras stand in .venv as pyproject.toml and the pins now ask.
+$(VENV)/.serve: $(INPUTS) | $(BIN)/python
+	@echo "installing mmjax and what serving needs into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[serve]'
+	@touch $@
+
+$(VENV)/.dev: $(INPUTS) | $(BIN)/python
+	@echo "installing mmjax and what its tests need into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[serve,dev]'
+	@touch $@ $(VENV)/.serve

@@ -1,0 +1,31 @@
+"""mmjax: serve multimodal models with JAX.
+
+    from mmjax import LLM, SamplingParams
+
+Importing this door loads neither jax nor a model: names are found when they are first used.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+try:
+    __version__ = version("mmjax")
+except PackageNotFoundError:  # a checkout on the path, never installed
+    __version__ = "0+unknown"
+
+_HOMES = {"LLM": "mmjax.llm", "SamplingParams": "mmjax.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module that `name` lives in."""
+    if name not in _HOMES:
+        raise AttributeError(f"module `mmjax` has no attribute `{name}`")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the door's names."""
+    return sorted(__all__)

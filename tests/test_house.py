@@ -1,0 +1,261 @@
+"""The laws of the house, on the tree as it is: floors, sizes, names, words, what P0 may load."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mmjax"
+CODE = ("mmjax", "tests", "checkpoints", "benchmarks", "docs", "examples")
+FILES = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
+
+MAX_LINES, MAX_FUNCTION, MAX_CLASS, MAX_POSITIONAL, MAX_NESTING = 500, 60, 250, 6, 4
+SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("os", "system")}
+TOP_LEVEL = {
+    ".ci",
+    ".gitattributes",
+    ".gitignore",
+    ".pre-commit-config.yaml",
+    "CHANGELOG.md",
+    "LICENSE",
+    "Makefile",
+    "README.md",
+    "benchmarks",
+    "checkpoints",
+    "constraints",
+    "docs",
+    "examples",
+    "mmjax",
+    "pyproject.toml",
+    "tests",
+}
+
+JAX_FREE = (
+    "mmjax",
+    "mmjax.cache",
+    "mmjax.config",
+    "mmjax.engine.buckets",
+    "mmjax.engine.outputs",
+    "mmjax.engine.request",
+    "mmjax.engine.scheduler",
+    "mmjax.errors",
+    "mmjax.frontend",
+    "mmjax.logger",
+    "mmjax.model_source",
+    "mmjax.models.gemma3.processor",
+    "mmjax.models.registry",
+    "mmjax.processing",
+    "mmjax.sampling_params",
+    "mmjax.serve",
+    "mmjax.server",
+    "mmjax.transport",
+)
+"""What P0 may import; a package stands for its modules."""
+
+IN_P0 = """
+import importlib, pkgutil, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    if name != "mmjax" and hasattr(module, "__path__"):
+        for found in pkgutil.iter_modules(module.__path__, name + "."):
+            importlib.import_module(found.name)
+heavy = {"jax", "jaxlib", "flax", "torch", "optax", "orbax"}
+print(",".join(sorted(heavy & sys.modules.keys())))
+"""
+
+
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def walk(kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every node of `kind` in our code, with `path:line`."""
+    for file in FILES:
+        for node in ast.walk(parse(file)):
+            if isinstance(node, kind):
+                line = getattr(node, "lineno", 1)
+                yield f"{file.relative_to(ROOT)}:{line}", node
+
+
+def nesting(node: ast.AST) -> int:
+    """Return how deep blocks stand in one another; an `elif` stands no deeper than its `if`."""
+    blocks = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
+    deepest = 0
+    for name, value in ast.iter_fields(node):
+        children = value if isinstance(value, list) else [value]
+        for child in children:
+            if not isinstance(child, ast.AST) or isinstance(
+                child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda
+            ):
+                continue
+            is_elif = isinstance(node, ast.If) and name == "orelse" and isinstance(child, ast.If)
+            own = int(isinstance(child, blocks) and not is_elif)
+            deepest = max(deepest, own + nesting(child))
+    return deepest
+
+
+def length(node: ast.AST) -> int:
+    """Return the lines of a definition, its docstring and decorators left out."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    lines = (node.end_lineno or node.lineno) - node.lineno + 1
+    first = node.body[0]
+    if ast.get_docstring(node, clean=False) is not None:
+        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return lines
+
+
+def test_import_floors_hold():
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_p0_never_loads_jax():
+    names = [name for name in JAX_FREE if _exists(name)]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_P0, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.strip()
+    assert not loaded, f"the host half loads {loaded}"
+
+
+def _exists(name: str) -> bool:
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def test_every_jax_free_name_exists():
+    assert [name for name in JAX_FREE if not _exists(name)] == []
+
+
+def test_shapes_are_checked_in_tests():
+    from mmjax.layers.linear import linear
+
+    x, weight = jnp.ones((2, 3)), jnp.ones((5, 4))
+    with pytest.raises(TypeCheckError):
+        linear(x, weight)
+
+
+def test_arrays_are_strict_in_tests():
+    with pytest.raises(ValueError, match="rank_promotion"):
+        jnp.ones((2, 3)) + jnp.ones(3)
+    with pytest.raises(Exception, match="promotion"):
+        jnp.ones(2, jnp.float32) + jnp.ones(2, jnp.int32)
+
+
+def test_no_file_is_too_long():
+    counts = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in FILES}
+    assert {str(f.relative_to(ROOT)): n for f, n in counts.items() if n > MAX_LINES} == {}
+
+
+def test_no_definition_is_too_long_or_too_deep():
+    found = []
+    for place, node in walk((ast.FunctionDef, ast.AsyncFunctionDef)):
+        assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        positional = [a for a in (*node.args.posonlyargs, *node.args.args) if a.arg != "self"]
+        figures = (length(node), len(positional), nesting(node))
+        if any(
+            a > b for a, b in zip(figures, (MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING), strict=True)
+        ):
+            found.append(f"{place} {node.name}: lines, positional parameters, nesting {figures}")
+    for place, node in walk(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        if length(node) > MAX_CLASS:
+            found.append(f"{place} {node.name}: {length(node)} lines")
+    assert found == []
+
+
+def test_every_file_is_named_for_its_subject():
+    assert [str(f) for f in FILES if f.stem in SUBJECTLESS] == []
+
+
+def test_every_module_says_what_it_is():
+    silent = [
+        str(file.relative_to(ROOT))
+        for file in FILES
+        if file.read_text(encoding="utf-8").strip() and ast.get_docstring(parse(file)) is None
+    ]
+    assert silent == []
+
+
+def test_no_annotation_is_hidden():
+    """`from __future__ import annotations` breaks shape checks; TYPE_CHECKING hides circles."""
+    found = [
+        place
+        for place, node in walk(ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom)
+        and (
+            (node.module == "__future__" and node.names[0].name == "annotations")
+            or any(alias.name == "TYPE_CHECKING" for alias in node.names)
+        )
+    ]
+    assert found == []
+
+
+def _names_forbidden(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name.split(".")[0] in FORBIDDEN_MODULES for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return (node.module or "").split(".")[0] in FORBIDDEN_MODULES
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in FORBIDDEN_CALLS
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return (node.value.id, node.attr) in FORBIDDEN_ATTRIBUTES
+    if isinstance(node, ast.keyword):
+        return node.arg in ("allow_pickle", "shell")
+    return False
+
+
+def test_nothing_in_the_package_can_run_what_it_reads():
+    kinds = (ast.Import, ast.ImportFrom, ast.Call, ast.Attribute, ast.keyword)
+    found = [p for p, node in walk(kinds) if p.startswith("mmjax/") and _names_forbidden(node)]
+    assert found == []
+
+
+def test_the_top_level_holds_what_it_should():
+    done = subprocess.run(
+        ["git", "ls-files", "--cached"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    tracked = {line.split("/")[0] for line in done.stdout.splitlines()}
+    assert tracked - TOP_LEVEL == set()
+
+
+def test_torch_is_a_dependency_of_dev_alone():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    with_torch = {name for name, needs in extras.items() if any("torch" in n for n in needs)}
+    assert with_torch == {"dev"}
+
+
+@pytest.mark.slow
+def test_the_wheel_carries_the_default(tmp_path: Path, default_checkpoint: Path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("mmjax-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    carried = {f"mmjax/_checkpoints/tiny_scenes/{f.name}" for f in default_checkpoint.iterdir()}
+    assert carried <= names
+    assert not {name for name in names if name.startswith(("tests/", "checkpoints/"))}
+    source = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")}
+    assert source <= names
+    assert np.all([archive.getinfo(name).file_size < 16 * 2**20 for name in carried])
