@@ -59,10 +59,10 @@ $(BIN)/python:
 # Each stamp says that its extras stand in .venv as pyproject.toml and the pins now ask.
 $(VENV)/.serve: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what serving needs into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[serve]'
+	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what its tests need into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --constraint $(PINS) --editable '.[serve,dev]'
+	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
