@@ -1,0 +1,176 @@
+"""A checkpoint directory into sharded arrays, one slice of one tensor at a time.
+
+Validates before it reads: every missing, unexpected and misshapen tensor is in one report.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.weights.rules import Rule, apply_rules
+from mmjax.weights.safetensors import StoredTensor, open_safetensors
+from mmjax.weights.sharding import param_sharding
+
+_TIED_HEAD = "lm_head.weight"
+_EMBEDDING = "embed_tokens.weight"
+_ROWS_COMPARED_AT_ONCE = 4096
+_MAX_LISTED = 20
+"""Names of a kind that a report shows; a wrong revision can miss thousands."""
+
+
+@dataclass(slots=True)
+class TensorProblems:
+    """What keeps a checkpoint from filling a tree; each entry is a line of the report."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    """Tensors with the wrong shape or dtype, or that claim another's place."""
+
+    def raise_if_any(self, source: str) -> None:
+        """Raise one CheckpointError that tells all."""
+        kinds = (
+            (self.missing, "missing"),
+            (self.unexpected, "unexpected"),
+            (self.misfits, "misshapen"),
+        )
+        found = [(sorted(lines), kind) for lines, kind in kinds if lines]
+        if not found:
+            return
+        counts = ", ".join(f"{len(lines)} {kind}" for lines, kind in found)
+        report = [f"`{source}` does not fit the model: {counts}; is the revision right?"]
+        for lines, kind in found:
+            report.append(f"{kind}:")
+            report += [f"  {line}" for line in lines[:_MAX_LISTED]]
+            if len(lines) > _MAX_LISTED:
+                report.append(f"  ... and {len(lines) - _MAX_LISTED} more")
+        raise CheckpointError("\n".join(report))
+
+
+def load_params(
+    path: Path | str,
+    abstract_params: Params,
+    rules: Sequence[Rule],
+    *,
+    dtype: Any = None,
+    mesh: Mesh | None = None,
+    use_tqdm: bool = True,
+) -> dict[Any, Any]:
+    """Fill `abstract_params` from the safetensors files of a HF directory.
+
+    Args:
+        path: The directory.
+        abstract_params: The tree, with `ShapeDtypeStruct`s for leaves.
+        rules: From names in the files to dotted names in the tree.
+        dtype: Of the arrays; None: as the tree says.
+        mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
+        use_tqdm: Whether to show a progress bar, in bytes.
+
+    Raises:
+        CheckpointError: With all missing, unexpected and misshapen tensors.
+    """
+    path = Path(path)
+    expected = flatten_params(abstract_params)
+    with open_safetensors(path) as tensors:
+        sources = match_tensors(tensors.values(), expected, rules, source=str(path))
+        total = sum(tensor.num_bytes for tensor in sources.values())
+        leaves = {}
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="loading weights", disable=not use_tqdm
+        ) as progress:
+            for name, tensor in sources.items():
+                leaves[name] = _place(name, tensor, dtype or expected[name].dtype, mesh)
+                progress.update(tensor.num_bytes)
+    return unflatten_params(leaves)
+
+
+def match_tensors(
+    tensors: Iterable[StoredTensor],
+    expected: Mapping[str, Any],
+    rules: Sequence[Rule],
+    *,
+    source: str,
+) -> dict[str, StoredTensor]:
+    """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if it is no match.
+
+    A `lm_head` where the tree has none is the embedding once more (tied): it is compared and left.
+    """
+    problems = TensorProblems()
+    sources: dict[str, StoredTensor] = {}
+    heads: list[StoredTensor] = []
+    for tensor in tensors:
+        name = apply_rules(tensor.name, rules)
+        if name is None:
+            continue
+        if name not in expected and name.endswith(_TIED_HEAD):
+            heads.append(tensor)
+        elif name not in expected:
+            problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
+        elif name in sources:
+            problems.misfits.append(
+                f"`{tensor.name}` (in {tensor.file}) and `{sources[name].name}` are both `{name}`"
+            )
+        else:
+            sources[name] = tensor
+            problems.misfits += _find_misfit(tensor, expected[name].shape)
+    problems.missing += [f"`{name}`" for name in expected.keys() - sources.keys()]
+    problems.raise_if_any(source)
+    for head in heads:
+        _check_tied(head, sources)
+    return sources
+
+
+def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:
+    where = f"`{tensor.name}` (in {tensor.file})"
+    if tensor.shape != tuple(shape):
+        return [f"{where} must have shape {tuple(shape)}; got {tensor.shape}"]
+    if not tensor.is_floating:
+        return [
+            f"{where} must be float32, float16 or bfloat16; got {tensor.dtype}: "
+            "quantised checkpoints are not supported"
+        ]
+    return []
+
+
+def _check_tied(head: StoredTensor, sources: Mapping[str, StoredTensor]) -> None:
+    """Compare with the embedding: a head of its own, dropped, would spoil answers in silence."""
+    embedding = next((t for name, t in sources.items() if name.endswith(_EMBEDDING)), None)
+    if embedding is not None and embedding.shape == head.shape:
+        rows = head.shape[0]
+        bounds = [*range(0, rows, _ROWS_COMPARED_AT_ONCE), rows]
+        parts = [(slice(*pair), slice(None)) for pair in itertools.pairwise(bounds)]
+        if all(np.array_equal(head.read(part), embedding.read(part)) for part in parts):
+            return
+    raise CheckpointError(
+        f"`{head.name}` (in {head.file}) differs from the token embedding, but config.json says "
+        "that they are tied; set `tie_word_embeddings` to false there"
+    )
+
+
+def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> jax.Array:
+    sharding = param_sharding(name, tensor.shape, mesh)
+    parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        # Devices that hold the same part (replicas over "data") ask for it one by one.
+        assert index is not None, "every index is addressable in one process"
+        bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.shape, strict=True)]
+        key = tuple(bounds)
+        if key not in parts:
+            parts[key] = tensor.read(tuple(slice(*bound) for bound in bounds)).astype(
+                dtype, copy=False
+            )
+        return parts[key]
+
+    array = jax.make_array_from_callback(tensor.shape, sharding, read)
+    # Without this, reading would run ahead of the transfer and slices would pile up here.
+    return jax.block_until_ready(array)

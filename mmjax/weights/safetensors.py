@@ -1,0 +1,133 @@
+"""A checkpoint directory's safetensors files as one lazy table of tensors.
+
+Reads headers when opened and slices when asked. Never opens a pickle. Knows nothing of jax.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mmjax.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+"""The dtypes that are loaded; others (int8, float8) are quantised weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file; no data until `read`."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it: F32, BF16, ..."""
+    slices: Any
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the dtype is one that weights may have."""
+        return self.dtype in _BITS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return int(np.prod(self.shape, dtype=np.int64)) * _BITS.get(self.dtype, 8) // 8
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a slice in the file's dtype (bfloat16 as ml_dtypes has it)."""
+        # NOTE: a tensor without axes is read with an empty index, which gives a scalar.
+        return np.asarray(self.slices[index if self.shape else ...])
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[dict[str, StoredTensor]]:
+    """Open all weight files of the directory; yield `{name: tensor}`."""
+    files = find_weight_files(path)
+    with ExitStack() as stack:
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            for tensor in _open_file(stack, path / file):
+                if tensor.name in tensors:
+                    raise CheckpointError(
+                        f"tensor `{tensor.name}` is both in `{tensors[tensor.name].file}` and in "
+                        f"`{tensor.file}`; remove the files that are not this checkpoint's"
+                    )
+                tensors[tensor.name] = tensor
+        yield tensors
+
+
+def find_weight_files(path: Path) -> list[str]:
+    """Return the names of the directory's safetensors files: one, or the index's shards."""
+    if (path / SINGLE_FILE).is_file():
+        return [SINGLE_FILE]
+    if not (path / INDEX_FILE).is_file():
+        raise CheckpointError(_explain_absence(path))
+    shards = sorted(set(_read_weight_map(path / INDEX_FILE).values()))
+    strange = [shard for shard in shards if Path(shard).name != shard]
+    if strange:
+        raise CheckpointError(
+            f"`{INDEX_FILE}` names {strange[0]!r}; expected names of files beside it"
+        )
+    missing = [shard for shard in shards if not (path / shard).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"`{path}` lacks {len(missing)} of the {len(shards)} weight files that "
+            f"`{INDEX_FILE}` names: {', '.join(missing)}; is the download complete?"
+        )
+    return shards
+
+
+def _read_weight_map(file: Path) -> Mapping[str, str]:
+    try:
+        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"`{file}` is not an index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"`{file}`: `weight_map` must map tensors to file names")
+    return weight_map
+
+
+def _open_file(stack: ExitStack, file: Path) -> list[StoredTensor]:
+    try:
+        opened = stack.enter_context(safe_open(str(file), framework="np"))
+        found = []
+        for name in opened.keys():  # noqa: SIM118 (not a mapping: it cannot be iterated)
+            view = opened.get_slice(name)
+            shape = tuple(view.get_shape())
+            found.append(StoredTensor(name, file.name, shape, str(view.get_dtype()), view))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"`{file}` is not a readable safetensors file ({error}); "
+            "is the download complete, or is it a Git LFS pointer?"
+        ) from error
+    return found
+
+
+def _explain_absence(path: Path) -> str:
+    if not path.is_dir():
+        return f"model directory `{path}` does not exist"
+    shards = sorted(file.name for file in path.glob("*.safetensors"))
+    if shards:
+        return (
+            f"`{path}` holds {', '.join(shards)} but neither `{SINGLE_FILE}` nor `{INDEX_FILE}`; "
+            "is the download complete?"
+        )
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        return (
+            f"`{path}` holds its weights as pickles ({', '.join(pickles)}), which can run code "
+            "when opened; mmjax reads safetensors only: take a revision that has them, or convert "
+            "with `model.save_pretrained`"
+        )
+    return f"`{path}` holds no weights; expected `{SINGLE_FILE}` or `{INDEX_FILE}`"

@@ -1,0 +1,132 @@
+"""Orbax snapshots of a loaded tree: a restart reads arrays, renames nothing, converts nothing.
+
+A snapshot restores onto another mesh than it was saved from, or onto none.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.weights.load import TensorProblems
+from mmjax.weights.sharding import param_sharding
+
+SCHEMA_VERSION = 1
+"""Raised when parameter names or layouts change; older snapshots are then refused."""
+
+_ARRAYS = "params"
+_METADATA = "mmjax_snapshot.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMetadata:
+    """What a snapshot was made of."""
+
+    source: str
+    """The checkpoint: a directory or a hub id."""
+    revision: str | None
+    architecture: str
+    dtype: str
+    schema_version: int = SCHEMA_VERSION
+
+
+def save_snapshot(
+    path: Path | str,
+    params: Params,
+    *,
+    source: str,
+    architecture: str,
+    revision: str | None = None,
+) -> SnapshotMetadata:
+    """Write `params` and what they are into the new directory `path`."""
+    path = Path(path).absolute()
+    leaves = flatten_params(params)
+    dtypes = {str(leaf.dtype) for leaf in leaves.values()}
+    metadata = SnapshotMetadata(
+        source=source,
+        revision=revision,
+        architecture=architecture,
+        dtype="+".join(sorted(dtypes)),
+    )
+    if (path / _METADATA).exists() or (path / _ARRAYS).exists():
+        raise CheckpointError(f"`{path}` holds a snapshot already; remove it, or name another")
+    path.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / _ARRAYS, leaves)
+    # Written last: without it, the snapshot counts as unfinished.
+    shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
+    (path / _METADATA).write_text(json.dumps({**asdict(metadata), "shapes": shapes}, indent=1))
+    return metadata
+
+
+def read_snapshot_metadata(path: Path | str) -> SnapshotMetadata:
+    """Return what the snapshot says of itself."""
+    return _read(Path(path).absolute())[0]
+
+
+def load_snapshot(
+    path: Path | str, abstract_params: Params, *, mesh: Mesh | None = None
+) -> dict[Any, Any]:
+    """Restore a snapshot into the tree, sharded over `mesh`; CheckpointError if it does not fit."""
+    path = Path(path).absolute()
+    metadata, shapes = _read(path)
+    expected = flatten_params(abstract_params)
+    _check(path, metadata, shapes, expected)
+    targets = {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=param_sharding(name, leaf.shape, mesh)
+        )
+        for name, leaf in expected.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        return unflatten_params(checkpointer.restore(path / _ARRAYS, targets))
+
+
+def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]]]:
+    file = path / _METADATA
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        shapes = {str(name): tuple(shape) for name, shape in raw.pop("shapes").items()}
+        metadata = SnapshotMetadata(**raw)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"`{path}` is no finished snapshot: it lacks `{_METADATA}`; make it again"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
+    return metadata, shapes
+
+
+def _check(
+    path: Path,
+    metadata: SnapshotMetadata,
+    shapes: dict[str, tuple[int, ...]],
+    expected: dict[str, Any],
+) -> None:
+    if metadata.schema_version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"snapshot `{path}` has schema {metadata.schema_version}; this mmjax reads "
+            f"{SCHEMA_VERSION}: make it again from `{metadata.source}`"
+        )
+    dtype = "+".join(sorted({str(leaf.dtype) for leaf in expected.values()}))
+    if metadata.dtype != dtype:
+        raise CheckpointError(
+            f"snapshot `{path}` holds {metadata.dtype}, but {dtype} is asked for; "
+            f"make it again from `{metadata.source}`"
+        )
+    problems = TensorProblems(
+        missing=[f"`{name}`" for name in expected.keys() - shapes.keys()],
+        unexpected=[f"`{name}`" for name in shapes.keys() - expected.keys()],
+        misfits=[
+            f"`{name}` must have shape {tuple(leaf.shape)}; got {shapes[name]}"
+            for name, leaf in expected.items()
+            if name in shapes and shapes[name] != tuple(leaf.shape)
+        ],
+    )
+    problems.raise_if_any(str(path))
