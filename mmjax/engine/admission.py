@@ -1,0 +1,129 @@
+"""What a request must satisfy to be taken in: whoever passes here can run to its end alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.cache.kv_cache_manager import cdiv
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.errors import MediaIdConflictError, RequestValueError
+
+MAX_MASKED_TOKEN_IDS = 32
+"""Ids that `min_tokens` can keep from being sampled: the width of a sampler's table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The engine's sizes that bound a single request."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    encoder_budget: int
+    """Embeddings that one step may compute, and the encoder cache may hold: the smaller."""
+    keeps_items_whole: bool
+    """Whether an item's places must all lie in one step."""
+
+    def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
+        """Raise `RequestValueError` for a prompt that no step sequence can compute."""
+        if not token_ids:
+            raise RequestValueError("the prompt is empty; give at least one token", param="prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestValueError(
+                f"the prompt has {len(token_ids)} tokens; the model's context of "
+                f"{self.max_model_len} must also hold one new token: shorten the prompt",
+                param="prompt",
+            )
+        self._check_vocabulary(token_ids, items)
+        for item in items:
+            self._check_item(item, len(token_ids))
+
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestValueError` for a request that cannot be served to its end."""
+        # The last token that is sampled is never computed.
+        num_slots = request.num_prompt_tokens + request.max_tokens - 1
+        num_blocks = cdiv(num_slots, self.block_size)
+        if num_blocks > self.num_blocks:
+            raise RequestValueError(
+                f"the request may grow to {num_slots} tokens, which need {num_blocks} blocks of "
+                f"the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten the prompt, or "
+                "raise `kv_cache_memory_bytes`",
+                param="max_tokens",
+            )
+        num_masked = len(request.ending_token_ids)
+        if request.sampling_params.min_tokens and num_masked > MAX_MASKED_TOKEN_IDS:
+            raise RequestValueError(
+                f"`min_tokens` with {num_masked} ids that end the text; at most "
+                f"{MAX_MASKED_TOKEN_IDS} can be held back: shorten `stop_token_ids`",
+                param="stop_token_ids",
+            )
+
+    def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
+        ids = np.asarray(token_ids, np.int64)
+        is_text = np.ones(len(ids), bool)
+        for item in items:
+            for first, last in item.position.extract_embeds_range():
+                is_text[first : last + 1] = False
+        unknown = ids[is_text & ((ids < 0) | (ids >= self.vocab_size))]
+        if unknown.size:
+            raise RequestValueError(
+                f"token id {unknown[0]} is not in the vocabulary; ids lie in "
+                f"[0, {self.vocab_size - 1}]",
+                param="prompt_token_ids",
+            )
+
+    def _check_item(self, item: EncoderItem, num_prompt_tokens: int) -> None:
+        if item.start < 0 or item.end > num_prompt_tokens:
+            raise RequestValueError(
+                f"item {item.identifier} lies at [{item.start}, {item.end}) of a prompt of "
+                f"{num_prompt_tokens} tokens; placeholders must lie in the prompt",
+                param="multi_modal_data",
+            )
+        if item.num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"an item gives {item.num_embeds} embeddings; the encoder cache holds "
+                f"{self.encoder_budget}: use a smaller picture, or raise "
+                "`max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+        length = item.end - item.start
+        if self.keeps_items_whole and length > self.max_num_batched_tokens:
+            raise RequestValueError(
+                f"an item takes {length} tokens, which this model computes in one step; a step "
+                f"holds {self.max_num_batched_tokens}: raise `max_num_batched_tokens`",
+                param="multi_modal_data",
+            )
+
+
+class ItemSizes:
+    """The embeddings of every identifier in flight, so that one name cannot mean two things."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[int, int]] = {}
+        """identifier -> (embeddings, items that bear it)."""
+
+    def add(self, items: Sequence[EncoderItem]) -> None:
+        """Count a request's items in; `MediaIdConflictError`, and no change, on a conflict."""
+        sizes: dict[str, int] = {}
+        for item in items:
+            in_flight = self._entries.get(item.identifier, (item.num_embeds, 0))[0]
+            known = sizes.setdefault(item.identifier, in_flight)
+            if known != item.num_embeds:
+                raise MediaIdConflictError(
+                    f"the media id {item.identifier} stands for {known} embeddings elsewhere and "
+                    f"for {item.num_embeds} here; give other content another id",
+                    param="multi_modal_uuids",
+                )
+        for item in items:
+            _, count = self._entries.get(item.identifier, (0, 0))
+            self._entries[item.identifier] = (item.num_embeds, count + 1)
+
+    def remove(self, items: Sequence[EncoderItem]) -> None:
+        """Count a request's items out."""
+        for item in items:
+            num_embeds, count = self._entries.pop(item.identifier)
+            if count > 1:
+                self._entries[item.identifier] = (num_embeds, count - 1)

@@ -1,0 +1,274 @@
+"""From scheduled windows to the arrays of one step: packed on the host, unpacked under jit.
+
+All fields are int32 and share one flat buffer, so that a step is one transfer; floats travel as
+their bits. `Layout` knows where each field lies, on both sides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from mmjax.engine.admission import MAX_MASKED_TOKEN_IDS
+from mmjax.engine.buckets import StepBucket
+from mmjax.engine.outputs import ScheduledRequest
+from mmjax.layers.attention import PagedAttentionMetadata
+
+NO_TOKEN = np.iinfo(np.int32).max
+"""Pads lists of token ids: beyond every vocabulary, so a scatter drops it."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class StepBatch(NamedTuple):
+    """The input of `step`, beside parameters and caches."""
+
+    token_ids: Int[Array, " T"]
+    positions: Int[Array, "3 T"]
+    src_index: Int[Array, " T"]
+    """Row of the encoder-output pool, or -1 for text."""
+    metadata: PagedAttentionMetadata
+
+
+class SampleBatch(NamedTuple):
+    """The input of `sample`, beside parameters and hidden states."""
+
+    rows: Int[Array, " R"]
+    """Rows of the hidden states; padding: 0."""
+    positions: Int[Array, " R"]
+    """The place in the sequence that the new token gets."""
+    seeds: UInt32[Array, "R 2"]
+    top_k: Int[Array, " R"]
+    """0 or below: all."""
+    temperature: Float[Array, " R"]
+    """0: greedy."""
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    masked_token_ids: Int[Array, "R _masked"]
+    """Ids that may not come yet (`min_tokens`); padding: `NO_TOKEN`."""
+    has_filters: Int[Array, ""]
+    """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
+    has_logprobs: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of named int32 fields in one flat buffer."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Field -> its part of the buffer, its shape."""
+        slices, start = {}, 0
+        for name, shape in self.shapes:
+            slices[name] = (slice(start, start + prod(shape)), shape)
+            start += prod(shape)
+        return slices
+
+    @cached_property
+    def size(self) -> int:
+        """Numbers in the buffer."""
+        return sum(prod(shape) for _, shape in self.shapes)
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """Return the fields: views of a numpy buffer, slices of a traced one."""
+        return {name: flat[part].reshape(shape) for name, (part, shape) in self.slices.items()}
+
+
+def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
+    """Return the fields of a `StepBatch` of one bucket."""
+    tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
+    shapes: Shapes = {
+        "token_ids": (tokens,),
+        "positions": (3, tokens),
+        "src_index": (tokens,),
+        "slot_block": (tokens,),
+        "slot_offset": (tokens,),
+        "token_index": (tokens,),
+        "span_end": (tokens,),
+        "tile_rows": (tiles, bucket.tile_size),
+        "tile_request": (tiles,),
+        "row_slot": (tokens,),
+        "block_tables": (requests, max_blocks),
+        "num_blocks_bound": (),
+    }
+    return Layout(tuple(shapes.items()))
+
+
+def sample_layout(num_requests: int) -> Layout:
+    """Return the fields of a `SampleBatch` of one bucket."""
+    one = (num_requests,)
+    shapes: Shapes = {
+        "rows": one,
+        "positions": one,
+        "seeds": (num_requests, 2),
+        "top_k": one,
+        "temperature": one,
+        "top_p": one,
+        "min_p": one,
+        "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
+        "has_filters": (),
+        "has_logprobs": (),
+    }
+    return Layout(tuple(shapes.items()))
+
+
+def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
+    """Return the traced batch of a packed buffer."""
+    fields = layout.views(flat)
+    head = {name: fields.pop(name) for name in ("token_ids", "positions", "src_index")}
+    return StepBatch(**head, metadata=PagedAttentionMetadata(**fields))
+
+
+def unpack_sample(layout: Layout, flat: Int[Array, " size"]) -> SampleBatch:
+    """Return the traced batch of a packed buffer, floats and seeds restored from their bits."""
+    fields = layout.views(flat)
+    for name in ("temperature", "top_p", "min_p"):
+        fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
+    fields["seeds"] = jax.lax.bitcast_convert_type(fields["seeds"], jnp.uint32)
+    return SampleBatch(**fields)
+
+
+class BatchBuilder:
+    """Writes scheduled windows into padded buffers."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_blocks: int,
+        rows_of: Callable[[str], np.ndarray],
+        has_spans: bool,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.rows_of = rows_of
+        """identifier -> rows of the encoder-output pool, int32[embeddings]."""
+        self.has_spans = has_spans
+
+    def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return a buffer of nothing but padding, and its fields."""
+        layout = step_layout(bucket, self.max_blocks)
+        flat = np.zeros(layout.size, np.int32)
+        fields = layout.views(flat)
+        fields["src_index"][:] = -1
+        fields["slot_block"][:] = self.num_blocks
+        fields["tile_rows"][:] = bucket.num_tokens
+        return flat, fields
+
+    def build_step(
+        self, requests: Sequence[ScheduledRequest], bucket: StepBucket
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the packed step, and each request's last row in it, int32[requests]."""
+        flat, fields = self.empty_step(bucket)
+        counts = np.fromiter((item.num_tokens for item in requests), np.int32, len(requests))
+        ends = np.cumsum(counts, dtype=np.int32)
+        num_tokens = int(ends[-1])
+        request_of_row = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
+        starts = np.fromiter((item.start for item in requests), np.int32, len(requests))
+        place = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
+        index = np.repeat(starts, counts) + place
+
+        fields["block_tables"][: len(requests)] = [item.block_table for item in requests]
+        fields["token_ids"][:num_tokens] = np.concatenate(
+            [item.request.token_ids[item.start : item.end] for item in requests]
+        )
+        fields["positions"][:, :num_tokens] = index
+        fields["token_index"][:num_tokens] = index
+        fields["span_end"][:num_tokens] = index + 1
+        blocks = fields["block_tables"][request_of_row, index // self.block_size]
+        fields["slot_block"][:num_tokens] = blocks
+        fields["slot_offset"][:num_tokens] = index % self.block_size
+        longest = int((starts + counts).max())
+        fields["num_blocks_bound"][...] = -(-longest // self.block_size)
+        self._fill_tiles(fields, bucket, counts, place)
+        self._fill_items(fields, requests, ends - counts)
+        return flat, ends - 1
+
+    def _fill_tiles(
+        self,
+        fields: dict[str, np.ndarray],
+        bucket: StepBucket,
+        counts: np.ndarray,
+        place: np.ndarray,
+    ) -> None:
+        """Cut each request's rows into tiles: 70 and 3 rows in tiles of 64 give 64, 6, 3."""
+        size = bucket.tile_size
+        tiles = -(-counts // size)
+        first_tile = np.cumsum(tiles, dtype=np.int32) - tiles
+        slots = np.repeat(first_tile * size, counts) + place
+        fields["row_slot"][: len(place)] = slots
+        fields["tile_rows"].reshape(-1)[slots] = np.arange(len(place), dtype=np.int32)
+        num_tiles = int(tiles.sum())
+        fields["tile_request"][:num_tiles] = np.repeat(
+            np.arange(len(counts), dtype=np.int32), tiles
+        )
+
+    def _fill_items(
+        self,
+        fields: dict[str, np.ndarray],
+        requests: Sequence[ScheduledRequest],
+        first_rows: np.ndarray,
+    ) -> None:
+        """Point the rows of embeddings at the pool, and at the end of their picture."""
+        for scheduled, first_row in zip(requests, first_rows, strict=True):
+            for item in scheduled.request.items_between(scheduled.start, scheduled.end):
+                low = max(scheduled.start, item.start)
+                high = min(scheduled.end, item.end)
+                window = slice(
+                    first_row + low - scheduled.start, first_row + high - scheduled.start
+                )
+                inside = slice(low - item.start, high - item.start)
+                first, last = item.position.get_embeds_indices_in_range(inside.start, inside.stop)
+                rows = self.rows_of(item.identifier)[first:last]
+                mask = item.position.is_embed
+                chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
+                fields["src_index"][window][chosen] = rows
+                if self.has_spans:
+                    spans = scheduled.request.span_ends[low:high]
+                    span_end = fields["span_end"][window]
+                    np.maximum(span_end, spans, out=span_end)
+
+    def build_sample(
+        self, requests: Sequence[ScheduledRequest], rows: np.ndarray, size: int
+    ) -> tuple[np.ndarray, bool]:
+        """Return the packed sample of the requests' next tokens; whether greedy is all they ask."""
+        layout = sample_layout(size)
+        flat = np.zeros(layout.size, np.int32)
+        fields = layout.views(flat)
+        fields["rows"][: len(rows)] = rows
+        is_plain = True
+        for row, scheduled in enumerate(requests):
+            request, params = scheduled.request, scheduled.request.sampling_params
+            if params.is_greedy and params.logprobs is None and not request.needs_min_tokens:
+                continue
+            if is_plain:
+                is_plain = False
+                fields["masked_token_ids"][:] = NO_TOKEN
+            fields["has_logprobs"][...] |= params.logprobs is not None
+            if request.needs_min_tokens:
+                masked = sorted(request.ending_token_ids)
+                fields["masked_token_ids"][row, : len(masked)] = masked
+            if not params.is_greedy:
+                _fill_sampling(fields, row, scheduled)
+        return flat, is_plain
+
+
+def _fill_sampling(fields: dict[str, np.ndarray], row: int, scheduled: ScheduledRequest) -> None:
+    request, params = scheduled.request, scheduled.request.sampling_params
+    fields["positions"][row] = request.num_tokens
+    seed = request.seed % 2**64
+    fields["seeds"].view(np.uint32)[row] = (seed >> 32, seed & 0xFFFFFFFF)
+    fields["top_k"][row] = max(params.top_k, 0)
+    for name in ("temperature", "top_p", "min_p"):
+        fields[name].view(np.float32)[row] = getattr(params, name)
+    fields["has_filters"][...] |= params.top_k > 0 or params.top_p < 1 or params.min_p > 0

@@ -1,0 +1,117 @@
+"""The padded sizes that programs are compiled for; all of them are walked in warm-up.
+
+Every size that a step, an encoder call or a sample may have is rounded up to one of these, so the
+number of programs is the length of these lists, whatever the clients send.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TILE_SIZE = 64
+"""Queries of one request that attend together, where some request has more than one."""
+MAX_UNITS = 8
+"""Units (pictures, crops) of the largest encoder call; more take several calls."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepBucket:
+    """Sizes of a step's arrays."""
+
+    num_tokens: int
+    """`T`"""
+    num_requests: int
+    """`R`"""
+    tile_size: int
+    """1 where every request computes one token (then T equals R), else `TILE_SIZE`."""
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles that hold any split of T tokens over R requests."""
+        return self.num_tokens // self.tile_size + (self.num_requests if self.tile_size > 1 else 0)
+
+
+def next_bucket(sizes: Sequence[int], size: int) -> int:
+    """Return the smallest of the sorted `sizes` that is at least `size`."""
+    assert size <= sizes[-1], f"{size=} {sizes[-1]=}"
+    return sizes[bisect_left(sizes, size)]
+
+
+def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Return `first`, times `factor`, and so on, ending with exactly `last`."""
+    sizes = []
+    size = first
+    while size < last:
+        sizes.append(size)
+        size *= factor
+    return (*sizes, last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """All sizes of one engine."""
+
+    decode: tuple[int, ...]
+    mixed: tuple[StepBucket, ...]
+    """Sorted by tokens, then by requests."""
+    sample: tuple[int, ...]
+    encode: tuple[int, ...]
+
+    @classmethod
+    def create(cls, *, max_num_seqs: int, max_num_batched_tokens: int, max_units: int) -> "Buckets":
+        """Choose a short ladder: 16 requests and 2,048 tokens give at most 24 programs.
+
+        Few requests get a mixed bucket of their own only where the tiles of the many would
+        outnumber those that the tokens fill.
+        """
+        top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
+        mixed = [
+            StepBucket(num_tokens, num_requests, TILE_SIZE)
+            for num_tokens in ladder(TILE_SIZE, top, 2)
+            for num_requests in ladder(min(4, max_num_seqs), max_num_seqs, 4)
+            if num_requests == max_num_seqs or num_requests * TILE_SIZE >= num_tokens
+        ]
+        return cls(
+            decode=ladder(1, max_num_seqs, 2),
+            mixed=tuple(mixed),
+            sample=ladder(1, max_num_seqs, 4),
+            encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else (),
+        )
+
+    @property
+    def steps(self) -> list[StepBucket]:
+        """Every bucket of `step`."""
+        return [*(StepBucket(size, size, 1) for size in self.decode), *self.mixed]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Rows of the largest step."""
+        return max(self.mixed[-1].num_tokens, self.decode[-1])
+
+    @property
+    def num_programs(self) -> int:
+        """What warm-up compiles; `sample` has two variants."""
+        return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + len(self.encode)
+
+    def step_bucket(self, num_tokens: int, num_requests: int) -> StepBucket:
+        """Return the bucket with the fewest tokens, then requests, that holds a step."""
+        if num_tokens == num_requests:
+            size = next_bucket(self.decode, num_tokens)
+            return StepBucket(size, size, 1)
+        return min(
+            bucket
+            for bucket in self.mixed
+            if bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
+        )
+
+    def unit_calls(self, num_units: int) -> list[tuple[int, int]]:
+        """Split units over encoder calls: (bucket, units in it) for each call.
+
+        11 units, buckets of 1, 2, 4, 8: [(8, 8), (4, 3)].
+        """
+        calls = []
+        while num_units:
+            bucket = next_bucket(self.encode, min(num_units, self.encode[-1]))
+            calls.append((bucket, min(num_units, bucket)))
+            num_units -= calls[-1][1]
+        return calls

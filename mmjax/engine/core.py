@@ -1,0 +1,312 @@
+"""The engine: take requests in, schedule, run, report. Runs in P1, or in the caller's process."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.config import CacheConfig, EngineConfig
+from mmjax.engine.admission import AdmissionLimits
+from mmjax.engine.buckets import Buckets
+from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.engine.runner import ModelRunner, ModelShape
+from mmjax.engine.scheduler import Scheduler
+from mmjax.errors import ConfigError, RequestRuntimeError
+from mmjax.layers.kv_cache import block_bytes
+from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.logger import get_logger
+from mmjax.models.interface import EncoderSpec
+from mmjax.models.registry import load_model_class
+from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.transport.messages import AddRequest, Heartbeat, RequestOutputDelta
+from mmjax.weights.load import load_params
+
+logger = get_logger(__name__)
+
+_MEMORY_SHARE = 0.9
+"""Of an accelerator's free memory, what the KV cache may take; on CPU half of this."""
+
+
+class EngineCore:
+    """One model, its caches, and all requests that are being served."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model_class: Any = None,
+        params: Params | None = None,
+    ) -> None:
+        """Load, allocate, compile everything; ready for requests on return.
+
+        `model_class` and `params` replace what the registry and the checkpoint give.
+        """
+        _check_config(config)
+        self.config = config
+        self.startup_seconds: dict[str, float] = {}
+        """What the start took, item by item."""
+        enable_persistent_cache(config.compilation_cache_dir)
+        device = jax.local_devices()[0]
+        dtype = resolve_dtype(config.model.dtype, device.platform)
+        self._model_class = model_class or load_model_class(config.model.architecture)
+        with self._timed("load_weights"):
+            graphdef, abstract = build_abstract(
+                self._model_class, config.model.hf_config, dtype=dtype
+            )
+            if params is None:
+                params = load_params(
+                    config.model.path,
+                    abstract,
+                    self._model_class.RULES,
+                    dtype=dtype,
+                    use_tqdm=config.use_tqdm,
+                )
+        sharding = jax.sharding.SingleDeviceSharding(device)
+        with self._timed("allocate"):
+            self._allocate(graphdef, jax.device_put(params, sharding), sharding)
+        with self._timed("warm_up"):
+            self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
+        """Compiled programs: `encode`, `step` and `sample` over all buckets."""
+        self._counter = CompilationCounter()
+        self._seeds = np.random.default_rng(config.model.seed)
+        logger.info(
+            "ready on %s in %s: %d programs, %d KV blocks of %d slots, %d encoder rows; %s",
+            device.device_kind,
+            jnp.dtype(dtype).name,
+            self.num_programs,
+            self.num_kv_blocks,
+            config.cache.block_size,
+            self._scheduler.encoder_cache.cache_size,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.startup_seconds.items()),
+        )
+
+    @classmethod
+    def from_model(
+        cls, model_class: type[nnx.Module], params: Params, config: EngineConfig
+    ) -> Self:
+        """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
+        return cls(config, model_class=model_class, params=params)
+
+    def _allocate(
+        self, graphdef: Any, params: Params, sharding: jax.sharding.SingleDeviceSharding
+    ) -> None:
+        shape = ModelShape.of(graphdef, params)
+        model = bind(graphdef, params)
+        self._encoder_spec: EncoderSpec = model.encoder_spec
+        schedule, cache = self.config.scheduler, self.config.cache
+        max_model_len = self.config.model.max_model_len
+        encoder_budget = max(
+            schedule.max_num_encoder_input_tokens or schedule.max_num_batched_tokens,
+            self._encoder_spec.tokens_per_unit,
+        )
+        encoder_rows = cache.encoder_cache_size or 2 * encoder_budget
+        max_blocks = cdiv(max_model_len, cache.block_size)
+        self.num_kv_blocks = choose_num_blocks(
+            cache,
+            wanted=schedule.max_num_seqs * max_blocks,
+            bytes_per_block=block_bytes(
+                model.kv_cache_spec, block_size=cache.block_size, dtype=shape.dtype
+            ),
+            free_bytes=free_memory(sharding),
+        )
+        self._limits = AdmissionLimits(
+            max_model_len=max_model_len,
+            vocab_size=shape.vocab_size,
+            num_blocks=self.num_kv_blocks,
+            block_size=cache.block_size,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            encoder_budget=min(encoder_budget, encoder_rows),
+            keeps_items_whole=model.has_bidirectional_spans,
+        )
+        self._scheduler = Scheduler(
+            kv_cache=KVCacheManager(
+                num_blocks=self.num_kv_blocks,
+                block_size=cache.block_size,
+                max_model_len=max_model_len,
+            ),
+            encoder_cache=EncoderCacheManager(encoder_rows),
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_num_encoder_input_tokens=encoder_budget,
+            max_num_queued_reqs=schedule.max_num_queued_reqs,
+            keeps_items_whole=model.has_bidirectional_spans,
+        )
+        self._runner = ModelRunner(
+            shape,
+            params,
+            buckets=Buckets.create(
+                max_num_seqs=schedule.max_num_seqs,
+                max_num_batched_tokens=schedule.max_num_batched_tokens,
+                max_units=encoder_budget // self._encoder_spec.tokens_per_unit,
+            ),
+            num_blocks=self.num_kv_blocks,
+            block_size=cache.block_size,
+            max_blocks=max_blocks,
+            num_encoder_rows=encoder_rows,
+            sharding=sharding,
+        )
+
+    # ---- serving -------------------------------------------------------------------------------
+
+    def add_request(self, message: AddRequest) -> None:
+        """Queue a request; raise `RequestError`, and keep nothing of it, where it cannot be served.
+
+        All that could fail on a client's data fails here: a step holds many clients' requests.
+        """
+        items = [self._to_item(feature) for feature in message.mm_features]
+        self._limits.check_prompt(message.prompt_token_ids, items)
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            sampling_params=message.sampling_params,
+            max_model_len=self.config.model.max_model_len,
+            items=items,
+            eos_token_ids=message.eos_token_ids,
+            seed=int(self._seeds.integers(2**63)),
+            priority=message.priority,
+        )
+        self._limits.check_request(request)
+        self._scheduler.add_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests wherever they are; unknown ids are ignored."""
+        self._scheduler.abort(request_ids)
+
+    def step(self) -> list[RequestOutputDelta]:
+        """Run one step, and return what it gave to whom."""
+        if not self._scheduler.has_unfinished():
+            return []
+        with self._counter.watching():
+            output = self._scheduler.schedule()
+            sampled = self._runner.execute(output)
+        return self._scheduler.update_from_output(output, sampled)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return self._scheduler.has_unfinished()
+
+    def recover(self) -> list[str]:
+        """Drop all requests and caches after a step that failed; return the lost requests."""
+        request_ids = self._scheduler.request_ids
+        self._scheduler.abort(request_ids)
+        self._scheduler.encoder_cache.reset()
+        self._runner.reset()
+        return request_ids
+
+    @property
+    def compilations(self) -> int:
+        """Programs that were compiled while serving: 0 unless something is wrong."""
+        return self._counter.count
+
+    def stats(self) -> Heartbeat:
+        """Return the figures of the moment."""
+        return Heartbeat(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            kv_cache_usage=self._scheduler.kv_cache.usage,
+            num_compilations=self.compilations,
+        )
+
+    def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
+        """Cut a feature into units, and check them against what `encode` was compiled for."""
+        if feature.data is None:
+            raise RequestRuntimeError(
+                f"item {feature.identifier} comes without tensors; send them with the request",
+                param="multi_modal_data",
+            )
+        spec = self._encoder_spec
+        try:
+            units = self._model_class.encoder_units(feature.data.get_data())
+            arrays = {
+                name: np.asarray(units[name], dtype) for name, (_, dtype) in spec.inputs.items()
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise RequestRuntimeError(
+                f"item {feature.identifier} lacks what the model encodes: {error!r}",
+                param="multi_modal_data",
+            ) from error
+        _check_units(feature, arrays, spec)
+        return EncoderItem(
+            identifier=feature.identifier, position=feature.mm_position, units=arrays
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.startup_seconds[name] = time.perf_counter() - start
+
+
+def resolve_dtype(name: str, platform: str) -> Any:
+    """Return the dtype of weights and caches; "auto" is float32 on CPU, bfloat16 elsewhere."""
+    if name == "auto":
+        # XLA's bfloat16 products on CPU are several times slower than float32.
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def choose_num_blocks(
+    cache: CacheConfig, *, wanted: int, bytes_per_block: int, free_bytes: int
+) -> int:
+    """Return how many KV blocks to allocate; `ConfigError` where not one fits."""
+    if cache.kv_cache_memory_bytes is not None:
+        num_blocks = cache.kv_cache_memory_bytes // bytes_per_block
+    else:
+        num_blocks = min(wanted, free_bytes // bytes_per_block)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"no room for the KV cache: a block takes {bytes_per_block} bytes, of "
+            f"{cache.kv_cache_memory_bytes or free_bytes}; raise `kv_cache_memory_bytes`, or "
+            "lower `block_size`"
+        )
+    return num_blocks
+
+
+def free_memory(sharding: jax.sharding.SingleDeviceSharding) -> int:
+    """Return the bytes of the device that the KV cache may take."""
+    (device,) = sharding.device_set
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is not None and "bytes_limit" in stats:
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * _MEMORY_SHARE)
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(pages * _MEMORY_SHARE / 2)
+
+
+def _check_config(config: EngineConfig) -> None:
+    schedule = config.scheduler
+    if schedule.max_num_batched_tokens < schedule.max_num_seqs:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
+            f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
+            "first or lower the second"
+        )
+
+
+def _check_units(
+    feature: MultiModalFeatureSpec, arrays: Mapping[str, np.ndarray], spec: EncoderSpec
+) -> None:
+    counts = set()
+    for name, (shape, _) in spec.inputs.items():
+        if arrays[name].shape[1:] != tuple(shape):
+            raise RequestRuntimeError(
+                f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
+                f"each unit must have shape {tuple(shape)}",
+                param="multi_modal_data",
+            )
+        counts.add(len(arrays[name]))
+    num_embeds = feature.mm_position.get_num_embeds()
+    if counts != {num_embeds // spec.tokens_per_unit} or num_embeds % spec.tokens_per_unit:
+        raise RequestRuntimeError(
+            f"item {feature.identifier} has {sorted(counts)} units of {spec.tokens_per_unit} "
+            f"embeddings, and placeholders for {num_embeds}; they must agree",
+            param="multi_modal_data",
+        )

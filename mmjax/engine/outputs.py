@@ -1,0 +1,56 @@
+"""What the scheduler decides and the runner returns. Plain data, no device arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.transport.messages import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """A window of one request's tokens: [start, start + num_tokens)."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    block_table: np.ndarray
+    """int32[max_blocks]; unused entries are 0."""
+    samples: bool
+    """Whether the window ends with the request's last token, so that the next is sampled."""
+
+    @property
+    def end(self) -> int:
+        """Place after the window."""
+        return self.start + self.num_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """One step's work."""
+
+    requests: Sequence[ScheduledRequest] = ()
+    encoder_items: Sequence[EncoderItem] = ()
+    """To encode before the step, each identifier once."""
+    freed_identifiers: Sequence[str] = ()
+    """Encoder outputs to drop before encoding."""
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all windows."""
+        return sum(scheduled.num_tokens for scheduled in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What was drawn for one request, and how likely it was where that was asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+ModelRunnerOutput = dict[str, SampledToken]
+"""request_id -> token, for the requests whose window `samples`."""

@@ -1,0 +1,111 @@
+"""P1's main: messages in, steps, messages out. The only process that initialises a device."""
+
+import time
+
+from mmjax.config import EngineConfig
+from mmjax.engine.core import EngineCore
+from mmjax.errors import RequestError
+from mmjax.logger import configure_logging, get_logger
+from mmjax.transport.channel import Receiver, Sender
+from mmjax.transport.codec import Message
+from mmjax.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StepOutput,
+)
+
+logger = get_logger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.5
+
+
+def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
+    """Serve until told to shut down.
+
+    Args:
+        config: What to serve.
+        address_in: Where P0 sends requests; bound by P0.
+        address_out: Where P0 waits for outputs; bound by P0.
+    """
+    configure_logging(process="P1")
+    receiver, sender = Receiver(address_in), Sender(address_out)
+    try:
+        core = EngineCore(config)
+        sender.send(
+            Ready(
+                num_kv_blocks=core.num_kv_blocks,
+                num_programs=core.num_programs,
+                startup_seconds=core.startup_seconds,
+            )
+        )
+        EngineLoop(core, receiver, sender).run()
+    finally:
+        receiver.close()
+        sender.close(linger_s=1.0)
+
+
+class EngineLoop:
+    """Receive, step, reply, until a `Shutdown`."""
+
+    def __init__(self, core: EngineCore, receiver: Receiver, sender: Sender) -> None:
+        self._core = core
+        self._receiver = receiver
+        self._sender = sender
+        self._last_heartbeat = 0.0
+
+    def run(self) -> None:
+        """Serve; return on `Shutdown`."""
+        while self._receive_all():
+            self._step()
+            self._beat()
+
+    def _receive_all(self) -> bool:
+        """Take in all that has come, waiting only while there is nothing to do; False: leave."""
+        wait_s = 0.0 if self._core.has_unfinished() else HEARTBEAT_INTERVAL_S
+        message = self._receiver.receive(wait_s)
+        while message is not None:
+            if isinstance(message, Shutdown):
+                return False
+            self._take(message)
+            message = self._receiver.receive(0.0)
+        return True
+
+    def _take(self, message: Message) -> None:
+        if isinstance(message, AbortRequests):
+            self._core.abort(message.request_ids)
+        elif isinstance(message, AddRequest):
+            try:
+                self._core.add_request(message)
+            except RequestError as error:
+                self._fail(message.request_id, str(error), error.param, error.status)
+            except Exception:
+                # A fault of ours in one request must not take the others down.
+                logger.exception("request %s could not be taken in", message.request_id)
+                self._fail(message.request_id, "internal error", None, 500)
+        else:
+            logger.error("dropped a %s: not a message to P1", type(message).__name__)
+
+    def _step(self) -> None:
+        try:
+            deltas = self._core.step()
+        except Exception:
+            logger.exception("a step failed; its requests are lost, the engine goes on")
+            for request_id in self._core.recover():
+                self._fail(request_id, "internal error in the engine", None, 500)
+            return
+        if deltas:
+            self._sender.send(StepOutput(deltas=deltas))
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now - self._last_heartbeat >= HEARTBEAT_INTERVAL_S:
+            self._sender.send(self._core.stats())
+            self._last_heartbeat = now
+
+    def _fail(self, request_id: str, message: str, param: str | None, status: int) -> None:
+        self._sender.send(
+            RequestFailed(request_id=request_id, message=message, param=param, status=status)
+        )

@@ -1,0 +1,139 @@
+"""A request as the engine sees it: tokens to compute, items to encode. Knows no device."""
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mmjax.processing.inputs import PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    """Its blocks went to others; it waits to compute its tokens again."""
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has left the scheduler."""
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderItem:
+    """One item of a prompt: where its embeddings go, and what they are computed from."""
+
+    identifier: str
+    """Equal identifiers share one encoder output."""
+    position: PlaceholderRange
+    units: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Inputs of the model's `encode`, each `[units, ...]`."""
+
+    @property
+    def start(self) -> int:
+        """First place of the item in the prompt."""
+        return self.position.offset
+
+    @property
+    def end(self) -> int:
+        """Place after the item."""
+        return self.position.offset + self.position.length
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows of the encoder output."""
+        return self.position.get_num_embeds()
+
+
+class Request:
+    """Mutable state of one request; only the scheduler changes it."""
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        max_model_len: int,
+        items: Sequence[EncoderItem] = (),
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        priority: int = 0,
+        block_hashes: Sequence[bytes] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.items = sorted(items, key=lambda item: item.start)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        room = max_model_len - self.num_prompt_tokens
+        self.max_tokens = min(sampling_params.max_tokens or room, room)
+        self.token_ids = np.zeros(self.num_prompt_tokens + max(self.max_tokens, 0), np.int32)
+        """The prompt, then what was sampled; `num_tokens` of them are valid."""
+        self.token_ids[: self.num_prompt_tokens] = prompt_token_ids
+        self.num_tokens = self.num_prompt_tokens
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.stop_reason: int | None = None
+        self.seed = sampling_params.seed if sampling_params.seed is not None else seed
+        self.priority = priority
+        self.block_hashes = block_hashes
+        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
+        self.ending_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The sampled tokens."""
+        return self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has left the scheduler."""
+        return self.status.is_finished
+
+    @property
+    def needs_min_tokens(self) -> bool:
+        """Whether the next token may not end the text yet."""
+        return self.num_output_tokens < self.sampling_params.min_tokens
+
+    def append_token(self, token_id: int) -> None:
+        """Add a sampled token, and finish the request where that ends it."""
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        may_stop = self.num_output_tokens >= self.sampling_params.min_tokens
+        if may_stop and token_id in self.ending_token_ids:
+            self.status = RequestStatus.FINISHED_STOPPED
+            self.stop_reason = None if token_id in self.eos_token_ids else token_id
+        elif self.num_output_tokens >= self.max_tokens:
+            self.status = RequestStatus.FINISHED_LENGTH
+
+    def items_between(self, start: int, end: int) -> list[EncoderItem]:
+        """Return the items that overlap the places [start, end), in order."""
+        return [item for item in self.items if item.start < end and item.end > start]
+
+
+def _span_ends(items: Sequence[EncoderItem], num_prompt_tokens: int) -> np.ndarray:
+    """Return int32[prompt]: the exclusive end of the run of embeddings at a place, 0 for text.
+
+    Text, a picture of three rows, text: 0 0 5 5 5 0.
+    """
+    ends = np.zeros(num_prompt_tokens, np.int32)
+    for item in items:
+        for first, last in item.position.extract_embeds_range():
+            ends[first : last + 1] = last + 1
+    return ends

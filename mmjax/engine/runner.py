@@ -1,0 +1,316 @@
+"""Runs what the scheduler decided: parameters, caches and the three jitted functions.
+
+Knows no queue and no policy. Every array on the device has its final size from the start.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from tqdm import tqdm
+
+from mmjax.engine.batch import (
+    BatchBuilder,
+    Layout,
+    sample_layout,
+    step_layout,
+    unpack_sample,
+    unpack_step,
+)
+from mmjax.engine.buckets import Buckets, StepBucket, next_bucket
+from mmjax.engine.encoder_rows import EncoderRows
+from mmjax.engine.outputs import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from mmjax.engine.request import EncoderItem
+from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
+from mmjax.layers.kv_cache import KVCache, allocate
+from mmjax.layers.module import Params, bind
+from mmjax.transport.messages import TokenLogprobs
+
+
+class ModelShape(NamedTuple):
+    """What the engine must know of a model before it allocates."""
+
+    graphdef: Any
+    """The model's structure, for `layers.module.bind`."""
+    vocab_size: int
+    hidden_size: int
+    dtype: Any
+    """Of hidden states, encoder outputs and the KV cache."""
+
+    @classmethod
+    def of(cls, graphdef: Any, params: Params) -> "ModelShape":
+        """Ask the model's own functions, abstractly."""
+
+        def probe(params: Params) -> tuple[Array, Array]:
+            model = bind(graphdef, params)
+            embeds = model.embed_input_ids(jnp.zeros(1, jnp.int32))
+            return embeds, model.compute_logits(embeds)
+
+        embeds, logits = jax.eval_shape(probe, params)
+        return cls(graphdef, logits.shape[1], embeds.shape[1], embeds.dtype)
+
+
+# ---- the three jitted functions ----------------------------------------------------------------
+
+
+def encode(
+    graphdef: Any,
+    params: Params,
+    pool: Float[Array, "rows D"],
+    inputs: Mapping[str, Array],
+    dst_rows: Int[Array, " outputs"],
+) -> Float[Array, "rows D"]:
+    """Encode a bucket of units into their rows of the pool; padding has rows out of range."""
+    embeds = bind(graphdef, params).embed_multimodal(**inputs)
+    flat = embeds.reshape(-1, embeds.shape[-1]).astype(pool.dtype)
+    return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def step(
+    graphdef: Any,
+    layout: Layout,
+    params: Params,
+    kv_cache: KVCache,
+    hidden: Float[Array, "rows D"],
+    pool: Float[Array, "outputs D"],
+    packed: Int[Array, " size"],
+) -> tuple[Float[Array, "rows D"], KVCache]:
+    """Compute a bucket of tokens; their states go to the first T rows of `hidden`.
+
+    `hidden` has the size of the largest bucket, so that `sample` compiles once for all of them.
+    """
+    model = bind(graphdef, params)
+    batch = unpack_step(layout, packed)
+    text = model.embed_input_ids(batch.token_ids)
+    is_embed = (batch.src_index >= 0)[:, None]
+    merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
+    states, kv_cache = model(merged, batch.positions, kv_cache, batch.metadata)
+    return jax.lax.dynamic_update_slice(hidden, states, (0, 0)), kv_cache
+
+
+def sample(
+    graphdef: Any,
+    layout: Layout,
+    is_plain: bool,
+    params: Params,
+    hidden: Float[Array, "rows D"],
+    packed: Int[Array, " size"],
+) -> Int[Array, " R"] | SampleOutput:
+    """Draw the next token of the rows that end a request's window.
+
+    `is_plain`: all rows are greedy, without masks or log-probabilities.
+    """
+    batch = unpack_sample(layout, packed)
+    logits = bind(graphdef, params).compute_logits(hidden[batch.rows])
+    return sample_greedy(logits) if is_plain else sample_full(logits, batch)
+
+
+class ModelRunner:
+    """Holds the device's arrays, and runs steps over them."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        params: Params,
+        *,
+        buckets: Buckets,
+        num_blocks: int,
+        block_size: int,
+        max_blocks: int,
+        num_encoder_rows: int,
+        sharding: jax.sharding.Sharding,
+    ) -> None:
+        model = bind(shape.graphdef, params)
+        self.buckets = buckets
+        self.rows = EncoderRows(num_encoder_rows)
+        self._shape = shape
+        self._params = params
+        self._sharding = sharding
+        self._encoder_spec = model.encoder_spec
+        self._num_blocks = num_blocks
+        self._new_cache = partial(
+            allocate,
+            model.kv_cache_spec,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=shape.dtype,
+        )
+        self._builder = BatchBuilder(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_blocks=max_blocks,
+            rows_of=self.rows.get,
+            has_spans=model.has_bidirectional_spans,
+        )
+        self._jit()
+        self.reset()
+
+    def _jit(self) -> None:
+        graphdef = self._shape.graphdef
+        self._encode = jax.jit(partial(encode, graphdef), donate_argnames="pool")
+        self._step = jax.jit(
+            partial(step, graphdef),
+            static_argnames="layout",
+            donate_argnames=("kv_cache", "hidden"),
+        )
+        self._sample = jax.jit(partial(sample, graphdef), static_argnames=("layout", "is_plain"))
+        self._step_layouts = {
+            bucket: step_layout(bucket, self._builder.max_blocks) for bucket in self.buckets.steps
+        }
+        self._sample_layouts = {size: sample_layout(size) for size in self.buckets.sample}
+
+    def reset(self) -> None:
+        """Make all caches anew: at the start, and after a step that failed half-way."""
+        shape = self._shape
+        self.rows.reset()
+        arrays = (
+            self._new_cache(),
+            jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype),
+            jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype),
+        )
+        self._kv_cache, self._hidden, self._pool = jax.device_put(arrays, self._sharding)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Encode, compute, sample; return the tokens of the requests whose window ends them."""
+        for identifier in output.freed_identifiers:
+            self.rows.free(identifier)
+        self._encode_items(output.encoder_items)
+        if not output.requests:
+            return {}
+        bucket = self.buckets.step_bucket(output.num_tokens, len(output.requests))
+        packed_step, last_rows = self._builder.build_step(output.requests, bucket)
+        is_sampled = np.array([scheduled.samples for scheduled in output.requests])
+        sampled = [scheduled for scheduled in output.requests if scheduled.samples]
+        if not sampled:
+            self._run_step(bucket, jax.device_put(packed_step, self._sharding))
+            return {}
+        size = next_bucket(self.buckets.sample, len(sampled))
+        packed_sample, is_plain = self._builder.build_sample(sampled, last_rows[is_sampled], size)
+        step_array, sample_array = jax.device_put((packed_step, packed_sample), self._sharding)
+        self._run_step(bucket, step_array)
+        drawn = self._run_sample(size, is_plain, sample_array)
+        return _read(sampled, jax.device_get(drawn))
+
+    def _run_step(self, bucket: StepBucket, packed: Array) -> None:
+        self._hidden, self._kv_cache = self._step(
+            layout=self._step_layouts[bucket],
+            params=self._params,
+            kv_cache=self._kv_cache,
+            hidden=self._hidden,
+            pool=self._pool,
+            packed=packed,
+        )
+
+    def _run_sample(self, size: int, is_plain: bool, packed: Array) -> Array | SampleOutput:
+        return self._sample(
+            layout=self._sample_layouts[size],
+            is_plain=is_plain,
+            params=self._params,
+            hidden=self._hidden,
+            packed=packed,
+        )
+
+    def _run_encode(self, inputs: Mapping[str, np.ndarray], dst_rows: np.ndarray) -> None:
+        on_device, rows = jax.device_put((inputs, dst_rows), self._sharding)
+        self._pool = self._encode(
+            params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
+        )
+
+    def _encode_items(self, items: Sequence[EncoderItem]) -> None:
+        """Encode all units of `items`, which may share calls and be split over them."""
+        items = [item for item in items if item.identifier not in self.rows]
+        if not items:
+            return
+        rows = [self.rows.allocate(item.identifier, item.num_embeds) for item in items]
+        dst_rows = np.concatenate(rows).reshape(-1, self._encoder_spec.tokens_per_unit)
+        units = {
+            name: np.concatenate([item.units[name] for item in items])
+            for name in self._encoder_spec.inputs
+        }
+        start = 0
+        for bucket, count in self.buckets.unit_calls(len(dst_rows)):
+            inputs, padded_rows = self._empty_units(bucket)
+            padded_rows[:count] = dst_rows[start : start + count]
+            for name, padded in inputs.items():
+                padded[:count] = units[name][start : start + count]
+            self._run_encode(inputs, padded_rows.reshape(-1))
+            start += count
+
+    def _empty_units(self, bucket: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        spec = self._encoder_spec
+        inputs = {
+            name: np.zeros((bucket, *shape), dtype) for name, (shape, dtype) in spec.inputs.items()
+        }
+        return inputs, np.full((bucket, spec.tokens_per_unit), self.rows.num_rows, np.int32)
+
+    # ---- warm-up -------------------------------------------------------------------------------
+
+    def warm_up(self, *, use_tqdm: bool) -> int:
+        """Compile and run every bucket on padding alone; return the number of programs."""
+        calls = list(self._warm_up_calls())
+        with tqdm(calls, desc="Compiling", unit="program", disable=not use_tqdm) as progress:
+            for label, run in progress:
+                progress.set_postfix_str(label)
+                jax.block_until_ready(run())
+        return len(calls)
+
+    def _warm_up_calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+        for bucket in self.buckets.encode:
+            inputs, rows = self._empty_units(bucket)
+            yield f"encode {bucket}", partial(self._run_encode, inputs, rows.reshape(-1))
+        for bucket in reversed(self.buckets.steps):
+            label = f"step {bucket.num_tokens} x {bucket.num_requests}"
+            yield label, partial(self._warm_up_step, bucket)
+        for size in self.buckets.sample:
+            for is_plain in (True, False):
+                yield f"sample {size}", partial(self._warm_up_sample, size, is_plain)
+
+    def _warm_up_step(self, bucket: StepBucket) -> Array:
+        packed, fields = self._builder.empty_step(bucket)
+        fields["num_blocks_bound"][...] = 1
+        self._run_step(bucket, jax.device_put(packed, self._sharding))
+        return self._hidden
+
+    def _warm_up_sample(self, size: int, is_plain: bool) -> Any:
+        packed = np.zeros(self._sample_layouts[size].size, np.int32)
+        drawn = self._run_sample(size, is_plain, jax.device_put(packed, self._sharding))
+        return jax.device_get(drawn)
+
+
+def _read(
+    sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
+) -> ModelRunnerOutput:
+    """Return each request's token, with log-probabilities where it asked for them."""
+    if not isinstance(drawn, SampleOutput):
+        tokens = drawn.tolist()
+        return {
+            scheduled.request.request_id: SampledToken(tokens[row])
+            for row, scheduled in enumerate(sampled)
+        }
+    tokens = drawn.token_ids.tolist()
+    output: ModelRunnerOutput = {}
+    for row, scheduled in enumerate(sampled):
+        num_wanted = scheduled.request.sampling_params.logprobs
+        logprobs = None
+        if num_wanted is not None:
+            logprobs = TokenLogprobs(
+                token_ids=[tokens[row], *drawn.top_token_ids[row, :num_wanted].tolist()],
+                logprobs=[
+                    float(drawn.logprobs[row]),
+                    *drawn.top_logprobs[row, :num_wanted].tolist(),
+                ],
+                sampled_rank=int(drawn.ranks[row]),
+            )
+        output[scheduled.request.request_id] = SampledToken(tokens[row], logprobs)
+    return output

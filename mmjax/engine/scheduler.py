@@ -1,0 +1,265 @@
+"""Which tokens and which items the next step computes. No phases: a request has tokens to compute.
+
+Knows nothing of devices. Every running request gets at least one token a step, oldest first; then
+waiting ones are let in, strictly in order, so that nobody is overtaken for ever.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.engine.admission import ItemSizes
+from mmjax.engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from mmjax.engine.request import EncoderItem, Request, RequestStatus
+from mmjax.engine.waiting import WaitingQueue
+from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.transport.messages import RequestOutputDelta
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The step that is being put together."""
+
+    tokens_left: int
+    embeds_left: int
+    requests: list[tuple[Request, int]] = field(default_factory=list)
+    items: list[EncoderItem] = field(default_factory=list)
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Holds all unfinished requests, and decides step by step."""
+
+    def __init__(
+        self,
+        *,
+        kv_cache: KVCacheManager,
+        encoder_cache: EncoderCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_encoder_input_tokens: int,
+        max_num_queued_reqs: int = 1024,
+        keeps_items_whole: bool = False,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.encoder_cache = encoder_cache
+        self.running: list[Request] = []
+        """Sorted as the waiting queue sorts; all hold blocks."""
+        self.waiting = WaitingQueue()
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._keeps_items_whole = keeps_items_whole
+        self._requests: dict[str, Request] = {}
+        self._item_sizes = ItemSizes()
+        self._deferred: set[str] = set()
+        """Running requests that got nothing in the last step; they go first in the next."""
+
+    # ---- the life of a request -----------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; `RequestError` where it cannot be taken."""
+        if request.request_id in self._requests:
+            raise RequestValueError(
+                f"`request_id` {request.request_id!r} is in use; give each request its own",
+                param="request_id",
+            )
+        if len(self.waiting) >= self._max_num_queued_reqs:
+            raise CapacityError(f"{len(self.waiting)} requests wait already; try again later")
+        for item in request.items:
+            known = self.encoder_cache.get_num_embeds(item.identifier)
+            if known not in (None, item.num_embeds):
+                raise MediaIdConflictError(
+                    f"the media id {item.identifier} stood for {known} embeddings before and for "
+                    f"{item.num_embeds} here; give other content another id",
+                    param="multi_modal_uuids",
+                )
+        self._item_sizes.add(request.items)
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests wherever they are; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.status = RequestStatus.FINISHED_ABORTED
+                self._finish(request)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """All unfinished requests."""
+        return list(self._requests)
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: ModelRunnerOutput
+    ) -> list[RequestOutputDelta]:
+        """Append what was sampled, finish what has ended; return the news, request by request."""
+        deltas = []
+        for scheduled in output.requests:
+            request = scheduled.request
+            if not scheduled.samples or request.is_finished:
+                continue
+            token = sampled[request.request_id]
+            request.append_token(token.token_id)
+            delta = RequestOutputDelta(
+                request_id=request.request_id,
+                new_token_ids=[token.token_id],
+                new_logprobs=None if token.logprobs is None else [token.logprobs],
+                finish_reason=request.status.value if request.is_finished else None,
+                stop_reason=request.stop_reason,
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            deltas.append(delta)
+            if request.is_finished:
+                self._finish(request)
+        return deltas
+
+    def _finish(self, request: Request) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+        self.waiting.forget(request)
+        self._item_sizes.remove(request.items)
+        del self._requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        self.kv_cache.free(request.request_id)
+        self.encoder_cache.free(request.request_id)
+        self._deferred.discard(request.request_id)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's work, and count it as computed."""
+        plan = _Plan(self._max_num_batched_tokens, self._max_num_encoder_input_tokens)
+        self._schedule_running(plan)
+        if not plan.num_preempted and not self._deferred:
+            self._admit_waiting(plan)
+        scheduled = [self._advance(request, num_tokens) for request, num_tokens in plan.requests]
+        return SchedulerOutput(
+            requests=scheduled,
+            encoder_items=plan.items,
+            freed_identifiers=self.encoder_cache.get_freed_mm_hashes(),
+            num_preempted=plan.num_preempted,
+        )
+
+    def _schedule_running(self, plan: _Plan) -> None:
+        queue = deque(sorted(self.running, key=lambda r: r.request_id not in self._deferred))
+        went_first, self._deferred = self._deferred, set()
+        while queue and plan.tokens_left:
+            request = queue.popleft()
+            # One token is kept for everyone behind, except from those who were passed over.
+            reserve = 0 if request.request_id in went_first else len(queue)
+            num_tokens, items = self._fit(plan, request, plan.tokens_left - reserve)
+            if num_tokens == 0:
+                self._deferred.add(request.request_id)
+            elif self._make_room(plan, request, num_tokens, queue):
+                self._commit(plan, request, num_tokens, items)
+        # Whoever is left over got no token at all, since a deferred request took them.
+        self._deferred.update(request.request_id for request in queue)
+
+    def _make_room(
+        self, plan: _Plan, request: Request, num_tokens: int, queue: deque[Request]
+    ) -> bool:
+        """Allocate blocks, preempting from the end of `queue`; False: `request` gave way itself."""
+        total = request.num_computed_tokens + num_tokens
+        while not self.kv_cache.allocate_slots(request.request_id, total):
+            victim = queue.pop() if queue else request
+            self._preempt(victim)
+            plan.num_preempted += 1
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks; its tokens, sampled ones too, are computed again later."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.add(request)
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
+            request = self.waiting.peek()
+            request.num_computed_tokens = self.kv_cache.start(
+                request.request_id, request.block_hashes
+            )
+            # All blocks of the prompt must be free, not only the first chunk's: else half-computed
+            # prompts would preempt each other.
+            has_room = self.kv_cache.has_room(request.request_id, request.num_tokens)
+            num_tokens, items = self._fit(plan, request, plan.tokens_left) if has_room else (0, [])
+            if num_tokens == 0:
+                self._release(request)
+                return
+            self.kv_cache.allocate_slots(
+                request.request_id, request.num_computed_tokens + num_tokens
+            )
+            self.waiting.pop()
+            request.status = RequestStatus.RUNNING
+            request.num_cached_tokens = request.num_computed_tokens
+            insort(self.running, request, key=self.waiting.key)
+            self._commit(plan, request, num_tokens, items)
+
+    def _fit(self, plan: _Plan, request: Request, max_tokens: int) -> tuple[int, list[EncoderItem]]:
+        """Return how many tokens the request may compute, and the items to encode for them.
+
+        Items that are cached, also by an earlier request of this step, are referenced here.
+        """
+        start = request.num_computed_tokens
+        end = start + max(0, min(request.num_tokens - start, max_tokens))
+        new: dict[str, EncoderItem] = {}
+        num_new_embeds = 0
+        for item in request.items_between(start, end):
+            if self._keeps_items_whole and start <= item.start and end < item.end:
+                return item.start - start, list(new.values())
+            first, last = item.position.get_embeds_indices_in_range(
+                max(0, start - item.start), min(end, item.end) - item.start
+            )
+            if first == last or item.identifier in new:
+                continue
+            if self.encoder_cache.check_and_update_cache(request.request_id, item.identifier):
+                continue
+            if not self.encoder_cache.can_allocate(
+                item.num_embeds, plan.embeds_left - num_new_embeds, num_new_embeds
+            ):
+                return max(0, item.start - start), list(new.values())
+            new[item.identifier] = item
+            num_new_embeds += item.num_embeds
+        return end - start, list(new.values())
+
+    def _commit(
+        self, plan: _Plan, request: Request, num_tokens: int, items: list[EncoderItem]
+    ) -> None:
+        plan.tokens_left -= num_tokens
+        plan.requests.append((request, num_tokens))
+        for item in items:
+            self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
+            plan.embeds_left -= item.num_embeds
+            plan.items.append(item)
+
+    def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        """Count the window as computed, and let go of the items that lie behind it."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        request.num_computed_tokens = end
+        passed = request.items_between(start, end)
+        if passed:
+            ahead = {item.identifier for item in request.items if item.end > end}
+            for item in passed:
+                if item.identifier not in ahead:
+                    self.encoder_cache.free_encoder_input(request.request_id, item.identifier)
+        table = self.kv_cache.get_block_table(request.request_id)
+        return ScheduledRequest(request, start, num_tokens, table, end == request.num_tokens)
