@@ -1,0 +1,99 @@
+"""The examples run as they stand, with the model that comes with mmjax, and are right."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+MAX_LINES = 40
+
+pytestmark = pytest.mark.usefixtures("default_checkpoint")
+
+
+def example_environment() -> dict[str, str]:
+    """Return an environment as a user has it: our strict settings are for our own tests."""
+    ours = ("JAX_NUMPY", "JAX_DEFAULT_MATMUL", "XLA_FLAGS")
+    return {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        env=example_environment() | {"PYTHONPATH": str(EXAMPLES.parent)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@contextmanager
+def serving() -> Iterator[str]:
+    """Serve the default on a free port; yield the address of its API."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mmjax.serve", "--port", "0", "--max-num-seqs", "2"],
+        cwd=EXAMPLES.parent,
+        env=example_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:[1-9]\d*", line):
+                yield f"{found[0]}/v1"
+                break
+        else:
+            pytest.fail(f"the server ended before it gave an address:\n{''.join(seen)}")
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_short(script: Path):
+    assert len(script.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_chat_with_an_image():
+    assert run("chat_with_an_image.py") == "red"
+
+
+def test_two_pictures():
+    assert run("two_pictures.py") == "second"
+
+
+def test_streaming_client():
+    with serving() as address:
+        assert run("streaming_client.py", address) == "green"
+
+
+def test_the_notebook():
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES.parent)}}
+    )
+    client.execute(env=example_environment())
+    printed = "".join(
+        output["text"]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+        if output.output_type == "stream" and output.name == "stdout"
+    )
+    assert [line.split()[-1] for line in printed.splitlines()] == ["red", "square", "2", "no", "47"]
