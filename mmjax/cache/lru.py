@@ -1,0 +1,146 @@
+"""A mapping that holds as many bytes as it may, and forgets what was used least recently.
+
+The same calls give the same evictions: two of them in two processes stay equal.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+T = TypeVar("T")
+
+
+class CacheInfo(NamedTuple):
+    """How often a cache was asked, and how often it had the answer."""
+
+    hits: int
+    total: int
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hits / self.total if self.total else 0.0
+
+    def __sub__(self, other: "CacheInfo") -> "CacheInfo":
+        return CacheInfo(self.hits - other.hits, self.total - other.total)
+
+
+class LRUCache(MutableMapping[K, V], Generic[K, V]):
+    """Least-recently-used eviction by size. Not for several threads at once."""
+
+    def __init__(self, capacity: int, getsizeof: Callable[[V], int] | None = None) -> None:
+        self.capacity = capacity
+        self._getsizeof = getsizeof or (lambda value: 1)
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._sizes: dict[K, int] = {}
+        self._pinned: set[K] = set()
+        self._size = 0
+        self._hits = 0
+        self._total = 0
+        self._last_info = CacheInfo(0, 0)
+
+    @property
+    def currsize(self) -> int:
+        """The sum of the held values' sizes."""
+        return self._size
+
+    @property
+    def order(self) -> tuple[K, ...]:
+        """Keys, the next to be evicted first."""
+        return tuple(self._values)
+
+    @property
+    def cache(self) -> Mapping[K, V]:
+        """The held values; reading here changes nothing."""
+        return MappingProxyType(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(tuple(self._values))
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a key is held; changes neither order nor statistics."""
+        return key in self._values
+
+    def __getitem__(self, key: K) -> V:
+        """Return a value and mark it as used; statistics stay."""
+        value = self._values[key]
+        self._values.move_to_end(key)
+        return value
+
+    def get(self, key: K, default: V | T = None) -> V | T:  # pyright: ignore[reportIncompatibleMethodOverride]  # no overloads needed
+        """Return a value and mark it as used; counts a hit or a miss."""
+        self._total += 1
+        if key not in self._values:
+            return default
+        self._hits += 1
+        return self[key]
+
+    def touch(self, key: K) -> None:
+        """Mark a key as used, if it is held; statistics stay."""
+        if key in self._values:
+            self._values.move_to_end(key)
+
+    def pin(self, key: K) -> None:
+        """Keep a held key from eviction until it is deleted, replaced or unpinned."""
+        if key not in self._values:
+            raise KeyError(f"cannot pin `{key}`: it is not in the cache")
+        self._pinned.add(key)
+
+    def unpin(self, key: K) -> None:
+        """Let a key be evicted again."""
+        self._pinned.discard(key)
+
+    def fits(self, value: V) -> bool:
+        """Whether a value could be held at all."""
+        return self._getsizeof(value) <= self.capacity
+
+    def __setitem__(self, key: K, value: V) -> None:
+        """Hold a value, evicting others until it fits; ValueError where it cannot."""
+        size = self._getsizeof(value)
+        pinned = sum(self._sizes[one] for one in self._pinned if one != key)
+        if size + pinned > self.capacity:
+            raise ValueError(
+                f"value of size {size} does not fit: the capacity is {self.capacity}, "
+                f"of which {pinned} is pinned"
+            )
+        if key in self._values:
+            del self[key]
+        while self._size + size > self.capacity:
+            self.popitem()
+        self._values[key] = value
+        self._sizes[key] = size
+        self._size += size
+
+    def __delitem__(self, key: K) -> None:
+        del self._values[key]
+        self._size -= self._sizes.pop(key)
+        self._pinned.discard(key)
+
+    def popitem(self) -> tuple[K, V]:
+        """Evict the least recently used value that is not pinned."""
+        for key in self._values:
+            if key not in self._pinned:
+                value = self._values[key]
+                del self[key]
+                return key, value
+        raise KeyError("nothing to evict: the cache is empty, or all of it is pinned")
+
+    def clear(self) -> None:
+        """Forget every value, pinned ones too; statistics stay."""
+        self._values.clear()
+        self._sizes.clear()
+        self._pinned.clear()
+        self._size = 0
+
+    def stat(self, *, delta: bool = False) -> CacheInfo:
+        """Return hits and questions, ever or since the last call with `delta`."""
+        info = CacheInfo(self._hits, self._total)
+        if not delta:
+            return info
+        last, self._last_info = self._last_info, info
+        return info - last

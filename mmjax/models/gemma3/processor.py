@@ -1,0 +1,308 @@
+r"""Gemma 3's prompt side: soft tokens for a picture, and for its crops under pan-and-scan.
+
+Before: `look <start_of_image>`. After: `look \n\n <start_of_image> <image_soft_token>*256
+<end_of_image> \n\n`; only the soft tokens take embeddings.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from transformers import BatchFeature
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import (
+    ImageProcessorItems,
+    ImageSize,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_matching import (
+    MultiModalPromptUpdatesApplyResult,
+    find_mm_placeholders,
+)
+from mmjax.processing.prompt_updates import (
+    MultiModalPromptUpdates,
+    PlaceholderFeaturesInfo,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+    as_ids,
+)
+from mmjax.processing.registry import ProcessorFactories
+
+_MAX_NEWLINES = 64
+"""Longest run of newlines that a vocabulary is searched for (Gemma's own has 31)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanAndScan:
+    """Whether and how a long picture is cut into crops, each of which is encoded like a picture."""
+
+    is_enabled: bool
+    min_crop_size: int
+    max_num_crops: int
+    min_ratio: float
+
+    @staticmethod
+    def from_kwargs(kwargs: Mapping[str, Any]) -> "PanAndScan":
+        """Read merged processor kwargs, over the HF processor's defaults."""
+        values = {**Gemma3Processor.images_kwargs, **kwargs.get("images_kwargs", {}), **kwargs}
+        return PanAndScan(
+            is_enabled=bool(values["do_pan_and_scan"]),
+            min_crop_size=values["pan_and_scan_min_crop_size"],
+            max_num_crops=values["pan_and_scan_max_num_crops"],
+            min_ratio=values["pan_and_scan_min_ratio_to_activate"],
+        )
+
+    def count_crops(self, size: ImageSize) -> int:
+        """Return how many crops a picture gives (HF: `Gemma3ImageProcessorPil.pan_and_scan`)."""
+        long, short = max(size), min(size)
+        if not self.is_enabled or long / short < self.min_ratio:
+            return 0
+        wanted = min(math.floor(long / self.min_crop_size), math.floor(long / short + 0.5))
+        num_crops = min(max(wanted, 2), self.max_num_crops)
+        if min(math.ceil(long / num_crops), short) < self.min_crop_size:
+            return 0
+        return num_crops
+
+
+class Gemma3ProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return "<start_of_image>" if modality == "image" else None
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        tokenizer = self.get_tokenizer()
+        return {tokenizer.image_token: tokenizer.image_token_id}
+
+    def load_hf_processor(self) -> Gemma3Processor:
+        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
+        path = self.ctx.model_config.path
+        settings, _ = Gemma3Processor.get_processor_dict(path)
+        hf_config, tokenizer = self.get_hf_config(), self.get_tokenizer()
+        num_soft_tokens = settings.get("image_seq_length", 256)
+        if num_soft_tokens != hf_config.mm_tokens_per_image:
+            raise CheckpointError(
+                f"`image_seq_length` of processor_config.json is {num_soft_tokens}, but "
+                f"`mm_tokens_per_image` of config.json is {hf_config.mm_tokens_per_image}; "
+                "make them equal"
+            )
+        if tokenizer.image_token_id != hf_config.image_token_id:
+            raise CheckpointError(
+                f"`{tokenizer.image_token}` is token {tokenizer.image_token_id}, but "
+                f"`image_token_index` of config.json is {hf_config.image_token_id}"
+            )
+        return Gemma3Processor(
+            image_processor=Gemma3ImageProcessorPil.from_pretrained(path),
+            tokenizer=tokenizer,
+            chat_template=self.ctx.model_config.chat_template,
+            image_seq_length=num_soft_tokens,
+        )
+
+    def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
+        """Return the settings that a request's kwargs, over the operator's, lead to."""
+        return PanAndScan.from_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
+
+    def get_largest_pan_and_scan(self) -> PanAndScan:
+        """Return the settings under which a picture takes the most tokens."""
+        can_request_crops = self.ctx.model_config.mm.trust_request_mm_kwargs
+        return self.get_pan_and_scan({"do_pan_and_scan": True} if can_request_crops else {})
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        """Return the picture with the most crops: tall, each crop of the model's own size."""
+        pan_and_scan = self.get_largest_pan_and_scan()
+        size = self.get_hf_processor().image_processor.size
+        if not pan_and_scan.is_enabled:
+            return ImageSize(width=size.width, height=size.height)
+        side = max(size.width, pan_and_scan.min_crop_size)
+        ratio = max(pan_and_scan.max_num_crops, math.ceil(pan_and_scan.min_ratio))
+        return ImageSize(width=side, height=side * ratio)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        size = self.get_image_size_with_most_features()
+        num_patches = self.get_largest_pan_and_scan().count_crops(size) + 1
+        return {"image": num_patches * self.get_hf_config().mm_tokens_per_image}
+
+    @cached_property
+    def newline_counts(self) -> Mapping[int, int]:
+        """Tokens that stand for newlines alone -> how many."""
+        tokenizer = self.get_tokenizer()
+        runs = {k: as_ids("\n" * k, tokenizer) for k in range(1, _MAX_NEWLINES + 1)}
+        return {ids[0]: k for k, ids in runs.items() if len(ids) == 1}
+
+
+class Gemma3DummyInputsBuilder(BaseDummyInputsBuilder[Gemma3ProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return self.info.get_hf_processor().boi_token * mm_counts.get("image", 0)
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        size = self.info.get_image_size_with_most_features()
+        return {
+            "image": self._get_dummy_images(
+                width=size.width,
+                height=size.height,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            )
+        }
+
+    def get_dummy_mm_kwargs(self) -> Mapping[str, object]:
+        return {"do_pan_and_scan": True} if self.info.get_largest_pan_and_scan().is_enabled else {}
+
+
+class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
+        if "pixel_values" in outputs:
+            images = ImageProcessorItems(mm_data["images"])  # pyright: ignore[reportArgumentType]
+            pan_and_scan = self.info.get_pan_and_scan(mm_kwargs)
+            sizes = [images.get_image_size(index) for index in range(len(images))]
+            # HF counts the crops too, and drops the numbers.
+            outputs["num_patches"] = np.array([pan_and_scan.count_crops(s) + 1 for s in sizes])
+            num_patches, num_pixels = outputs["num_patches"].sum(), len(outputs["pixel_values"])
+            assert num_patches == num_pixels, f"{num_patches=} {num_pixels=}"
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        num_patches = hf_inputs.get("num_patches", np.empty(0, np.int64))
+        return {
+            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
+            "num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        processor = self.info.get_hf_processor()
+        tokenizer = self.info.get_tokenizer()
+        contents: dict[int, PromptUpdateDetails] = {}  # pictures with as many crops share one
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            item = out_mm_kwargs["image"][item_idx]
+            assert item is not None
+            num_crops = int(item["num_patches"].data) - 1
+            if num_crops not in contents:
+                text = processor.replace_image_token({"num_crops": [num_crops]}, 0)
+                contents[num_crops] = PromptUpdateDetails.select_token_id(
+                    as_ids(text, tokenizer), tokenizer.image_token_id
+                )
+            return contents[num_crops]
+
+        return [PromptReplacement("image", [tokenizer.boi_token_id], get_replacement)]
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Replace, then join what the tokenizer would have joined across the seams."""
+        if self._has_crops(mm_prompt_updates):
+            # The words around the crops join with the user's words, so only text gives HF's
+            # tokens. A prompt of ids that its own text does not give back stays as it is.
+            tokenizer = self.info.get_tokenizer()
+            text = tokenizer.decode(prompt)
+            if as_ids(text, tokenizer) == prompt:
+                new_text, result = self._apply_text_matches(text, mm_prompt_updates)
+                return as_ids(new_text, tokenizer), result
+        token_ids, result = super()._apply_token_matches(prompt, mm_prompt_updates)
+        return self._merge_newlines(token_ids), result
+
+    def _has_crops(self, mm_prompt_updates: MultiModalPromptUpdates) -> bool:
+        boi_id = self.info.get_tokenizer().boi_token_id
+        return any(
+            update.content.full.count(boi_id) > 1
+            for alternatives in mm_prompt_updates.get("image", ())
+            for update in alternatives
+            if isinstance(update.content.full, list)
+        )
+
+    def _merge_newlines(self, token_ids: list[int]) -> list[int]:
+        r"""Rewrite each run of newlines that touches a picture as the tokenizer writes it.
+
+        `\n, \n\n, <start_of_image>` -> `\n\n\n, <start_of_image>`.
+        """
+        counts = self.info.newline_counts
+        tokenizer = self.info.get_tokenizer()
+        merged: list[int] = []
+        previous = None
+        runs = [(key, list(run)) for key, run in groupby(token_ids, counts.__contains__)]
+        for place, (is_newlines, run) in enumerate(runs):
+            following = runs[place + 1][1][0] if place + 1 < len(runs) else None
+            touches = previous == tokenizer.eoi_token_id or following == tokenizer.boi_token_id
+            if is_newlines and touches and len(run) > 1:
+                run = as_ids("\n" * sum(counts[token_id] for token_id in run), tokenizer)
+            merged += run
+            previous = merged[-1]
+        return merged
+
+    def _find_mm_placeholders(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
+        r"""Find the pictures between their outermost marks; what stands around may be merged.
+
+        With `\n\n <boi> soft <eoi> \n\n` as the content and `\n\n\n <boi> soft <eoi> \n\n\n\n
+        <boi> soft <eoi> \n\n` in the prompt, the ranges are offset=0 and offset=4, of length=5
+        each: they overlap by the token that both have a part in.
+        """
+        tokenizer = self.info.get_tokenizer()
+        boi_id, eoi_id = tokenizer.boi_token_id, tokenizer.eoi_token_id
+        leads: list[int] = []
+        cores = []
+        for alternatives in mm_prompt_updates.get("image", ()):
+            (update,) = alternatives
+            full = as_ids(update.content.full, tokenizer)
+            leads.append(full.index(boi_id))
+            end = len(full) - full[::-1].index(eoi_id)
+            cores.append([update.with_content(full[leads[-1] : end])])
+        found = find_mm_placeholders(token_ids, {"image": cores}, tokenizer).get("image", [])
+        placeholders = []
+        for core, lead in zip(found, leads, strict=False):
+            content = mm_prompt_updates["image"][core.item_idx][0].content
+            placeholders.append(
+                PlaceholderFeaturesInfo(
+                    modality="image",
+                    item_idx=core.item_idx,
+                    start_idx=core.start_idx - lead,
+                    tokens=as_ids(content.full, tokenizer),
+                    is_embed=content.is_embed and content.is_embed(tokenizer, content.full),
+                )
+            )
+        return {"image": placeholders} if placeholders else {}
+
+
+FACTORIES = ProcessorFactories(
+    info=Gemma3ProcessingInfo,
+    dummy_inputs=Gemma3DummyInputsBuilder,
+    processor=Gemma3MultiModalProcessor,
+)

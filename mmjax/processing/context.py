@@ -1,0 +1,238 @@
+"""What a processor knows of its model: configuration, tokenizer, HF processor, limits, sizes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from transformers import AutoProcessor, BatchFeature, ProcessorMixin
+
+from mmjax.config import ModelConfig
+from mmjax.errors import RequestError, RequestValueError
+from mmjax.processing.media import MediaLimits
+from mmjax.processing.parse import (
+    EmbeddingItems,
+    MultiModalDataDict,
+    MultiModalDataItems,
+    MultiModalDataParser,
+)
+
+T = TypeVar("T")
+
+HF_KWARGS_SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
+_RESERVED_KWARGS = frozenset({"text", "images", "videos", "audio", "audios", "return_tensors"})
+
+
+def merge_mm_kwargs(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge kwargs for an HF processor; later levels win, and in a level the scoped ones.
+
+    `{"a": 1}, {"images_kwargs": {"a": 2}}, {"a": 3}` -> `{"images_kwargs": {}, "a": 3}`.
+    """
+    merged: dict[str, Any] = {}
+    for level in levels:
+        for key, value in level.items():
+            if key in HF_KWARGS_SCOPES:
+                continue
+            for scope in HF_KWARGS_SCOPES:
+                merged.get(scope, {}).pop(key, None)
+            merged[key] = _merge_values(merged.get(key), value)
+        for scope in HF_KWARGS_SCOPES:
+            for key, value in (level.get(scope) or {}).items():
+                merged.pop(key, None)
+                scoped = merged.setdefault(scope, {})
+                scoped[key] = _merge_values(scoped.get(key), value)
+    return merged
+
+
+def _merge_values(old: Any, new: Any) -> Any:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{key: _merge_values(old.get(key), value) for key, value in new.items()}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputProcessingContext:
+    """The model's configuration and tokenizer, and how its HF processor is called."""
+
+    model_config: ModelConfig
+    tokenizer: Any
+
+    def get_hf_config(self, typ: type[T] | None = None) -> T | Any:
+        """Return the checkpoint's configuration; raise TypeError where it is not a `typ`."""
+        hf_config = self.model_config.hf_config
+        if typ is not None and not isinstance(hf_config, typ):
+            raise TypeError(
+                f"the checkpoint's config is a `{type(hf_config).__name__}`, "
+                f"expected `{typ.__name__}`"
+            )
+        return hf_config
+
+    def get_hf_processor(self, typ: type[T] = ProcessorMixin, **kwargs: object) -> T:
+        """Load the checkpoint's own HF processor; raise TypeError where it is not a `typ`."""
+        processor = AutoProcessor.from_pretrained(
+            self.model_config.path, tokenizer=self.tokenizer, **kwargs
+        )
+        if not isinstance(processor, typ):
+            raise TypeError(
+                f"the checkpoint's processor is a `{type(processor).__name__}`, "
+                f"expected `{typ.__name__}`"
+            )
+        return processor
+
+    def merge_mm_kwargs(self, mm_kwargs: Mapping[str, object]) -> dict[str, Any]:
+        """Return the operator's processor kwargs overlaid with a request's."""
+        reserved = _RESERVED_KWARGS & mm_kwargs.keys()
+        if reserved:
+            raise RequestValueError(
+                f"mm_processor_kwargs has `{min(reserved)}`, which the server sets itself; "
+                "leave it out",
+                param="mm_processor_kwargs",
+            )
+        return merge_mm_kwargs(self.model_config.mm.mm_processor_kwargs, mm_kwargs)
+
+    def call_hf_processor(
+        self,
+        hf_processor: Callable[..., BatchFeature],
+        data: Mapping[str, object],
+        kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        """Call an HF processor; whatever it raises becomes a RequestValueError."""
+        name = type(hf_processor).__name__
+        merged = self.merge_mm_kwargs(kwargs)
+        try:
+            return hf_processor(**data, **merged, return_tensors="np")
+        except RequestError:
+            raise
+        # HF processors raise anything over data and kwargs that they cannot take.
+        except Exception as error:
+            raise RequestValueError(
+                f"Failed to apply {name} on data={_describe(data)} with kwargs={merged}: {error}",
+                param="multi_modal_data",
+            ) from error
+
+
+def _describe(data: Mapping[str, object]) -> dict[str, str]:
+    described = {}
+    for key, value in data.items():
+        if isinstance(value, str):
+            described[key] = f"{len(value)} characters"
+        elif isinstance(value, list):
+            described[key] = ", ".join(str(getattr(v, "size", type(v).__name__)) for v in value)
+        else:
+            described[key] = type(value).__name__
+    return described
+
+
+class BaseProcessingInfo(ABC):
+    """Facts about a family's processing; every family overrides `get_supported_mm_limits`."""
+
+    def __init__(self, ctx: InputProcessingContext) -> None:
+        self.ctx = ctx
+
+    @property
+    def model_id(self) -> str:
+        return self.ctx.model_config.model
+
+    @abstractmethod
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        """Return how many items of each modality the model takes; None: any number."""
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        """Return what stands for the i-th (from 1) item of a modality in a prompt of text."""
+        return None
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        """Return the tokens that only prompt updates may write; a prompt with one is refused."""
+        return {}
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int] | None:
+        """Return the most embeddings that an item can have; None: measured with dummy inputs."""
+        return None
+
+    def get_hf_config(self) -> Any:
+        return self.ctx.get_hf_config()
+
+    def get_tokenizer(self) -> Any:
+        return self.ctx.tokenizer
+
+    def get_hf_processor(self) -> Any:
+        """Return the HF processor, loaded once."""
+        return self._hf_processor
+
+    @cached_property
+    def _hf_processor(self) -> Any:
+        return self.load_hf_processor()
+
+    def load_hf_processor(self) -> Any:
+        """Load the HF processor; families whose AutoProcessor needs more than we have override."""
+        return self.ctx.get_hf_processor()
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Token ids at or above this are refused."""
+        return int(self.get_hf_config().get_text_config().vocab_size)
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        mm = self.ctx.model_config.mm
+        return MultiModalDataParser(
+            limits=MediaLimits(
+                max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels
+            )
+        )
+
+    @cached_property
+    def supported_mm_limits(self) -> Mapping[str, int | None]:
+        return self.get_supported_mm_limits()
+
+    @cached_property
+    def allowed_mm_limits(self) -> Mapping[str, int]:
+        """The operator's limit for each supported modality, capped by what the model takes."""
+        allowed = {}
+        for modality, supported in self.supported_mm_limits.items():
+            limit = self.ctx.model_config.mm.limit(modality)
+            allowed[modality] = limit if supported is None else min(limit, supported)
+        return allowed
+
+    def validate_num_items(self, modality: str, num_items: int) -> None:
+        """Refuse more items of a modality than are allowed in one prompt."""
+        if modality not in self.supported_mm_limits:
+            known = ", ".join(f"`{name}`" for name in self.supported_mm_limits) or "text only"
+            raise RequestValueError(
+                f"Unsupported modality: {modality}; this model takes {known}",
+                param="multi_modal_data",
+            )
+        limit = self.allowed_mm_limits[modality]
+        if num_items <= limit:
+            return
+        supported = self.supported_mm_limits[modality]
+        could_be_raised = supported is None or num_items <= supported
+        hint = ", or set `--limit-mm-per-prompt` higher" if could_be_raised else ""
+        raise RequestValueError(
+            f"At most {limit} {modality}(s) may be provided in one prompt, got {num_items}; "
+            f"send fewer{hint}",
+            param="multi_modal_data",
+        )
+
+    def parse_mm_data(
+        self, mm_data: MultiModalDataDict, *, validate: bool = True
+    ) -> MultiModalDataItems:
+        """Parse the user's media; with `validate`, counts are held against the limits first."""
+        if validate:
+            for modality, data in mm_data.items():
+                if isinstance(data, list | tuple):
+                    self.validate_num_items(modality, len(data))
+        mm_items = self.get_data_parser().parse_mm_data(mm_data)
+        for modality, items in mm_items.items():
+            if isinstance(items, EmbeddingItems):
+                raise RequestValueError(
+                    f"`{modality}_embeds` are not accepted: this server does not have "
+                    f"`--enable-mm-embeds`; send the {modality} itself",
+                    param="multi_modal_data",
+                )
+            if validate:
+                self.validate_num_items(modality, items.get_count())
+        return mm_items

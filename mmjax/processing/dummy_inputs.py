@@ -1,0 +1,99 @@
+"""The largest legal input of a model, made up: for memory planning, warm-up and dummy text."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from PIL import Image
+
+from mmjax.logger import get_logger
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.parse import MultiModalDataDict
+
+logger = get_logger(__name__)
+
+InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseDummyOptions:
+    """What an operator may say of a modality's largest input."""
+
+    count: int = 999
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDummyOptions(BaseDummyOptions):
+    width: int | None = None
+    height: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorInputs:
+    """What `BaseMultiModalProcessor.apply` takes."""
+
+    prompt: str | list[int]
+    mm_data: MultiModalDataDict
+    hf_processor_mm_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
+    """Makes the inputs that give the most embeddings per item."""
+
+    def __init__(self, info: InfoT) -> None:
+        self.info = info
+
+    @abstractmethod
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        """Return the shortest text that the HF processor takes with these items."""
+
+    @abstractmethod
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        """Return the largest items."""
+
+    def get_dummy_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the processor kwargs under which the items are largest."""
+        return {}
+
+    def get_dummy_processor_inputs(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> ProcessorInputs:
+        """Return prompt, items and kwargs for `BaseMultiModalProcessor.apply`."""
+        return ProcessorInputs(
+            prompt=self.get_dummy_text(mm_counts),
+            mm_data=self.get_dummy_mm_data(seq_len, mm_counts, mm_options),
+            hf_processor_mm_kwargs=self.get_dummy_mm_kwargs(),
+        )
+
+    def _get_dummy_images(
+        self,
+        *,
+        width: int,
+        height: int,
+        num_images: int,
+        overrides: BaseDummyOptions | None = None,
+    ) -> Sequence[Image.Image]:
+        """Return one white picture, `num_images` times; overrides can only shrink it."""
+        if num_images == 0:
+            return []
+        width = _shrink("width", width, overrides)
+        height = _shrink("height", height, overrides)
+        return [Image.new("RGB", (width, height), color=(255, 255, 255))] * num_images
+
+
+def _shrink(name: str, value: int, overrides: BaseDummyOptions | None) -> int:
+    wanted: Any = getattr(overrides, name, None)
+    if wanted is None:
+        return value
+    if wanted > value:
+        logger.warning("dummy image %s %d is above the model's %d and ignored", name, wanted, value)
+    return min(wanted, value)

@@ -1,0 +1,201 @@
+"""The parts of processing that a family may override, and the calls of its HF processor.
+
+`BaseMultiModalProcessor` puts them together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from transformers import BatchFeature
+
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import EmbeddingItems, MultiModalDataItems
+from mmjax.processing.prompt_matching import (
+    MultiModalPromptUpdatesApplyResult,
+    apply_text_matches,
+    apply_token_matches,
+    find_mm_placeholders,
+)
+from mmjax.processing.prompt_updates import (
+    MultiModalPromptUpdates,
+    PlaceholderFeaturesInfo,
+    PromptUpdate,
+    ResolvedPromptUpdate,
+)
+from mmjax.processing.validation import PromptUpdateError
+
+InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)
+
+
+class ProcessorCall(NamedTuple):
+    """What travels unchanged through one `apply`."""
+
+    mm_items: MultiModalDataItems
+    hashes: Mapping[str, list[str]]
+    mm_kwargs: Mapping[str, object]
+    tok_kwargs: Mapping[str, object]
+
+
+class ProcessorHooks(ABC, Generic[InfoT]):
+    """One family's way with prompts and media; the flow around it is the same for all."""
+
+    def __init__(self, info: InfoT, dummy_inputs: BaseDummyInputsBuilder[InfoT]) -> None:
+        self.info = info
+        self.dummy_inputs = dummy_inputs
+
+    @abstractmethod
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        """Say for each tensor of the HF processor's output how it divides among items."""
+
+    @abstractmethod
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        """Say what each item does to the prompt; several of one modality are alternatives."""
+
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        """Call the HF processor on text and media."""
+        return self.info.ctx.call_hf_processor(
+            self.info.get_hf_processor(), {"text": prompt, **mm_data}, {**mm_kwargs, **tok_kwargs}
+        )
+
+    def _hf_processor_applies_updates(
+        self,
+        prompt: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> bool:
+        """Whether the HF processor, given text and media together, updates the prompt itself."""
+        return not any(isinstance(items, EmbeddingItems) for items in mm_items.values())
+
+    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+        """Do to a prompt of token ids what the HF processor does to any text (a family's hook)."""
+        return prompt_tokens
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        return apply_token_matches(prompt, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _apply_text_matches(
+        self, prompt: str, mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[str, MultiModalPromptUpdatesApplyResult]:
+        return apply_text_matches(prompt, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _find_mm_placeholders(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
+        return find_mm_placeholders(token_ids, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _recompute_cached_prompt_update(
+        self, cached_update: ResolvedPromptUpdate, new_item_idx: int
+    ) -> ResolvedPromptUpdate:
+        """Adapt a cached update to the item's index in this request."""
+        return replace(cached_update, item_idx=new_item_idx)
+
+    def _apply_hf_processor_main(
+        self, prompt: str | list[int], call: ProcessorCall, *, enable_hf_prompt_update: bool
+    ) -> tuple[list[int], Mapping[str, Any], bool]:
+        """Return token ids, the HF processor's tensors, and whether it updated the prompt."""
+        if isinstance(prompt, str) and enable_hf_prompt_update and call.mm_items:
+            return self._apply_hf_processor_text_mm(prompt, call)
+        if isinstance(prompt, str):
+            token_ids = self._apply_hf_processor_text_only(prompt, call.tok_kwargs)
+        else:
+            token_ids = self._apply_hf_processor_tokens_only(list(prompt))
+        return token_ids, self._apply_hf_processor_mm_only(call.mm_items, call), False
+
+    def _apply_hf_processor_text_mm(
+        self, prompt: str, call: ProcessorCall
+    ) -> tuple[list[int], Mapping[str, Any], bool]:
+        mm_data: dict[str, object] = {}
+        passthrough: dict[str, Any] = {}
+        for items in call.mm_items.values():
+            if len(items):
+                mm_data.update(items.get_processor_data())
+                passthrough.update(items.get_passthrough_data())
+        outputs = dict(self._call_hf_processor(prompt, mm_data, call.mm_kwargs, call.tok_kwargs))
+        (token_ids,) = outputs.pop("input_ids").tolist()
+        is_update_applied = self._hf_processor_applies_updates(
+            prompt, call.mm_items, call.mm_kwargs, call.tok_kwargs
+        )
+        return token_ids, {**outputs, **passthrough}, is_update_applied
+
+    def _apply_hf_processor_text_only(
+        self, prompt: str, tok_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Tokenize as the HF processor does; families whose processor adds more override this."""
+        return self.info.get_tokenizer()(prompt, **tok_kwargs)["input_ids"]
+
+    def _apply_hf_processor_mm_only(
+        self, mm_items: MultiModalDataItems, call: ProcessorCall
+    ) -> Mapping[str, Any]:
+        """Process items without the prompt: dummy text satisfies the HF processor."""
+        counts = mm_items.get_all_counts()
+        if not any(counts.values()):
+            return {}
+        dummy_text = self.dummy_inputs.get_dummy_text(counts)
+        dummy_call = call._replace(mm_items=mm_items, tok_kwargs={})
+        _, hf_inputs, _ = self._apply_hf_processor_text_mm(dummy_text, dummy_call)
+        return hf_inputs
+
+    def _bind_and_group_updates(
+        self, prompt_updates: Sequence[PromptUpdate], mm_item_counts: Mapping[str, int]
+    ) -> dict[str, list[list[ResolvedPromptUpdate]]]:
+        """Resolve each update for each item of its modality."""
+        by_modality: dict[str, list[PromptUpdate]] = {}
+        for update in prompt_updates:
+            by_modality.setdefault(update.modality, []).append(update)
+        return {
+            modality: [
+                [update.resolve(index) for update in updates]
+                for index in range(mm_item_counts.get(modality, 0))
+            ]
+            for modality, updates in by_modality.items()
+        }
+
+    def _apply_prompt_updates(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        """Update the prompt by tokens, or by text where a target hides inside other tokens."""
+        if not any(mm_prompt_updates.values()):
+            return token_ids, {}
+        new_token_ids, result = self._apply_token_matches(token_ids, mm_prompt_updates)
+        if _is_any_unapplied(result) is not None:
+            tokenizer = self.info.get_tokenizer()
+            text, result = self._apply_text_matches(tokenizer.decode(token_ids), mm_prompt_updates)
+            new_token_ids = tokenizer.encode(text, add_special_tokens=False)
+        unapplied = _is_any_unapplied(result)
+        if unapplied is not None:
+            modality, index = unapplied
+            raise PromptUpdateError(
+                f"Failed to apply prompt replacement for mm_items[{modality!r}][{index}]; "
+                f"the prompt must have one placeholder for each {modality}",
+                param="prompt",
+            )
+        return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
+
+
+def _is_any_unapplied(result: MultiModalPromptUpdatesApplyResult) -> tuple[str, int] | None:
+    for modality, alternatives in result.items():
+        for index, alternative in enumerate(alternatives):
+            if alternative is None:
+                return modality, index
+    return None

@@ -1,0 +1,276 @@
+"""Encoded media -> pictures, with limits that are checked before anything is decoded.
+
+Knows nothing of the network: `http:` and `file:` URLs are refused here.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from mmjax.errors import MediaError, RequestTypeError, RequestValueError
+from mmjax.logger import get_logger
+
+logger = get_logger(__name__)
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that may be decoded; Pillow knows more, and some of them start other programs."""
+
+_WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaLimits:
+    """What is refused before it is decoded."""
+
+    max_image_bytes: int = 64 * 2**20
+    max_image_pixels: int = 50_000_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MediaWithBytes:
+    """A decoded medium together with the bytes that it came from; behaves like the medium."""
+
+    media: Any
+    original_bytes: bytes
+    io_config: Mapping[str, Any] | None = None
+    """How decoding altered the pixels (mode, background); None where it did not."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("media", "original_bytes", "io_config"):  # not yet set: do not recurse
+            raise AttributeError(name)
+        return getattr(self.media, name)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        return np.asarray(self.media, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.media)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.media[index]
+
+
+def is_array_like(obj: object) -> bool:
+    """Return whether `obj` is an array of any library; imports none of them."""
+    return hasattr(obj, "__array__") and hasattr(obj, "shape") and hasattr(obj, "dtype")
+
+
+def as_numpy(array: Any) -> np.ndarray:
+    """Return an array of any library as numpy, in place where its library allows that."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "detach"):  # torch
+        array = array.detach().cpu()
+    return np.asarray(array)
+
+
+def load_image_bytes(
+    data: bytes, limits: MediaLimits, *, param: str | None = "image"
+) -> MediaWithBytes:
+    """Decode a picture's first frame to upright RGB, transparency composited on white."""
+    if len(data) > limits.max_image_bytes:
+        raise RequestValueError(
+            f"image has {len(data)} encoded bytes, at most {limits.max_image_bytes} are accepted; "
+            "send a smaller file",
+            param=param,
+        )
+    try:
+        image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)  # reads the header only
+        check_image_size(image.size, limits, param=param)
+        rgb = convert_to_rgb(image)
+    except RequestValueError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RequestValueError(
+            f"image is too large: {error}; at most {limits.max_image_pixels} pixels are accepted",
+            param=param,
+        ) from error
+    # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, and more.
+    except Exception as error:
+        formats = ", ".join(IMAGE_FORMATS)
+        raise MediaError(
+            f"Failed to load image of {len(data)} bytes: {_reason(error)}; "
+            f"send a whole file of one of {formats}",
+            param=param,
+        ) from error
+    io_config = {"image_mode": "RGB", "background": _WHITE} if _has_transparency(image) else None
+    return MediaWithBytes(rgb, bytes(data), io_config)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "its format is not recognised"
+    return str(error) or type(error).__name__
+
+
+def load_image_path(
+    path: Path, limits: MediaLimits, *, param: str | None = "image"
+) -> MediaWithBytes:
+    """Read and decode a local file; for callers in this process, never for clients' strings."""
+    try:
+        size = path.stat().st_size
+        if size > limits.max_image_bytes:
+            raise RequestValueError(
+                f"image file `{path}` has {size} bytes, at most {limits.max_image_bytes} are "
+                "accepted; give a smaller file",
+                param=param,
+            )
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, RequestValueError):
+            raise
+        raise RequestValueError(
+            f"image file `{path}` cannot be read: {error}; give the path of a readable file",
+            param=param,
+        ) from error
+    return load_image_bytes(data, limits, param=param)
+
+
+def load_image_url(
+    url: str, limits: MediaLimits, *, param: str | None = "image_url"
+) -> MediaWithBytes:
+    """Decode a `data:` URL; every other scheme is refused. Safe for strings from clients."""
+    scheme = url.partition(":")[0].lower()
+    if scheme in ("http", "https", "file"):
+        raise RequestValueError(
+            f"`{scheme}:` URLs are not fetched by this version; "
+            "send the picture itself as a base64 `data:` URL",
+            param=param,
+        )
+    if scheme != "data":
+        raise RequestValueError(
+            f"media URL starts with {url[:16]!r}; "
+            "it must be a base64 `data:` URL, such as `data:image/png;base64,...`",
+            param=param,
+        )
+    return load_image_bytes(decode_data_url(url, limits, param=param), limits, param=param)
+
+
+def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image_url") -> bytes:
+    """Return the payload of a base64 `data:` URL; strict in what it accepts."""
+    header, comma, payload = url[len("data:") :].partition(",")
+    if not comma:
+        raise RequestValueError(
+            "data URL is missing ',' between its header and its payload; "
+            "write `data:image/png;base64,...`",
+            param=param,
+        )
+    if not header.endswith(";base64"):
+        raise RequestValueError(
+            f"data URL has the header {header[:64]!r}; only base64 payloads are accepted: "
+            "write `data:image/png;base64,...`",
+            param=param,
+        )
+    if len(payload) // 4 * 3 - 2 > limits.max_image_bytes:
+        raise RequestValueError(
+            f"image has about {len(payload) // 4 * 3} encoded bytes, at most "
+            f"{limits.max_image_bytes} are accepted; send a smaller file",
+            param=param,
+        )
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise MediaError(
+            f"data URL holds invalid base64: {error}; encode the file's bytes with standard base64",
+            param=param,
+        ) from error
+
+
+def check_image_size(
+    size: tuple[int, int], limits: MediaLimits, *, param: str | None = "image"
+) -> None:
+    """Refuse an empty picture and one with too many pixels; `size` is (width, height)."""
+    width, height = size
+    if width < 1 or height < 1:
+        raise RequestValueError(
+            f"image is {width}x{height} pixels; it must have at least one", param=param
+        )
+    if width * height > limits.max_image_pixels:
+        raise RequestValueError(
+            f"image is {width}x{height} = {width * height} pixels, at most "
+            f"{limits.max_image_pixels} are accepted; scale it down",
+            param=param,
+        )
+
+
+def convert_to_rgb(image: Image.Image) -> Image.Image:
+    """Return the picture upright, in RGB, with transparency composited on white.
+
+    A picture that is upright RGB already is returned as it is (its EXIF id stays with it).
+    """
+    image.load()  # first: Pillow turns some TIFFs upright while it decodes
+    image = _turn_upright(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if _has_transparency(image):
+        layer = image.convert("RGBA")
+        canvas = Image.new("RGBA", layer.size, (*_WHITE, 255))
+        return Image.alpha_composite(canvas, layer).convert("RGB")
+    if image.mode.startswith("I;16"):
+        # Pillow clips 16-bit greys to 8 bits: scale them instead, or a picture turns white.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    try:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return ImageOps.exif_transpose(image)
+    # Malformed EXIF raises whatever its parser stumbles on; the picture itself may be sound.
+    except Exception:
+        logger.warning("a picture's EXIF is malformed; it is taken as upright")
+    return image
+
+
+def _has_transparency(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info
+
+
+def image_from_array(
+    array: Any, limits: MediaLimits, *, param: str | None = "image"
+) -> Image.Image:
+    """Return an `[H, W, C]` or `[C, H, W]` array (C: 1, 3 or 4) as an RGB picture.
+
+    Integers are 0..255; floats are 0..1.
+    """
+    pixels = as_numpy(array)
+    if pixels.ndim != 3 or not {pixels.shape[0], pixels.shape[-1]} & {1, 3, 4}:
+        raise RequestValueError(
+            f"image array has shape {tuple(pixels.shape)}; "
+            "it must be (height, width, channels) or (channels, height, width) "
+            "with 1, 3 or 4 channels",
+            param=param,
+        )
+    if pixels.shape[-1] not in (1, 3, 4):
+        pixels = np.moveaxis(pixels, 0, -1)
+    check_image_size((pixels.shape[1], pixels.shape[0]), limits, param=param)
+    pixels = np.ascontiguousarray(_as_uint8(pixels, param))
+    return convert_to_rgb(Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
+
+
+def _as_uint8(pixels: np.ndarray, param: str | None) -> np.ndarray:
+    if pixels.dtype == np.uint8:
+        return pixels
+    is_float = pixels.dtype.kind == "f" or pixels.dtype.name == "bfloat16"
+    if not is_float and pixels.dtype.kind not in "iu":
+        raise RequestTypeError(
+            f"image array has dtype {pixels.dtype}; it must be uint8 (0..255) or float (0..1)",
+            param=param,
+        )
+    scaled = pixels.astype(np.float32) * 255 if is_float else pixels
+    low, high = scaled.min(), scaled.max()
+    if not (low >= 0 and high <= 255):  # NaN fails too
+        bound = "0..1 for floats" if is_float else "0..255 for integers"
+        raise RequestValueError(
+            f"image array of dtype {pixels.dtype} has values from {pixels.min()} to "
+            f"{pixels.max()}; they must lie in {bound}",
+            param=param,
+        )
+    return np.rint(scaled).astype(np.uint8) if is_float else scaled.astype(np.uint8)
