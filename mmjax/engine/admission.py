@@ -49,8 +49,8 @@ class AdmissionLimits:
         if num_blocks > self.num_blocks:
             raise RequestValueError(
                 f"the request may grow to {num_slots} tokens, which need {num_blocks} blocks of "
-                f"the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten the prompt, or "
-                "raise `kv_cache_memory_bytes`",
+                f"the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten the prompt, "
+                "or raise `kv_cache_memory_bytes`",
                 param="max_tokens",
             )
         num_masked = len(request.ending_token_ids)

@@ -251,15 +251,18 @@ class Scheduler:
             plan.items.append(item)
 
     def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Count the window as computed, and let go of the items that lie behind it."""
+        """Count the window as computed, and let go of the items that lie behind it.
+
+        An item that comes again further on is let go as well: held, it could take the room that
+        the items between need. It stays cached as long as nobody needs its room.
+        """
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
-        passed = request.items_between(start, end)
-        if passed:
-            ahead = {item.identifier for item in request.items if item.end > end}
-            for item in passed:
-                if item.identifier not in ahead:
-                    self.encoder_cache.free_encoder_input(request.request_id, item.identifier)
+        overlapping = request.items_between(start, end)
+        begun = {item.identifier for item in overlapping if item.end > end}
+        for item in overlapping:
+            if item.identifier not in begun:
+                self.encoder_cache.free_encoder_input(request.request_id, item.identifier)
         table = self.kv_cache.get_block_table(request.request_id)
         return ScheduledRequest(request, start, num_tokens, table, end == request.num_tokens)

@@ -1,0 +1,68 @@
+"""Block tables grow by need, and every block returns."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmjax.cache.kv_cache_manager import KVCacheManager
+
+
+def make_manager(num_blocks: int = 8) -> KVCacheManager:
+    return KVCacheManager(num_blocks=num_blocks, block_size=4, max_model_len=18)
+
+
+def test_a_table_holds_as_many_blocks_as_the_tokens_need() -> None:
+    manager = make_manager()
+    assert manager.start("a") == 0
+    for num_tokens, num_blocks in [(1, 1), (4, 1), (5, 2), (5, 2), (16, 4)]:
+        assert manager.allocate_slots("a", num_tokens)
+        assert len(manager.get_block_ids("a")) == num_blocks
+    table = manager.get_block_table("a")
+    assert table.dtype == np.int32
+    assert table.tolist() == [*manager.get_block_ids("a"), 0]
+
+
+def test_too_few_blocks_change_nothing() -> None:
+    manager = make_manager(num_blocks=3)
+    manager.start("a")
+    manager.start("b")
+    assert manager.allocate_slots("a", 8)
+    assert not manager.has_room("b", 8)
+    assert not manager.allocate_slots("b", 8)
+    assert manager.get_block_ids("b") == []
+    assert manager.num_free_blocks == 1
+    manager.free("a")
+    assert manager.allocate_slots("b", 8)
+
+
+def test_the_beginning_of_a_request_is_evicted_last() -> None:
+    manager = make_manager(num_blocks=3)
+    manager.start("a")
+    manager.allocate_slots("a", 12)
+    block_ids = manager.get_block_ids("a")
+    manager.free("a")
+    manager.start("b")
+    manager.allocate_slots("b", 12)
+    assert manager.get_block_ids("b") == block_ids[::-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 18)), max_size=40))
+def test_all_blocks_return(steps: list[tuple[str, int]]) -> None:
+    """A request grows to a length; length 0 frees it."""
+    manager = make_manager()
+    live: set[str] = set()
+    for request_id, num_tokens in steps:
+        if num_tokens == 0:
+            manager.free(request_id)
+            live.discard(request_id)
+            continue
+        if request_id not in live:
+            manager.start(request_id)
+            live.add(request_id)
+        manager.allocate_slots(request_id, num_tokens)
+        held = [block_id for name in live for block_id in manager.get_block_ids(name)]
+        assert len(held) == len(set(held)) == 8 - manager.num_free_blocks
+    for request_id in live:
+        manager.free(request_id)
+    assert manager.num_free_blocks == 8
+    assert manager.usage == 0

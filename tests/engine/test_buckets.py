@@ -1,0 +1,60 @@
+"""The ladder is short, covers everything, and pads as little as it can."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmjax.engine.buckets import TILE_SIZE, Buckets, StepBucket, ladder, next_bucket
+
+
+def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> Buckets:
+    return Buckets.create(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_units=max_num_batched_tokens // 36,
+    )
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2048, 24), (1024, 23)])
+def test_the_embedded_default_has_at_most_24_programs(num_tokens: int, expected: int) -> None:
+    assert make_buckets(16, num_tokens).num_programs == expected
+
+
+def test_a_ladder_ends_at_its_last_size() -> None:
+    assert ladder(1, 16, 2) == (1, 2, 4, 8, 16)
+    assert ladder(1, 12, 4) == (1, 4, 12)
+    assert ladder(1, 1, 4) == (1,)
+    assert next_bucket((1, 4, 16), 5) == 16
+
+
+def test_one_token_each_is_a_decode_step() -> None:
+    assert make_buckets().step_bucket(3, 3) == StepBucket(4, 4, 1)
+    assert make_buckets().step_bucket(4, 3) == StepBucket(64, 4, TILE_SIZE)
+
+
+@given(st.data())
+def test_every_step_within_the_limits_has_a_bucket_that_holds_it(data: st.DataObject) -> None:
+    max_num_seqs = data.draw(st.integers(1, 40))
+    max_num_batched_tokens = data.draw(st.integers(max_num_seqs, 3000))
+    buckets = make_buckets(max_num_seqs, max_num_batched_tokens)
+    num_requests = data.draw(st.integers(1, max_num_seqs))
+    counts = [1] * num_requests
+    counts[0] += data.draw(st.integers(0, max_num_batched_tokens - num_requests))
+    bucket = buckets.step_bucket(sum(counts), num_requests)
+    assert bucket in buckets.steps
+    assert bucket.num_tokens >= sum(counts)
+    assert bucket.num_requests >= num_requests
+    assert bucket.num_tiles >= sum(-(-count // bucket.tile_size) for count in counts)
+    assert bucket.num_tokens <= buckets.max_num_tokens
+
+
+@given(st.integers(1, 100), st.integers(1, 8))
+def test_units_are_split_over_calls_without_loss(num_units: int, max_units: int) -> None:
+    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=max_units)
+    calls = buckets.unit_calls(num_units)
+    assert sum(count for _, count in calls) == num_units
+    assert all(0 < count <= bucket and bucket in buckets.encode for bucket, count in calls)
+
+
+def test_eleven_units_take_two_calls() -> None:
+    assert make_buckets().unit_calls(11) == [(8, 8), (4, 3)]

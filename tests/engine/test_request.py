@@ -1,0 +1,70 @@
+"""A request's own state: where its pictures lie, and when it ends."""
+
+import numpy as np
+import pytest
+
+from mmjax.engine.request import EncoderItem, Request, RequestStatus
+from mmjax.processing.inputs import PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+
+
+def make_request(num_prompt_tokens: int = 4, items: tuple = (), **sampling: object) -> Request:
+    return Request(
+        request_id="a",
+        prompt_token_ids=list(range(num_prompt_tokens)),
+        sampling_params=SamplingParams(**sampling),  # pyright: ignore[reportArgumentType]
+        max_model_len=12,
+        items=items,
+        eos_token_ids=[1],
+    )
+
+
+def item(offset: int, mask: list[int]) -> EncoderItem:
+    is_embed = np.array(mask, bool)
+    return EncoderItem(
+        identifier=f"at {offset}", position=PlaceholderRange(offset, len(mask), is_embed)
+    )
+
+
+def test_spans_are_the_runs_of_embeddings() -> None:
+    request = make_request(9, items=(item(1, [0, 1, 1, 0, 1, 0]),))
+    assert request.span_ends.tolist() == [0, 0, 4, 4, 0, 6, 0, 0, 0]
+
+
+def test_items_come_in_the_order_of_their_places() -> None:
+    request = make_request(9, items=(item(5, [1, 1]), item(1, [1, 1])))
+    assert [entry.start for entry in request.items] == [1, 5]
+    assert [entry.start for entry in request.items_between(2, 5)] == [1]
+    assert [entry.start for entry in request.items_between(3, 5)] == []
+    assert [entry.start for entry in request.items_between(2, 6)] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "sampled", "status", "stop_reason"),
+    [
+        ({"max_tokens": 2}, [5, 6], RequestStatus.FINISHED_LENGTH, None),
+        ({"max_tokens": 3}, [5, 1], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": 2}, [5, 1], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": 3, "ignore_eos": True}, [5, 1, 1], RequestStatus.FINISHED_LENGTH, None),
+        ({"max_tokens": 3, "stop_token_ids": [7]}, [5, 7], RequestStatus.FINISHED_STOPPED, 7),
+        ({"max_tokens": 3, "stop_token_ids": [1]}, [1], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": 4, "min_tokens": 3}, [1, 1, 1], RequestStatus.FINISHED_STOPPED, None),
+        ({"max_tokens": None}, [5] * 8, RequestStatus.FINISHED_LENGTH, None),
+        ({"max_tokens": 100}, [5] * 8, RequestStatus.FINISHED_LENGTH, None),
+    ],
+)
+def test_a_request_ends(
+    sampling: dict, sampled: list[int], status: RequestStatus, stop_reason: int | None
+) -> None:
+    request = make_request(**sampling)
+    for token_id in sampled:
+        assert not request.is_finished
+        request.append_token(token_id)
+    assert request.status is status
+    assert request.stop_reason == stop_reason
+    assert request.output_token_ids == sampled
+
+
+def test_a_seed_is_kept_or_given() -> None:
+    assert make_request(seed=5).seed == 5
+    assert make_request().seed == 0

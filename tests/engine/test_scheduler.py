@@ -1,0 +1,408 @@
+"""Laws of the scheduler, in milliseconds: no device, tokens invented."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.engine.outputs import SampledToken, SchedulerOutput
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.engine.scheduler import Scheduler
+from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.processing.inputs import PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 64
+
+
+def make_scheduler(
+    *, num_blocks: int = 64, encoder_cache_size: int = 64, **settings: Any
+) -> Scheduler:
+    defaults = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_num_encoder_input_tokens": 16,
+    }
+    return Scheduler(
+        kv_cache=KVCacheManager(
+            num_blocks=num_blocks, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+        ),
+        encoder_cache=EncoderCacheManager(encoder_cache_size),
+        **{**defaults, **settings},
+    )
+
+
+def make_item(
+    offset: int, length: int, identifier: str = "", mask: list[int] | None = None
+) -> EncoderItem:
+    is_embed = None if mask is None else np.array(mask, bool)
+    position = PlaceholderRange(offset, length, is_embed)
+    return EncoderItem(identifier=identifier or f"item at {offset}", position=position)
+
+
+def make_request(
+    request_id: str,
+    num_tokens: int,
+    items: tuple[EncoderItem, ...] = (),
+    *,
+    max_tokens: int = 2,
+    priority: int = 0,
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=[3] * num_tokens,
+        sampling_params=SamplingParams(max_tokens=max_tokens),
+        max_model_len=MAX_MODEL_LEN,
+        items=items,
+        priority=priority,
+    )
+
+
+def step(scheduler: Scheduler) -> SchedulerOutput:
+    """Schedule, and invent the tokens."""
+    output = scheduler.schedule()
+    sampled = {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+    scheduler.update_from_output(output, sampled)
+    return output
+
+
+def windows(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    return {s.request.request_id: (s.start, s.end) for s in output.requests}
+
+
+def encoded(output: SchedulerOutput) -> list[str]:
+    return [item.identifier for item in output.encoder_items]
+
+
+# ---- token budget --------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_others() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("long", 40))
+    scheduler.add_request(make_request("short", 3))
+    assert windows(step(scheduler)) == {"long": (0, 16)}
+    # One token is kept for nobody yet: `short` waits until a step has room.
+    assert windows(step(scheduler)) == {"long": (16, 32)}
+    assert windows(step(scheduler)) == {"long": (32, 40), "short": (0, 3)}
+    assert windows(step(scheduler)) == {"long": (40, 41), "short": (3, 4)}
+    assert not scheduler.has_unfinished()
+
+
+def test_running_requests_get_a_token_even_behind_a_long_prompt() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    scheduler.add_request(make_request("talker", 3, max_tokens=20))
+    step(scheduler)
+    scheduler.add_request(make_request("long", 40, priority=-1))
+    for _ in range(3):
+        assert "talker" in windows(step(scheduler))
+
+
+def test_no_more_run_than_max_num_seqs() -> None:
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add_request(make_request(name, 2))
+    assert set(windows(step(scheduler))) == {"a", "b"}
+    assert set(windows(step(scheduler))) == {"a", "b"}
+    assert set(windows(step(scheduler))) == {"c"}
+
+
+def test_priority_goes_before_arrival() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name, priority in [("late", 1), ("first", 0), ("second", 0)]:
+        scheduler.add_request(make_request(name, 2, priority=priority, max_tokens=1))
+    order = [next(iter(windows(step(scheduler)))) for _ in range(3)]
+    assert order == ["first", "second", "late"]
+
+
+# ---- items ---------------------------------------------------------------------------------------
+
+
+def test_an_item_is_encoded_whole_when_its_first_embedding_comes() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 30, (make_item(10, 12),)))
+    first = step(scheduler)
+    assert windows(first) == {"a": (0, 16)}
+    assert encoded(first) == ["item at 10"]
+    assert scheduler.encoder_cache.get_cached_identifiers("a") == {"item at 10"}
+    second = step(scheduler)
+    assert windows(second) == {"a": (16, 30)}
+    assert encoded(second) == []
+    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+
+
+def test_a_span_in_both_directions_is_never_cut() -> None:
+    scheduler = make_scheduler(keeps_items_whole=True)
+    scheduler.add_request(make_request("a", 30, (make_item(10, 12),)))
+    first = step(scheduler)
+    assert windows(first) == {"a": (0, 10)}
+    assert encoded(first) == []
+    second = step(scheduler)
+    assert windows(second) == {"a": (10, 26)}
+    assert encoded(second) == ["item at 10"]
+
+
+def test_places_without_embeddings_encode_nothing() -> None:
+    scheduler = make_scheduler()
+    mask = [0] * 8 + [1] * 4
+    scheduler.add_request(make_request("a", 30, (make_item(10, 12, mask=mask),)))
+    assert encoded(step(scheduler)) == []
+    assert encoded(step(scheduler)) == ["item at 10"]
+
+
+def test_an_item_beyond_the_encoder_budget_waits_behind_its_text() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32, max_num_encoder_input_tokens=8)
+    items = (make_item(2, 6, "x"), make_item(10, 6, "y"))
+    scheduler.add_request(make_request("a", 20, items))
+    first = step(scheduler)
+    assert (windows(first), encoded(first)) == ({"a": (0, 10)}, ["x"])
+    second = step(scheduler)
+    assert (windows(second), encoded(second)) == ({"a": (10, 20)}, ["y"])
+
+
+def test_one_picture_is_encoded_once_for_many_requests() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=32)
+    for name in "ab":
+        scheduler.add_request(make_request(name, 10, (make_item(2, 6, "same"),)))
+    output = step(scheduler)
+    assert set(windows(output)) == {"a", "b"}
+    assert encoded(output) == ["same"]
+    scheduler.add_request(make_request("c", 10, (make_item(1, 6, "same"),)))
+    assert encoded(step(scheduler)) == []
+
+
+def test_a_picture_twice_in_a_prompt_is_encoded_once_where_there_is_room() -> None:
+    scheduler = make_scheduler()
+    items = (make_item(0, 6, "same"), make_item(12, 6, "same"))
+    scheduler.add_request(make_request("a", 30, items))
+    assert encoded(step(scheduler)) == ["same"]
+    assert scheduler.encoder_cache.get_cached_identifiers("a") == {"same"}
+    assert encoded(step(scheduler)) == []
+    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+
+
+def test_a_picture_that_comes_again_does_not_lock_out_the_one_between() -> None:
+    scheduler = make_scheduler(encoder_cache_size=10, max_num_batched_tokens=8)
+    items = (make_item(0, 6, "same"), make_item(8, 8, "large"), make_item(16, 6, "same"))
+    scheduler.add_request(make_request("a", 24, items))
+    outputs = [step(scheduler) for _ in range(3)]
+    assert [encoded(output) for output in outputs] == [["same"], ["large"], ["same"]]
+    assert [list(output.freed_identifiers) for output in outputs] == [[], ["same"], ["large"]]
+
+
+def test_evicted_outputs_are_reported_to_the_runner() -> None:
+    scheduler = make_scheduler(encoder_cache_size=8)
+    scheduler.add_request(make_request("a", 10, (make_item(0, 6, "x"),), max_tokens=1))
+    assert encoded(step(scheduler)) == ["x"]
+    scheduler.add_request(make_request("b", 10, (make_item(0, 6, "y"),), max_tokens=1))
+    output = step(scheduler)
+    assert (list(output.freed_identifiers), encoded(output)) == (["x"], ["y"])
+
+
+def test_an_item_that_got_no_room_in_a_full_step_goes_first_in_the_next() -> None:
+    scheduler = make_scheduler(keeps_items_whole=True, max_num_seqs=3)
+    scheduler.add_request(make_request("talker", 1, max_tokens=30))
+    step(scheduler)
+    # 16 places fill a whole step, and `talker` takes one of it every time.
+    scheduler.add_request(make_request("picture", 20, (make_item(2, 16),)))
+    assert windows(step(scheduler)) == {"talker": (1, 2), "picture": (0, 2)}
+    assert windows(step(scheduler)) == {"talker": (2, 3)}
+    assert windows(step(scheduler)) == {"picture": (2, 18)}
+    assert windows(step(scheduler)) == {"talker": (3, 4), "picture": (18, 20)}
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def test_the_youngest_gives_way_and_computes_all_its_tokens_again() -> None:
+    scheduler = make_scheduler(num_blocks=4)
+    for name in "ab":
+        scheduler.add_request(make_request(name, 7, max_tokens=6))
+    assert windows(step(scheduler)) == {"a": (0, 7), "b": (0, 7)}
+    assert windows(step(scheduler)) == {"a": (7, 8), "b": (7, 8)}
+    output = step(scheduler)
+    assert windows(output) == {"a": (8, 9)}
+    assert output.num_preempted == 1
+    while "b" not in (now := windows(step(scheduler))):
+        pass
+    assert now == {"b": (0, 9)}  # the prompt, and the two tokens it had sampled
+    while scheduler.has_unfinished():
+        step(scheduler)
+    assert scheduler.kv_cache.num_free_blocks == 4
+
+
+def test_a_prompt_is_let_in_only_when_all_of_it_fits() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=8)
+    scheduler.add_request(make_request("a", 16))
+    scheduler.add_request(make_request("b", 20))
+    step(scheduler)
+    for _ in range(2):
+        assert list(windows(step(scheduler))) == ["a"]
+    assert "b" in windows(step(scheduler))
+
+
+def test_nobody_overtakes_a_request_that_waits_for_blocks() -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    scheduler.add_request(make_request("a", 15, max_tokens=4))
+    scheduler.add_request(make_request("large", 24, max_tokens=1))
+    scheduler.add_request(make_request("small", 1, max_tokens=1))
+    started = []
+    while scheduler.has_unfinished():
+        started += [s.request.request_id for s in step(scheduler).requests if s.start == 0]
+    assert started == ["a", "large", "small"]
+
+
+# ---- taking in and abort -------------------------------------------------------------------------
+
+
+def test_a_request_id_is_used_once_at_a_time() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 2))
+    with pytest.raises(RequestValueError, match="in use"):
+        scheduler.add_request(make_request("a", 2))
+
+
+def test_a_full_queue_refuses() -> None:
+    scheduler = make_scheduler(max_num_queued_reqs=1)
+    scheduler.add_request(make_request("a", 2))
+    with pytest.raises(CapacityError, match="wait already"):
+        scheduler.add_request(make_request("b", 2))
+
+
+def test_one_identifier_cannot_stand_for_two_sizes() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 10, (make_item(0, 6, "x"),)))
+    with pytest.raises(MediaIdConflictError, match="6 embeddings elsewhere and for 5"):
+        scheduler.add_request(make_request("b", 10, (make_item(0, 5, "x"),)))
+    with pytest.raises(MediaIdConflictError, match="2 embeddings elsewhere and for 3"):
+        scheduler.add_request(make_request("c", 10, (make_item(0, 2, "y"), make_item(2, 3, "y"))))
+    while scheduler.has_unfinished():
+        step(scheduler)
+    with pytest.raises(MediaIdConflictError, match="before"):
+        scheduler.add_request(make_request("d", 10, (make_item(0, 5, "x"),)))
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_abort_at_every_stage_returns_everything(num_steps: int) -> None:
+    scheduler = make_scheduler(num_blocks=8)
+    for name in "ab":
+        scheduler.add_request(make_request(name, 20, (make_item(4, 14, "x"),), max_tokens=4))
+    for _ in range(num_steps):
+        step(scheduler)
+    scheduler.abort(["a", "b", "unknown"])
+    assert not scheduler.has_unfinished()
+    assert_all_returned(scheduler)
+    scheduler.add_request(make_request("a", 2))
+    assert windows(step(scheduler)) == {"a": (0, 2)}
+
+
+def assert_all_returned(scheduler: Scheduler) -> None:
+    assert scheduler.kv_cache.num_free_blocks == scheduler.kv_cache.num_blocks
+    cache = scheduler.encoder_cache
+    assert cache.num_freeable_slots == cache.cache_size
+    assert not any(cache.cached.values())
+    assert not scheduler.running
+    assert not scheduler.waiting
+
+
+# ---- random workloads ----------------------------------------------------------------------------
+
+
+def random_request(rng: random.Random, number: int) -> Request:
+    items = []
+    offset = rng.randrange(6)
+    for _ in range(rng.randrange(4)):
+        length = rng.randint(2, 10)
+        # Few identifiers, so that requests share; the size is a function of the identifier.
+        items.append(make_item(offset, length, f"{length}-{rng.randrange(2)}"))
+        offset += length + rng.randrange(4)
+    num_tokens = min(offset + rng.randint(1, 12), MAX_MODEL_LEN - 8)
+    return make_request(
+        f"request {number}",
+        num_tokens,
+        tuple(item for item in items if item.end <= num_tokens),
+        max_tokens=rng.randint(1, 8),
+        priority=rng.randrange(2),
+    )
+
+
+class Watcher:
+    """Checks every step against the laws, and counts what each request was computed."""
+
+    def __init__(self, scheduler: Scheduler, settings: dict[str, Any]) -> None:
+        self.scheduler = scheduler
+        self.settings = settings
+        self.computed: dict[str, int] = {}
+        self.in_pool: dict[str, int] = {}
+        self.sampled: Counter[str] = Counter()
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        assert output.num_tokens <= self.settings["max_num_batched_tokens"]
+        assert len(output.requests) <= self.settings["max_num_seqs"]
+        assert output.requests, "someone waits, and nothing is computed"
+        self._check_items(output)
+        blocks = [self._check_window(scheduled) for scheduled in output.requests]
+        used = [block for table in blocks for block in table]
+        assert len(used) == len(set(used)), "a block belongs to two requests"
+        sampled = {s.request.request_id: SampledToken(7) for s in output.requests if s.samples}
+        self.sampled.update(sampled.keys())
+        self.scheduler.update_from_output(output, sampled)
+
+    def _check_items(self, output: SchedulerOutput) -> None:
+        for identifier in output.freed_identifiers:
+            del self.in_pool[identifier]
+        sizes = {item.identifier: item.num_embeds for item in output.encoder_items}
+        assert len(sizes) == len(output.encoder_items), "an item is encoded twice in a step"
+        assert sum(sizes.values()) <= self.settings["max_num_encoder_input_tokens"]
+        self.in_pool.update(sizes)
+        assert sum(self.in_pool.values()) <= self.scheduler.encoder_cache.cache_size
+
+    def _check_window(self, scheduled: Any) -> list[int]:
+        request = scheduled.request
+        expected = self.computed.get(request.request_id, 0)
+        assert scheduled.start in (0, expected), "a place is skipped"
+        self.computed[request.request_id] = scheduled.end
+        for item in request.items_between(scheduled.start, scheduled.end):
+            assert item.identifier in self.in_pool, "an embedding is needed and not there"
+            if self.settings["keeps_items_whole"]:
+                assert scheduled.start <= item.start
+                assert item.end <= scheduled.end
+        num_blocks = cdiv(scheduled.end, BLOCK_SIZE)
+        return scheduled.block_table[:num_blocks].tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_is_lost_in_random_workloads(seed: int) -> None:
+    rng = random.Random(seed)
+    settings = {
+        "max_num_seqs": rng.randint(1, 6),
+        "max_num_batched_tokens": rng.randint(10, 30),
+        "max_num_encoder_input_tokens": rng.randint(10, 24),
+        "keeps_items_whole": rng.random() < 0.5,
+    }
+    scheduler = make_scheduler(
+        num_blocks=rng.randint(16, 40), encoder_cache_size=rng.randint(10, 40), **settings
+    )
+    watcher = Watcher(scheduler, settings)
+    requests = {f"request {n}": random_request(rng, n) for n in range(25)}
+    to_come, aborted = list(requests.values()), set()
+    while to_come or scheduler.has_unfinished():
+        while to_come and rng.random() < 0.5:
+            scheduler.add_request(to_come.pop())
+        if rng.random() < 0.05 and scheduler.request_ids:
+            victim = rng.choice(scheduler.request_ids)
+            scheduler.abort([victim])
+            aborted.add(victim)
+        if scheduler.has_unfinished():
+            watcher.step()
+    for request_id, request in requests.items():
+        if request_id not in aborted:
+            assert request.is_finished
+            assert watcher.sampled[request_id] == request.sampling_params.max_tokens
+    assert_all_returned(scheduler)
