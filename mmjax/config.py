@@ -125,4 +125,6 @@ class ServerConfig:
     max_request_bytes: int = 32 * 2**20
     sse_keep_alive_interval_s: float = 15.0
     shutdown_timeout_s: float = 30.0
+    trust_request_chat_template: bool = False
+    """Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in P0."""
     uvicorn_log_level: str = "info"

@@ -79,7 +79,7 @@ def load_model_config(
 class GenerationDefaults:
     """What generation_config.json says about sampling and about the end of a text."""
 
-    sampling: Mapping[str, float | int]
+    sampling: Mapping[str, Any]
     """The fields of SamplingParams that it sets."""
     eos_token_ids: tuple[int, ...]
 

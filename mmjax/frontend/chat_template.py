@@ -1,0 +1,250 @@
+"""The checkpoint's chat template: where it is found, how it reads content, how it is rendered."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes as nodes
+import jinja2.sandbox
+
+from mmjax.config import ModelConfig
+from mmjax.errors import ConfigError, RequestValueError
+
+ContentFormat = Literal["openai", "string"]
+"""openai: the template loops over content parts itself; string: it wants one text."""
+
+MAX_TEMPLATE_CHARS = 1_000_000
+
+
+class ChatTemplate:
+    """One template with its content format."""
+
+    def __init__(self, source: str | None, tokenizer: Any) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self.content_format: ContentFormat = (
+            "string" if source is None else detect_content_format(source)
+        )
+
+    @staticmethod
+    def from_config(model_config: ModelConfig, tokenizer: Any) -> "ChatTemplate":
+        """Take the operator's template, else the tokenizer's, else the directory's."""
+        source = _read_operators(model_config.chat_template)
+        if source is None:
+            source = _default_of(tokenizer.chat_template)
+        return ChatTemplate(source or _read_directory(model_config.path), tokenizer)
+
+    def with_source(self, source: str) -> "ChatTemplate":
+        """Return a template that replaces this one for a request."""
+        return ChatTemplate(source, self._tokenizer)
+
+    def render(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the prompt's text; transformers runs the template in a sandbox."""
+        if self._source is None:
+            raise RequestValueError(
+                "this model has no chat template; use /v1/completions, or start the server with "
+                "`--chat-template`",
+                param="messages",
+            )
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in conversation],
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except jinja2.TemplateError as error:
+            raise RequestValueError(
+                f"the chat template refuses these messages: {_reason(error)}", param="messages"
+            ) from error
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            raise RequestValueError(
+                "the chat template cannot render these messages; do their roles alternate, "
+                "beginning with `user`?",
+                param="messages",
+            ) from error
+
+
+def _reason(error: jinja2.TemplateError) -> str:
+    # Only what the template itself says by raise_exception; other errors show Python's insides.
+    if type(error) is jinja2.TemplateError and error.message:
+        return error.message
+    return "it failed; check the roles and the content of the messages"
+
+
+# ---- where it is found -------------------------------------------------------------------------
+
+
+def _read_operators(chat_template: str | None) -> str | None:
+    """Read the operator's setting: a file's path, or the template itself."""
+    if chat_template is None:
+        return None
+    if any(mark in chat_template for mark in "{\n"):
+        return chat_template
+    try:
+        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"`chat_template` is {chat_template!r}: no file that can be read, and no template "
+            "either; give one of the two"
+        ) from error
+
+
+def _default_of(template: Any) -> str | None:
+    if isinstance(template, Mapping):
+        return template.get("default")
+    return template
+
+
+def _read_directory(path: Path) -> str | None:
+    """Read the files that processors (not tokenizers) keep their template in."""
+    jinja_file, json_file = path / "chat_template.jinja", path / "chat_template.json"
+    if jinja_file.is_file():
+        return jinja_file.read_text(encoding="utf-8")
+    if json_file.is_file():
+        return _default_of(json.loads(json_file.read_text(encoding="utf-8")).get("chat_template"))
+    return None
+
+
+# ---- how it reads content ----------------------------------------------------------------------
+
+
+def detect_content_format(source: str) -> ContentFormat:
+    """Return "openai" if the template loops over some message's content, by its syntax tree."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    try:
+        tree = environment.parse(source)
+    except jinja2.TemplateError:
+        return "string"
+    contents = _ContentNames(tree)
+    loops = tree.find_all(nodes.For)
+    return "openai" if any(contents.is_content(loop.iter) for loop in loops) else "string"
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, which HF templates may hold: its body counts, the tag does not."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> Any:
+        """Return the body between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _ContentNames:
+    """Which names stand for the messages, for one message, and for its content."""
+
+    def __init__(self, tree: nodes.Template) -> None:
+        self._messages = {"messages"}
+        self._message: set[str] = set()
+        self._content = {"content"} - set(_macro_parameters(tree))
+        # Assignments may come in any order through macros: repeat until nothing new is found.
+        size = -1
+        while size != self._size():
+            size = self._size()
+            self._walk(tree)
+
+    def is_content(self, node: nodes.Node) -> bool:
+        """Return whether `node` is some message's content."""
+        node = _unwrap(node)
+        if _name(node) in self._content:
+            return True
+        owner, key = _member(node)
+        return key == "content" and owner is not None and self._is_message(owner)
+
+    def _is_message(self, node: nodes.Node) -> bool:
+        node = _unwrap(node)
+        if _name(node) in self._message:
+            return True
+        # messages[0]
+        return isinstance(node, nodes.Getitem) and self._is_messages(node.node)
+
+    def _is_messages(self, node: nodes.Node) -> bool:
+        return _name(_unwrap(node)) in self._messages
+
+    def _size(self) -> int:
+        return len(self._messages) + len(self._message) + len(self._content)
+
+    def _walk(self, tree: nodes.Template) -> None:
+        for loop in tree.find_all(nodes.For):
+            if self._is_messages(loop.iter):
+                self._message.update(_names_of_target(loop.target))
+        for assign in tree.find_all(nodes.Assign):
+            self._note(_names_of_target(assign.target), assign.node)
+        macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        for call in tree.find_all(nodes.Call):
+            macro = macros.get(_name(call.node) or "")
+            if macro is not None:
+                for parameter, value in zip(macro.args, call.args, strict=False):
+                    self._note([parameter.name], value)
+
+    def _note(self, names: Sequence[str], value: nodes.Node) -> None:
+        if self._is_messages(value):
+            self._messages.update(names)
+        elif self.is_content(value):
+            self._content.update(names)
+        elif self._is_message(value):
+            self._message.update(names)
+
+
+def _unwrap(node: nodes.Node) -> nodes.Node:
+    """Strip filters, slices, tests and conditionals: what they hold is what they give."""
+    while True:
+        match node:
+            case nodes.Filter(node=nodes.Node() as inner):
+                node = inner
+            case nodes.Getitem(node=inner, arg=nodes.Slice()):
+                node = inner
+            case nodes.CondExpr(expr1=inner):
+                node = inner
+            case _:
+                return node
+
+
+def _name(node: nodes.Node) -> str | None:
+    match node:
+        case nodes.Name(name=name):
+            return name
+        case nodes.NSRef(name=name, attr=attr):
+            return f"{name}.{attr}"
+        case nodes.Getattr(node=nodes.Name(name=name), attr=attr):
+            return f"{name}.{attr}"
+    return None
+
+
+def _member(node: nodes.Node) -> tuple[nodes.Node | None, Any]:
+    match node:
+        case nodes.Getattr(node=owner, attr=attr):
+            return owner, attr
+        case nodes.Getitem(node=owner, arg=nodes.Const(value=value)):
+            return owner, value
+        case nodes.Call(
+            node=nodes.Getattr(node=owner, attr="get"), args=[nodes.Const(value=value), *_]
+        ):
+            return owner, value
+    return None, None
+
+
+def _names_of_target(target: nodes.Node) -> list[str]:
+    if isinstance(target, nodes.Tuple):
+        return [name for item in target.items for name in _names_of_target(item)]
+    name = _name(target)
+    return [] if name is None else [name]
+
+
+def _macro_parameters(tree: nodes.Template) -> Iterator[str]:
+    for macro in tree.find_all(nodes.Macro):
+        yield from (parameter.name for parameter in macro.args)

@@ -1,0 +1,124 @@
+"""`python -m mmjax.serve [MODEL]`: P1 computes, P0 (this process) answers over HTTP.
+
+NOTE: imports stay light up here: the engine's process imports this file again when it is spawned.
+"""
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mmjax.config import EngineConfig, ServerConfig
+from mmjax.errors import ConfigError, MMJaxError
+from mmjax.logger import configure_logging, get_logger
+from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
+
+logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; return the exit status."""
+    flags = parse_flags(argv)
+    configure_logging(flags.log_level, process="P0")
+    try:
+        logger.info("reading the configuration of %s", flags.model or "the embedded default")
+        server_config = to_server_config(flags)
+        engine_config = to_engine_config(flags)
+        with contextlib.closing(_listen(server_config)) as listener:
+            return _serve(engine_config, server_config, listener)
+    except MMJaxError as error:
+        print(f"mmjax.serve: {error}", file=sys.stderr)
+        return 1
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Take the port before anything slow: a port in use is best known at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen at {config.host}:{config.port} ({error.strerror}); "
+            "is it in use? give another `--port`"
+        ) from error
+    return listener
+
+
+def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+    # transformers takes its seconds here; P1 should not wait for the rest.
+    from mmjax.frontend.supervisor import Supervisor
+    from mmjax.models.registry import find_model
+
+    find_model(engine.model.architecture)
+    supervisor = Supervisor(engine)
+    logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
+    try:
+        app = _make_app(engine, server, supervisor)
+    except BaseException:
+        asyncio.run(supervisor.close())
+        raise
+    # uvicorn raises the signal again when it has drained: by then it is answered.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return asyncio.run(_run(app, server, supervisor, listener))
+
+
+def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
+    from mmjax.frontend.chat import ChatParser
+    from mmjax.frontend.client import AsyncEngineClient
+    from mmjax.frontend.input_processor import InputProcessor
+    from mmjax.server.app import create_app
+
+    start = time.perf_counter()
+    input_processor = InputProcessor(engine.model)
+    client = AsyncEngineClient(input_processor, supervisor, engine.scheduler)
+    app = create_app(client, ChatParser.for_model(input_processor), server)
+    logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
+    return app
+
+
+async def _run(app: Any, config: ServerConfig, supervisor: Any, listener: socket.socket) -> int:
+    import uvicorn
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            # h11 bounds a request's head; the faster parser does not.
+            http="h11",
+            ws="none",
+            root_path=config.root_path,
+            log_level=config.uvicorn_log_level,
+            server_header=False,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+        )
+    )
+    announcing = asyncio.create_task(_announce(app, supervisor, server, listener))
+    await server.serve(sockets=[listener])
+    announcing.cancel()
+    results = await asyncio.gather(announcing, return_exceptions=True)
+    return 1 if any(isinstance(result, MMJaxError) for result in results) else 0
+
+
+async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.socket) -> None:
+    """Say where the server is, once it answers; end it if it never will."""
+    try:
+        ready = await supervisor.wait_ready()
+    except MMJaxError as error:
+        print(f"mmjax.serve: {error}", file=sys.stderr)
+        server.should_exit = True
+        raise
+    logger.info("compiled %d programs", ready.num_programs)
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    print(f"mmjax serving {app.state.model_name} at http://{host}:{port}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

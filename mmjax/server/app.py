@@ -1,0 +1,119 @@
+"""The HTTP application: routes, and what stands around them."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from mmjax import __version__
+from mmjax.config import ServerConfig
+from mmjax.errors import ModelNotFoundError
+from mmjax.frontend.chat import ChatParser
+from mmjax.frontend.client import AsyncEngineClient
+from mmjax.server.errors import install_error_handlers, json_response
+from mmjax.server.generation import GenerationService
+from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware
+from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest
+from mmjax.server.responses import ModelCard, ModelList
+
+
+def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> FastAPI:
+    """Return the application; its lifespan starts and ends the client."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    # No /docs: its page would load scripts from elsewhere.
+    app = FastAPI(
+        title="mmjax", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+    )
+    app.state.model_name = client.input_processor.model_config.public_name
+    install_error_handlers(app)
+    _add_generation_routes(app, GenerationService(client, chat, config))
+    _add_model_routes(app, _model_card(client, chat))
+    _add_state_routes(app, client)
+    # The last one added stands outermost: CORS, then keys, then the body's size.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
+    if config.api_keys:
+        app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
+        return await service.chat(request, body)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await service.complete(request, body)
+
+
+def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return json_response(ModelList(data=[card]))
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != card.id:
+            raise ModelNotFoundError(
+                f"this server does not serve `{name[:128]}`; it serves `{card.id}`", param="model"
+            )
+        return json_response(card)
+
+
+def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
+    supervisor = client.supervisor
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if supervisor.is_healthy else 503
+        return json_response({"status": supervisor.state}, status)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        is_ready = supervisor.state == "ready" and supervisor.is_healthy
+        body: dict[str, Any] = {"status": supervisor.state}
+        heartbeat = supervisor.heartbeat
+        if heartbeat is not None:
+            body["num_running"] = heartbeat.num_running
+            body["num_waiting"] = heartbeat.num_waiting
+        return json_response(body, 200 if is_ready else 503)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return json_response({"version": __version__})
+
+
+def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
+    model_config = client.input_processor.model_config
+    limits = dict(client.input_processor.allowed_mm_limits)
+    return ModelCard(
+        id=model_config.public_name,
+        created=int(time.time()),
+        root=model_config.public_name,
+        max_model_len=model_config.max_model_len,
+        capabilities={
+            "input_modalities": ["text", *limits],
+            "output_modalities": ["text"],
+            "limit_mm_per_prompt": limits,
+            "chat_template_content_format": chat.template.content_format,
+        },
+    )

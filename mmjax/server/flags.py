@@ -1,0 +1,268 @@
+"""The command line of `mmjax.serve`: vLLM's names, as far as mmjax has what they set."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from mmjax.config import (
+    CacheConfig,
+    DtypeName,
+    EngineConfig,
+    HasherAlgorithm,
+    ModelConfig,
+    MultiModalConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from mmjax.errors import ConfigError
+from mmjax.model_source import load_model_config
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
+    (
+        "--uds --ssl-keyfile --ssl-certfile --middleware --disable-fastapi-docs "
+        "--enable-offline-docs --enable-request-id-headers "
+        "--disable-access-log-for-endpoints --h11-max-incomplete-event-size "
+        "--h11-max-header-count --enable-log-requests --enable-log-outputs --max-log-len "
+        "--log-config-file --chat-template-content-format --response-role "
+        "--enable-auto-tool-choice --tool-call-parser --reasoning-parser --tokenizer "
+        "--max-num-queued-tokens --gpu-memory-utilization --kv-cache-dtype "
+        "--tensor-parallel-size -tp --data-parallel-size --enable-prefix-caching "
+        "--no-enable-prefix-caching --prefix-caching-hash-algo --enable-chunked-prefill "
+        "--no-enable-chunked-prefill --enforce-eager --generation-config "
+        "--override-generation-config --structured-outputs-config --load-format "
+        "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
+        "--enable-fault-tolerance --mm-processor-cache-type "
+        "--mm-shm-cache-max-object-size-mb --media-io-kwargs --mm-encoder-tp-mode "
+        "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
+        "--language-model-only --disable-chunked-mm-input --allowed-local-media-path "
+        "--allowed-media-domains --renderer-num-workers --enable-mm-embeds --config "
+        "--enable-prompt-tokens-details --quantization -q"
+    ).split()
+)
+"""Flags that vLLM has and mmjax refuses by name, so that nobody believes them to work."""
+
+
+def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the flags; ends the process with a message where they are wrong."""
+    parser = _build_parser()
+    namespace, unknown = parser.parse_known_args(argv)
+    for flag in unknown:
+        name = flag.partition("=")[0]
+        if name in VLLM_FLAGS_WITHOUT_MEANING_YET:
+            parser.error(f"`{name}` is a flag of vLLM's that mmjax does not have yet; leave it out")
+    if unknown:
+        parser.error(f"unknown argument `{unknown[0]}`; `--help` lists what there is")
+    if namespace.model is not None and namespace.model_flag is not None:
+        parser.error("the model is given twice; give it once, with or without `--model`")
+    namespace.model = namespace.model or namespace.model_flag
+    return namespace
+
+
+def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
+    """Read the checkpoint's configuration; return what P1 starts with."""
+    return EngineConfig(
+        model=_to_model_config(flags),
+        cache=CacheConfig(
+            block_size=flags.block_size, kv_cache_memory_bytes=flags.kv_cache_memory_bytes
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=flags.max_num_seqs,
+            max_num_batched_tokens=flags.max_num_batched_tokens,
+            max_num_queued_reqs=flags.max_num_queued_reqs,
+        ),
+        compilation_cache_dir=flags.compilation_cache_dir,
+        use_tqdm=flags.use_tqdm_on_load,
+    )
+
+
+def to_server_config(flags: argparse.Namespace) -> ServerConfig:
+    """Return what the HTTP door needs."""
+    return ServerConfig(
+        host=flags.host,
+        port=flags.port,
+        api_keys=tuple(flags.api_key or ()),
+        allowed_origins=tuple(flags.allowed_origins),
+        root_path=flags.root_path,
+        max_request_bytes=flags.max_request_bytes,
+        sse_keep_alive_interval_s=flags.sse_keep_alive_interval,
+        shutdown_timeout_s=flags.shutdown_timeout,
+        trust_request_chat_template=flags.trust_request_chat_template,
+        uvicorn_log_level=flags.uvicorn_log_level,
+    )
+
+
+def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
+    return load_model_config(
+        flags.model,
+        revision=flags.revision,
+        dtype=flags.dtype,
+        max_model_len=flags.max_model_len,
+        served_model_name=flags.served_model_name,
+        chat_template=flags.chat_template,
+        seed=flags.seed,
+        mm=MultiModalConfig(
+            limit_mm_per_prompt=_limits(flags.limit_mm_per_prompt),
+            mm_processor_kwargs=flags.mm_processor_kwargs,
+            mm_processor_cache_gb=flags.mm_processor_cache_gb,
+            mm_hasher_algorithm=flags.mm_hasher_algorithm,
+            max_image_pixels=flags.max_image_pixels,
+            max_image_bytes=flags.max_image_bytes,
+            trust_request_mm_kwargs=flags.trust_request_mm_kwargs,
+        ),
+    )
+
+
+def _limits(raw: dict[str, Any]) -> dict[str, int]:
+    limits: dict[str, int] = {}
+    for modality, value in raw.items():
+        limit = value.get("count") if isinstance(value, dict) else value
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+            raise ConfigError(
+                f"`--limit-mm-per-prompt` gives {value!r} for `{modality}`; "
+                "give a number, as in '{\"image\": 4}'"
+            )
+        limits[modality] = limit
+    return limits
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mmjax.serve",
+        description="Serve a multimodal model over OpenAI's HTTP API.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_server_flags(parser.add_argument_group("server"))
+    _add_model_flags(parser)
+    _add_engine_flags(parser.add_argument_group("engine"))
+    _add_media_flags(parser.add_argument_group("media"))
+    return parser
+
+
+def _add_server_flags(group: Any) -> None:
+    defaults = ServerConfig()
+    add = group.add_argument
+    add("--host", default=defaults.host, help="address to listen on")
+    add("--port", type=_port, default=defaults.port, help="0: any free one")
+    add("--api-key", nargs="+", help="keys that requests must bear (one of them)")
+    add("--allowed-origins", type=_json_list, default=[], help="JSON list, for browsers (CORS)")
+    add("--root-path", default=defaults.root_path, help="prefix that a proxy strips")
+    add("--max-request-bytes", type=_positive, default=defaults.max_request_bytes, help="of a body")
+    add(
+        "--sse-keep-alive-interval",
+        type=float,
+        default=defaults.sse_keep_alive_interval_s,
+        help="seconds of silence after which a stream gets a comment line; 0: never",
+    )
+    add(
+        "--shutdown-timeout",
+        type=float,
+        default=defaults.shutdown_timeout_s,
+        help="seconds that running requests get after SIGTERM",
+    )
+    add("--trust-request-chat-template", action="store_true", help="take templates from requests")
+    add("--uvicorn-log-level", choices=LOG_LEVELS, default=defaults.uvicorn_log_level, help=" ")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="of mmjax itself")
+
+
+def _add_model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", help="directory or hub id; without one, the embedded default"
+    )
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add("--model", dest="model_flag", metavar="MODEL", help="the same, as a flag")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--served-model-name", help="name that requests use; the model's own by default")
+    add("--dtype", choices=get_args(DtypeName), default="auto", help="auto: float32 on CPU")
+    add("--max-model-len", type=_positive, help="tokens of prompt and answer together")
+    add("--chat-template", help="file, or the template itself")
+    add("--seed", type=int, default=0, help="for requests that bring none")
+
+
+def _add_engine_flags(group: Any) -> None:
+    scheduler, cache = SchedulerConfig(), CacheConfig()
+    add = group.add_argument
+    add("--max-num-seqs", type=_positive, default=scheduler.max_num_seqs, help="run at once")
+    add(
+        "--max-num-batched-tokens",
+        type=_positive,
+        default=scheduler.max_num_batched_tokens,
+        help="computed in one step",
+    )
+    add(
+        "--max-num-queued-reqs",
+        type=_positive,
+        default=scheduler.max_num_queued_reqs,
+        help="wait at once; more get 429",
+    )
+    add("--block-size", type=_positive, default=cache.block_size, help="slots of a KV block")
+    add("--kv-cache-memory-bytes", type=_positive, help="of the KV cache; default: what is useful")
+    add("--compilation-cache-dir", type=Path, help="default: ~/.cache/mmjax/xla")
+    add(
+        "--use-tqdm-on-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="progress bars while loading",
+    )
+
+
+def _add_media_flags(group: Any) -> None:
+    defaults = MultiModalConfig()
+    add = group.add_argument
+    add("--limit-mm-per-prompt", type=_json_object, default={}, help='JSON, as {"image": 4}')
+    add("--mm-processor-kwargs", type=_json_object, default={}, help="JSON, for HF's processor")
+    add(
+        "--mm-processor-cache-gb",
+        type=float,
+        default=defaults.mm_processor_cache_gb,
+        help="of processed images; 0: none",
+    )
+    add(
+        "--mm-hasher-algorithm",
+        choices=get_args(HasherAlgorithm),
+        default=defaults.mm_hasher_algorithm,
+        help=" ",
+    )
+    add("--max-image-pixels", type=_positive, default=defaults.max_image_pixels, help="of one")
+    add(
+        "--max-image-bytes",
+        type=_positive,
+        default=defaults.max_image_bytes,
+        help="of one, encoded",
+    )
+    add(
+        "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("give a JSON object, as in '{\"image\": 4}'")
+    return value
+
+
+def _json_list(text: str) -> list[str]:
+    value = json.loads(text)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise argparse.ArgumentTypeError("give a JSON list of texts")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{value} is no port")
+    return value

@@ -1,0 +1,281 @@
+"""Chat and completions: a request's fields to a prompt, its outputs to OpenAI's answers."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax import __version__
+from mmjax.config import ServerConfig
+from mmjax.errors import ModelNotFoundError, RequestValueError
+from mmjax.frontend.chat import ChatParser
+from mmjax.frontend.client import AsyncEngineClient, PromptSource, RequestStream
+from mmjax.frontend.input_processor import PromptDict
+from mmjax.frontend.outputs import RequestOutput
+from mmjax.sampling_params import SamplingParams
+from mmjax.server.errors import json_response
+from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from mmjax.server.responses import (
+    Answer,
+    ChatChunkChoice,
+    ChatDelta,
+    ChoiceOptions,
+    UsageCounter,
+    chat_choice,
+    chat_chunk_choice,
+    text_choice,
+)
+from mmjax.server.streaming import ClientGone, EventStream, collect, merge
+
+_CLIENT_GONE_STATUS = 499
+"""nginx's status for it; nobody reads it."""
+
+
+class GenerationService:
+    """Serves /v1/chat/completions and /v1/completions."""
+
+    def __init__(self, client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> None:
+        self._client = client
+        self._chat = chat
+        self._config = config
+        model_config = client.input_processor.model_config
+        self._model_name = model_config.public_name
+        self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
+
+    # ---- chat -----------------------------------------------------------------------------------
+
+    async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        self._check(body)
+        params = body.sampling_params(self._default_params())
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        make_prompt = partial(self._chat_prompt, body)
+        streams = await self._submit(
+            answer_id, [make_prompt], params, is_stream=bool(body.stream), continues_prompt=False
+        )
+        new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
+        options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
+        if body.stream:
+            events = self._chat_events(body, streams, new_answer, options)
+            return self._event_stream(events, streams)
+        outputs, usage = await _gather(request, streams)
+        if outputs is None:
+            return Response(status_code=_CLIENT_GONE_STATUS)
+        answer = new_answer(
+            choices=[chat_choice(item, options) for item in outputs[0].outputs],
+            usage=usage.usage(),
+            prompt_token_ids=_prompt_token_ids(body, outputs[0]),
+        )
+        return json_response(answer)
+
+    async def _chat_events(
+        self,
+        body: ChatCompletionRequest,
+        streams: list[RequestStream],
+        new_answer: Callable[..., Answer],
+        options: ChoiceOptions,
+    ) -> AsyncGenerator[Answer, None]:
+        usage = UsageCounter()
+        stream_options = body.stream_options
+        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        outputs = merge(streams)
+        try:
+            for index in range(body.n):
+                delta = ChatDelta(role="assistant", content="")
+                yield new_answer(choices=[ChatChunkChoice(index=index, delta=delta)])
+            async for _, output in outputs:
+                usage.add(output)
+                yield new_answer(
+                    choices=[chat_chunk_choice(item, options) for item in output.outputs],
+                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                )
+        finally:
+            await outputs.aclose()
+        if stream_options and stream_options.include_usage:
+            yield new_answer(choices=[], usage=usage.usage())
+
+    def _chat_prompt(self, body: ChatCompletionRequest) -> PromptDict:
+        """Render the template and decode the images; runs outside of the event loop."""
+        template = None
+        if body.chat_template is not None:
+            template = self._chat.template.with_source(body.chat_template)
+        prompt = self._chat.parse(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            template=template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        return _with_extras(prompt, body)
+
+    # ---- completions ----------------------------------------------------------------------------
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue texts."""
+        self._check(body)
+        params = body.sampling_params(self._default_params())
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
+        streams = await self._submit(
+            answer_id, prompts, params, is_stream=bool(body.stream), continues_prompt=True
+        )
+        new_answer = self._answer_factory(answer_id, "text_completion", False)
+        options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
+        if body.stream:
+            events = self._text_events(body, streams, new_answer, options)
+            return self._event_stream(events, streams)
+        outputs, usage = await _gather(request, streams)
+        if outputs is None:
+            return Response(status_code=_CLIENT_GONE_STATUS)
+        choices = [
+            text_choice(item, options, index=number * body.n + item.index, offset=0)
+            for number, output in enumerate(outputs)
+            for item in output.outputs
+        ]
+        return json_response(new_answer(choices=choices, usage=usage.usage()))
+
+    async def _text_events(
+        self,
+        body: CompletionRequest,
+        streams: list[RequestStream],
+        new_answer: Callable[..., Answer],
+        options: ChoiceOptions,
+    ) -> AsyncGenerator[Answer, None]:
+        usage = UsageCounter()
+        stream_options = body.stream_options
+        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        offsets = [0] * (len(streams) * body.n)
+        outputs = merge(streams)
+        try:
+            async for number, output in outputs:
+                usage.add(output)
+                choices: list[Any] = []
+                for item in output.outputs:
+                    index = number * body.n + item.index
+                    choices.append(text_choice(item, options, index=index, offset=offsets[index]))
+                    offsets[index] += len(item.text)
+                yield new_answer(
+                    choices=choices,
+                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                )
+        finally:
+            await outputs.aclose()
+        if stream_options and stream_options.include_usage:
+            yield new_answer(choices=[], usage=usage.usage())
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def _check(self, body: GenerationRequest) -> None:
+        if body.model and body.model != self._model_name:
+            raise ModelNotFoundError(
+                f"this server does not serve `{body.model[:128]}`; it serves `{self._model_name}`",
+                param="model",
+            )
+        body.check_supported()
+        if body.mm_processor_kwargs and not self._are_mm_kwargs_trusted:
+            raise RequestValueError(
+                "`mm_processor_kwargs` is not accepted from requests; leave it out, or start the "
+                "server with `--trust-request-mm-kwargs`",
+                param="mm_processor_kwargs",
+            )
+        has_template = isinstance(body, ChatCompletionRequest) and body.chat_template is not None
+        if has_template and not self._config.trust_request_chat_template:
+            raise RequestValueError(
+                "`chat_template` is not accepted from requests; leave it out, or start the "
+                "server with `--trust-request-chat-template`",
+                param="chat_template",
+            )
+
+    def _default_params(self) -> SamplingParams:
+        return self._client.input_processor.default_sampling_params()
+
+    async def _submit(
+        self,
+        answer_id: str,
+        prompts: Sequence[PromptSource],
+        params: SamplingParams,
+        *,
+        is_stream: bool,
+        continues_prompt: bool,
+    ) -> list[RequestStream]:
+        """Add one request for each prompt; where one is refused, none runs."""
+        added = await asyncio.gather(
+            *(
+                self._client.add_request(
+                    answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                    prompt,
+                    params,
+                    stream=is_stream,
+                    continues_prompt=continues_prompt,
+                )
+                for number, prompt in enumerate(prompts)
+            ),
+            return_exceptions=True,
+        )
+        streams = [item for item in added if isinstance(item, RequestStream)]
+        failures = [item for item in added if isinstance(item, BaseException)]
+        if failures:
+            for stream in streams:
+                stream.close()
+            raise failures[0]
+        return streams
+
+    def _event_stream(
+        self, events: AsyncGenerator[Answer, None], streams: list[RequestStream]
+    ) -> EventStream:
+        return EventStream(events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s)
+
+    def _answer_factory(self, answer_id: str, kind: str, is_chunked: bool) -> Callable[..., Answer]:
+        return partial(
+            Answer,
+            id=answer_id,
+            object=f"{kind}.chunk" if is_chunked else kind,
+            created=int(time.time()),
+            model=self._model_name,
+            system_fingerprint=f"mmjax-{__version__}",
+        )
+
+
+async def _gather(
+    request: Request, streams: list[RequestStream]
+) -> tuple[list[RequestOutput] | None, UsageCounter]:
+    """Return the final output of each stream; None when the client left."""
+    usage = UsageCounter()
+    outputs: dict[int, RequestOutput] = {}
+
+    def take(index: int, output: RequestOutput) -> None:
+        usage.add(output)
+        outputs[index] = output
+
+    try:
+        await collect(request, streams, take)
+    except ClientGone:
+        return None, usage
+    return [outputs[index] for index in range(len(streams))], usage
+
+
+def _text_prompt(prompt: str | list[int], body: CompletionRequest) -> PromptDict:
+    if isinstance(prompt, str):
+        made: PromptDict = {"prompt": prompt, "add_special_tokens": body.add_special_tokens}
+    else:
+        made = {"prompt_token_ids": prompt}
+    return _with_extras(made, body)
+
+
+def _with_extras(prompt: PromptDict, body: GenerationRequest) -> PromptDict:
+    if body.mm_processor_kwargs:
+        prompt["mm_processor_kwargs"] = body.mm_processor_kwargs
+    if body.cache_salt is not None:
+        prompt["cache_salt"] = body.cache_salt
+    return prompt
+
+
+def _prompt_token_ids(
+    body: GenerationRequest, output: RequestOutput
+) -> list[int] | msgspec.UnsetType:
+    return output.prompt_token_ids if body.return_token_ids else msgspec.UNSET

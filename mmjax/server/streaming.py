@@ -1,0 +1,168 @@
+"""Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mmjax.errors import RequestError
+from mmjax.frontend.client import RequestStream
+from mmjax.frontend.outputs import RequestOutput
+from mmjax.logger import get_logger
+from mmjax.server.errors import error_body, internal_error_body
+
+logger = get_logger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was whole."""
+
+
+class EventStream(StreamingResponse):
+    """Streams events (Structs) of `streams`, which are closed however the response ends."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Any, None],
+        streams: Sequence[RequestStream],
+        *,
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__(
+            _lines(events, keep_alive_s),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; a client that leaves before the first one counts, too."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for stream in self._streams:
+                stream.close()
+
+
+async def _lines(events: AsyncGenerator[Any, None], keep_alive_s: float) -> AsyncIterator[bytes]:
+    try:
+        async for event in _kept_alive(events, keep_alive_s):
+            if event is None:
+                yield KEEP_ALIVE
+            else:
+                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+    except RequestError as error:
+        # The status is sent already: the error becomes an event.
+        yield b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+    except Exception:
+        logger.exception("a stream failed")
+        yield b"data: " + msgspec.json.encode(internal_error_body()) + b"\n\n"
+    finally:
+        await events.aclose()
+    yield DONE
+
+
+async def _kept_alive(
+    events: AsyncGenerator[Any, None], interval_s: float
+) -> AsyncIterator[Any | None]:
+    """Yield the events, and None whenever none came for `interval_s`."""
+    pending: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({pending}, timeout=interval_s or None)
+            if not done:
+                yield None
+                continue
+            finished, pending = pending, None
+            try:
+                event = finished.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+
+async def merge(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield (number of the stream, output) as they come; closing it closes all of them."""
+    if len(streams) == 1:
+        # The common case needs no tasks.
+        try:
+            async for output in streams[0]:
+                yield 0, output
+        finally:
+            streams[0].close()
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            index, item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            stream.close()
+
+
+async def _pump(
+    index: int,
+    stream: RequestStream,
+    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception | None]]",
+) -> None:
+    try:
+        async for output in stream:
+            queue.put_nowait((index, output))
+        queue.put_nowait((index, None))
+    except Exception as error:
+        queue.put_nowait((index, error))
+
+
+async def collect(
+    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
+) -> None:
+    """Give every output to `take`; abort all and raise ClientGone when the client leaves."""
+
+    async def read() -> None:
+        outputs = merge(streams)
+        try:
+            async for index, output in outputs:
+                take(index, output)
+        finally:
+            await outputs.aclose()
+
+    reading = asyncio.create_task(read())
+    leaving = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            raise ClientGone
+        reading.result()
+    finally:
+        for task in (reading, leaving):
+            task.cancel()
+        await asyncio.gather(reading, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    # The body was read before: what comes now can only be the end of the connection.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
