@@ -7,8 +7,6 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from mmjax.config import ModelConfig
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import InputProcessingContext
@@ -55,6 +53,9 @@ def create_processor(
     """Make the processor of a model; loads its tokenizer if none is given."""
     factories = get_processor_factories(model_config.architecture)
     if tokenizer is None:
+        # On use only: it brings an installed torch along.
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(model_config.path)
         except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
-from transformers import AutoProcessor, BatchFeature, ProcessorMixin
+from transformers import BatchFeature
 
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestError, RequestValueError
@@ -68,12 +68,15 @@ class InputProcessingContext:
             )
         return hf_config
 
-    def get_hf_processor(self, typ: type[T] = ProcessorMixin, **kwargs: object) -> T:
+    def get_hf_processor(self, typ: type[T] | None = None, **kwargs: object) -> T | Any:
         """Load the checkpoint's own HF processor; raise TypeError where it is not a `typ`."""
+        # On use only: it brings an installed torch along.
+        from transformers import AutoProcessor
+
         processor = AutoProcessor.from_pretrained(
             self.model_config.path, tokenizer=self.tokenizer, **kwargs
         )
-        if not isinstance(processor, typ):
+        if typ is not None and not isinstance(processor, typ):
             raise TypeError(
                 f"the checkpoint's processor is a `{type(processor).__name__}`, "
                 f"expected `{typ.__name__}`"

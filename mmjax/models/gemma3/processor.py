@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 from transformers import BatchFeature
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
@@ -56,9 +54,9 @@ class PanAndScan:
     min_ratio: float
 
     @staticmethod
-    def from_kwargs(kwargs: Mapping[str, Any]) -> "PanAndScan":
+    def from_kwargs(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> "PanAndScan":
         """Read merged processor kwargs, over the HF processor's defaults."""
-        values = {**Gemma3Processor.images_kwargs, **kwargs.get("images_kwargs", {}), **kwargs}
+        values = {**defaults, **kwargs.get("images_kwargs", {}), **kwargs}
         return PanAndScan(
             is_enabled=bool(values["do_pan_and_scan"]),
             min_crop_size=values["pan_and_scan_min_crop_size"],
@@ -90,8 +88,12 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         tokenizer = self.get_tokenizer()
         return {tokenizer.image_token: tokenizer.image_token_id}
 
-    def load_hf_processor(self) -> Gemma3Processor:
+    def load_hf_processor(self) -> Any:
         """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
+        # On use only: they bring an installed torch along.
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+        from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
         path = self.ctx.model_config.path
         settings, _ = Gemma3Processor.get_processor_dict(path)
         hf_config, tokenizer = self.get_hf_config(), self.get_tokenizer()
@@ -116,7 +118,8 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
 
     def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
         """Return the settings that a request's kwargs, over the operator's, lead to."""
-        return PanAndScan.from_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
+        defaults = self.get_hf_processor().images_kwargs
+        return PanAndScan.from_kwargs(defaults, self.ctx.merge_mm_kwargs(mm_kwargs))
 
     def get_largest_pan_and_scan(self) -> PanAndScan:
         """Return the settings under which a picture takes the most tokens."""
