@@ -36,7 +36,7 @@ def find_scene(seed: int) -> Image.Image:
 
 def ask(picture: Image.Image) -> list[str]:
     """Return the model's answer to each question."""
-    llm = LLM(max_num_seqs=len(QUESTIONS), use_tqdm=False)
+    llm = LLM(max_num_seqs=len(QUESTIONS), use_tqdm_on_load=False)
     chats = [
         [
             {

@@ -18,6 +18,6 @@ messages = [
 ]
 
 if __name__ == "__main__":
-    llm = LLM(max_num_seqs=1, use_tqdm=False)
+    llm = LLM(max_num_seqs=1, use_tqdm_on_load=False)
     (output,) = llm.chat(messages, SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)
     print(output.outputs[0].text)

@@ -18,7 +18,7 @@ def draw_circles(num_circles: int) -> Image.Image:
 
 
 if __name__ == "__main__":
-    llm = LLM(max_num_seqs=1, use_tqdm=False)
+    llm = LLM(max_num_seqs=1, use_tqdm_on_load=False)
     request = {
         "prompt": PROMPT.format("Which picture has more circles?"),
         "multi_modal_data": {"image": [draw_circles(1), draw_circles(3)]},

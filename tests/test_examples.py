@@ -52,8 +52,8 @@ def serving() -> Iterator[str]:
         seen = []
         for line in process.stdout:
             seen.append(line)
-            if found := re.search(r"http://127\.0\.0\.1:[1-9]\d*", line):
-                yield f"{found[0]}/v1"
+            if found := re.search(r"serving .* at (http://\S+)", line):
+                yield f"{found[1]}/v1"
                 break
         else:
             pytest.fail(f"the server ended before it gave an address:\n{''.join(seen)}")

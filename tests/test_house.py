@@ -46,10 +46,13 @@ JAX_FREE = (
     "mmjax",
     "mmjax.cache",
     "mmjax.config",
+    "mmjax.engine.admission",
     "mmjax.engine.buckets",
+    "mmjax.engine.encoder_rows",
     "mmjax.engine.outputs",
     "mmjax.engine.request",
     "mmjax.engine.scheduler",
+    "mmjax.engine.waiting",
     "mmjax.errors",
     "mmjax.frontend",
     "mmjax.logger",
@@ -71,7 +74,7 @@ for name in sys.argv[1:]:
     if name != "mmjax" and hasattr(module, "__path__"):
         for found in pkgutil.iter_modules(module.__path__, name + "."):
             importlib.import_module(found.name)
-heavy = {"jax", "jaxlib", "flax", "torch", "optax", "orbax"}
+heavy = {"jax", "jaxlib", "flax", "optax", "orbax"}
 print(",".join(sorted(heavy & sys.modules.keys())))
 """
 
