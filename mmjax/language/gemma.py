@@ -56,6 +56,9 @@ class GemmaConfig:
             name: getattr(hf_config, name) for name in cls.__dataclass_fields__
         }
         values["layer_types"] = tuple(hf_config.layer_types)
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            # config.json may write a whole number.
+            values[name] = None if values[name] is None else float(values[name])
         config = cls(**values)
         unknown = set(config.layer_types) - set(_LAYER_TYPES)
         if unknown:

@@ -20,11 +20,15 @@ class PatchEmbedding(nnx.Module):
         self.patch_size = patch_size
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        """Cut the pictures into patches, row by row, and project each."""
+        """Cut the pictures into patches, row by row, and project each.
+
+        Pixels at the lower and right edge that fill no patch are left out, as a convolution does.
+        """
         images, channels, height, width = pixel_values.shape
         size = self.patch_size
         rows, columns = height // size, width // size
-        patches = pixel_values.reshape(images, channels, rows, size, columns, size)
+        whole = pixel_values[:, :, : rows * size, : columns * size]
+        patches = whole.reshape(images, channels, rows, size, columns, size)
         patches = patches.transpose(0, 2, 4, 1, 3, 5)  # I Y X C size size
         patches = patches.reshape(images, rows * columns, channels * size * size)
         weight = self.weight[...].reshape(self.weight.shape[0], -1)
