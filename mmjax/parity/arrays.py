@@ -1,0 +1,239 @@
+"""Our side: the model run as the engine runs it (paged, tiled), with every block's output kept."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmjax.layers.attention import PagedAttentionMetadata
+from mmjax.layers.kv_cache import KVCache, allocate
+from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.parity.compare import LOGITS
+from mmjax.parity.reference import PROBED
+from mmjax.weights.load import load_params
+
+BLOCK_SIZE = 16
+TILE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One prompt, ready for the arrays."""
+
+    token_ids: np.ndarray
+    """int32[T]"""
+    is_embed: np.ndarray
+    """bool[T]: whether an encoder's row stands there."""
+    units: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Inputs of the encoder, `[units, ...]`, of all items in order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def span_end(self) -> np.ndarray:
+        """int32[T]: the exclusive end of the run of embeddings around a token, or index + 1."""
+        ends = np.arange(1, self.num_tokens + 1)
+        for i in range(self.num_tokens - 2, -1, -1):
+            if self.is_embed[i] and self.is_embed[i + 1]:
+                ends[i] = ends[i + 1]
+        return ends.astype(np.int32)
+
+
+def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarray]]) -> Sample:
+    """Return the sample of what our processor gave (`MultiModalInputs`)."""
+    token_ids = np.asarray(inputs.prompt_token_ids, np.int32)
+    is_embed = np.zeros(len(token_ids), bool)
+    units: dict[str, list[np.ndarray]] = {}
+    for modality, placeholders in inputs.mm_placeholders.items():
+        items = zip(inputs.mm_kwargs[modality], placeholders, strict=True)
+        for item, place in sorted(items, key=lambda pair: pair[1].offset):
+            inside = slice(place.offset, place.offset + place.length)
+            is_embed[inside] = True if place.is_embed is None else place.is_embed
+            for name, value in encoder_units(item.get_data()).items():
+                units.setdefault(name, []).append(value)
+    return Sample(
+        token_ids=token_ids,
+        is_embed=is_embed,
+        units={name: np.concatenate(values) for name, values in units.items()},
+    )
+
+
+class PagedModel:
+    """A model bound to its parameters, for one request at a time of at most `max_len` tokens.
+
+    Programs: one for the encoder (a unit a call), one for decoding, one per 64 prompt tokens.
+    """
+
+    def __init__(self, model_class: type, hf_config: Any, params: Params, max_len: int) -> None:
+        self.graphdef, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
+        structure = bind(self.graphdef, abstract)
+        self.model_class: Any = model_class
+        self.params = params
+        self.cache_spec = structure.kv_cache_spec
+        self.num_blocks = -(-max_len // BLOCK_SIZE)
+        self._encode = jax.jit(partial(_encode, self.graphdef))
+        self._step = jax.jit(partial(_step, self.graphdef))
+
+    @classmethod
+    def from_directory(
+        cls, path: Path | str, model_class: Any, hf_config: Any, *, max_len: int
+    ) -> "PagedModel":
+        """Load a checkpoint in float32."""
+        _, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
+        params = load_params(path, abstract, model_class.RULES, use_tqdm=False)
+        return cls(model_class, hf_config, params, max_len)
+
+    def run(self, sample: Sample) -> dict[str, np.ndarray]:
+        """Return every probed module's output and the logits at every prompt position."""
+        encoded = self._run_encoder(sample)
+        rows = encoded.pop("", None)
+        step, _ = self._prefill(sample, rows, self._new_cache())
+        return encoded | {name: value[: sample.num_tokens] for name, value in step.items()}
+
+    def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
+        """Return greedy tokens; no token ends the text."""
+        rows = self._run_encoder(sample).pop("", None)
+        outputs, cache = self._prefill(sample, rows, self._new_cache())
+        tokens = [int(outputs[LOGITS][sample.num_tokens - 1].argmax())]
+        while len(tokens) < max_tokens:
+            place = sample.num_tokens + len(tokens) - 1
+            metadata = self._metadata(place, np.array([place + 1], np.int32), padded=1, tile=1)
+            outputs, cache = self._call(np.array(tokens[-1:], np.int32), None, cache, metadata)
+            tokens.append(int(outputs[LOGITS][0].argmax()))
+        return tuple(tokens)
+
+    def _new_cache(self) -> KVCache:
+        return allocate(
+            self.cache_spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=jnp.float32
+        )
+
+    def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
+        """Encode unit by unit; the embeddings themselves are under the empty name."""
+        num_units = min((len(value) for value in sample.units.values()), default=0)
+        calls = []
+        with jax.default_matmul_precision("highest"):
+            for i in range(num_units):
+                unit = {name: value[i : i + 1] for name, value in sample.units.items()}
+                calls.append(jax.device_get(self._encode(self.params, unit)))
+        return {name: np.concatenate([call[name] for call in calls]) for name in (calls or [{}])[0]}
+
+    def _prefill(
+        self, sample: Sample, rows: np.ndarray | None, cache: KVCache
+    ) -> tuple[dict[str, np.ndarray], KVCache]:
+        padded = -(-sample.num_tokens // TILE) * TILE
+        token_ids = np.zeros(padded, np.int32)
+        token_ids[: sample.num_tokens] = sample.token_ids
+        embeds = None
+        if rows is not None:
+            is_embed = np.zeros(padded, bool)
+            is_embed[: sample.num_tokens] = sample.is_embed
+            embeds = np.zeros((padded, rows.shape[-1]), rows.dtype)
+            embeds[is_embed] = rows.reshape(-1, rows.shape[-1])
+            embeds = (is_embed, embeds)
+        metadata = self._metadata(0, sample.span_end, padded=padded, tile=TILE)
+        return self._call(token_ids, embeds, cache, metadata)
+
+    def _call(
+        self,
+        token_ids: np.ndarray,
+        embeds: tuple[np.ndarray, np.ndarray] | None,
+        cache: KVCache,
+        metadata: PagedAttentionMetadata,
+    ) -> tuple[dict[str, np.ndarray], KVCache]:
+        with jax.default_matmul_precision("highest"):
+            outputs, cache = self._step(self.params, token_ids, embeds, cache, metadata)
+        return jax.device_get(outputs), cache
+
+    def _metadata(
+        self, start: int, span_end: np.ndarray, *, padded: int, tile: int
+    ) -> PagedAttentionMetadata:
+        """Describe one request's tokens from `start` on; its blocks lie in order."""
+        count = len(span_end)
+        places = np.arange(start, start + count)
+
+        def pad(values: np.ndarray, fill: int) -> np.ndarray:
+            return np.pad(values, (0, padded - count), constant_values=fill).astype(np.int32)
+
+        rows = np.arange(padded)
+        fields: dict[str, Any] = {
+            "slot_block": pad(places // BLOCK_SIZE, self.num_blocks),
+            "slot_offset": pad(places % BLOCK_SIZE, 0),
+            "token_index": pad(places, 0),
+            "span_end": pad(span_end, 0),
+            "tile_rows": np.where(rows < count, rows, padded).reshape(-1, tile).astype(np.int32),
+            "tile_request": np.zeros(padded // tile, np.int32),
+            "row_slot": pad(np.arange(count), 0),
+            "block_tables": np.arange(self.num_blocks, dtype=np.int32)[None],
+            "num_blocks_bound": np.int32(-(-(start + count) // BLOCK_SIZE)),
+        }
+        return PagedAttentionMetadata(**fields)
+
+
+def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:
+    module = bind(graphdef, params)
+    with record(module) as outputs:
+        embeds = module.embed_multimodal(**unit)
+    return outputs | {"": embeds}
+
+
+def _step(
+    graphdef: Any,
+    params: Params,
+    token_ids: Any,
+    embeds: tuple[Any, Any] | None,
+    cache: KVCache,
+    metadata: PagedAttentionMetadata,
+) -> tuple[dict[str, Any], KVCache | None]:
+    module = bind(graphdef, params)
+    positions = jnp.broadcast_to(metadata.token_index[None], (3, token_ids.shape[0]))
+    hidden = module.embed_input_ids(token_ids)
+    if embeds is not None:
+        is_embed, rows = embeds
+        hidden = jnp.where(is_embed[:, None], rows, hidden)
+    with record(module) as outputs:
+        hidden, cache = module(hidden, positions, cache, metadata)
+    return outputs | {LOGITS: module.compute_logits(hidden)}, cache
+
+
+@contextmanager
+def record(module: nnx.Module) -> Iterator[dict[str, Any]]:
+    """Keep the outputs of all probed modules while the body traces; yield `{name: output}`.
+
+    Wraps `__call__` of their classes and puts it back, so that models need no debug outputs.
+    """
+    outputs: dict[str, Any] = {}
+    names = {}
+    for path, child in nnx.iter_modules(module):
+        name = ".".join(str(part) for part in path)
+        if PROBED.search(name):
+            names[id(child)] = (name, child)
+    classes = {type(child) for _, child in names.values()}
+    originals = {cls: cls.__call__ for cls in classes}
+    for cls, original in originals.items():
+        cls.__call__ = _recording(original, names, outputs)
+    try:
+        yield outputs
+    finally:
+        for cls, original in originals.items():
+            cls.__call__ = original
+
+
+def _recording(
+    original: Callable[..., Any], names: Mapping[int, Sequence[Any]], outputs: dict[str, Any]
+) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if id(self) in names:
+            outputs[names[id(self)][0]] = result[0] if isinstance(result, tuple) else result
+        return result
+
+    return call

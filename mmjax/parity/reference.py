@@ -1,0 +1,91 @@
+"""The oracle: HF's torch model on the CPU in float32, with a hook on every block.
+
+The one place of the package that loads torch, and only when it is called.
+"""
+
+import importlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.errors import ConfigError
+from mmjax.parity.compare import LOGITS
+from mmjax.weights.rules import Rule, apply_rules
+
+PROBED = re.compile(r"(^|\.)(layers\.\d+|embeddings|post_layernorm|\w*projector|norm)$")
+"""Modules whose outputs are compared; their names are HF's, so both sides have them."""
+
+
+def import_torch() -> Any:
+    """Return torch; ConfigError that says how to get it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ConfigError(
+            "parity compares with HF's torch models, and torch is not installed; "
+            "`pip install mmjax[dev]`"
+        ) from error
+
+
+def load_reference(path: Path | str, architecture: str) -> Any:
+    """Return HF's model of the directory, in float32, that generates without an end token."""
+    import_torch()
+    transformers = importlib.import_module("transformers")
+    model = getattr(transformers, architecture).from_pretrained(str(path), dtype="float32")
+    # Sampling defaults and end tokens of the checkpoint would make runs that cannot be compared.
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return model.eval()
+
+
+def map_name(name: str, rules: Sequence[Rule]) -> str | None:
+    """Return our tree's name of a torch module, through the rules for its tensors."""
+    mapped = apply_rules(f"{name}.", rules)
+    return None if mapped is None else mapped.rstrip(".")
+
+
+def run_reference(model: Any, inputs: Any, rules: Sequence[Rule]) -> dict[str, np.ndarray]:
+    """Return the outputs of all probed modules, by our names, and the logits, of one prompt.
+
+    Args:
+        model: From `load_reference`.
+        inputs: Torch tensors by name, of a batch of one.
+        rules: The model's `RULES`.
+    """
+    torch = import_torch()
+    outputs: dict[str, np.ndarray] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        mapped = map_name(name, rules)
+        if mapped is not None and PROBED.search(mapped):
+            hooks.append(module.register_forward_hook(_keep(outputs, mapped)))
+    try:
+        with torch.no_grad():
+            logits = model(**inputs).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    outputs[LOGITS] = logits[0].numpy()
+    return {
+        name: value[0] if name.startswith("language_model.") else value
+        for name, value in outputs.items()
+    }
+
+
+def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
+    def hook(module: Any, arguments: Any, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        if hasattr(tensor, "numpy"):
+            outputs[name] = tensor.detach().numpy()
+
+    return hook
+
+
+def generate_reference(model: Any, inputs: Any, max_tokens: int) -> tuple[int, ...]:
+    """Return `max_tokens` greedy tokens."""
+    torch = import_torch()
+    with torch.no_grad():
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
+    return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())

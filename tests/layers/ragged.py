@@ -1,0 +1,160 @@
+"""Random ragged batches for paged attention, laid out by hand, and the answer in float64.
+
+Built apart from the engine's own layout, so that neither checks itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mmjax.layers.attention import PagedAttentionMetadata
+from mmjax.layers.kv_cache import LayerCache
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 8, 128, 24
+STALE = 7e3
+"""What unused slots hold: great, and finite as a reused block is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A request's part of a step: its tokens start .. len(span_end) after a context."""
+
+    start: int
+    span_end: np.ndarray
+    """int[stop]: of all tokens from 0 on."""
+    query: np.ndarray
+    """[stop, N, H]"""
+    key: np.ndarray
+    value: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        return len(self.span_end)
+
+    @property
+    def num_new(self) -> int:
+        return self.stop - self.start
+
+
+def draw_chunk(generator: np.random.Generator, start: int, num_new: int) -> Chunk:
+    """Draw a chunk with random image spans, each wholly in the context or wholly in the chunk."""
+    stop = start + num_new
+    ends = np.arange(1, stop + 1)
+    for low, high in ((0, start), (start, stop)):
+        at = low
+        while high - at > 3 and generator.random() < 0.7:
+            first = int(generator.integers(at, high - 2))
+            last = int(generator.integers(first + 2, min(high, first + 20) + 1))
+            ends[first:last] = last
+            at = last + 1
+    shape = (stop, NUM_HEADS, HEAD_DIM)
+    kv_shape = (stop, NUM_KV_HEADS, HEAD_DIM)
+    query, key, value = (
+        generator.normal(size=size).astype(np.float32) for size in (shape, kv_shape, kv_shape)
+    )
+    return Chunk(start=start, span_end=ends, query=query, key=key, value=value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Arguments of `attention`, and the rows of T that each chunk got."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    cache: LayerCache
+    metadata: PagedAttentionMetadata
+    rows: list[np.ndarray]
+
+
+def lay_out(
+    chunks: Sequence[Chunk], *, num_tokens: int, num_requests: int, tile: int, seed: int = 0
+) -> Batch:
+    """Put chunks into a bucket of `num_tokens` rows and `num_requests` requests."""
+    generator = np.random.default_rng(seed)
+    num_tiles = num_requests if tile == 1 else num_tokens // tile + num_requests
+    free = list(generator.permutation(NUM_BLOCKS))
+    keys = np.full((NUM_BLOCKS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE), STALE, np.float32)
+    values = np.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), STALE, np.float32)
+    inputs = [
+        np.full((num_tokens, heads, HEAD_DIM), STALE, np.float32)
+        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+    ]
+    fields = {name: np.zeros(num_tokens, np.int32) for name in ("offset", "index", "end", "slot")}
+    slot_block = np.full(num_tokens, NUM_BLOCKS, np.int32)
+    tile_rows = np.full((num_tiles, tile), num_tokens, np.int32)
+    tile_request = np.zeros(num_tiles, np.int32)
+    tables = np.zeros((num_requests, MAX_BLOCKS), np.int32)
+    rows, row, tile_at = [], 0, 0
+    for number, chunk in enumerate(chunks):
+        count = -(-chunk.stop // BLOCK_SIZE)
+        blocks = np.array([free.pop() for _ in range(count)], np.int32)
+        tables[number, :count] = blocks
+        for at in range(chunk.start):
+            block, offset = blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
+            keys[block, :, :, offset], values[block, :, offset] = chunk.key[at], chunk.value[at]
+        mine = np.arange(row, row + chunk.num_new)
+        places = np.arange(chunk.start, chunk.stop)
+        slot_block[mine] = blocks[places // BLOCK_SIZE]
+        fields["offset"][mine] = places % BLOCK_SIZE
+        fields["index"][mine] = places
+        fields["end"][mine] = chunk.span_end[places]
+        for array, source in zip(inputs, (chunk.query, chunk.key, chunk.value), strict=True):
+            array[mine] = source[chunk.start :]
+        for first in range(0, chunk.num_new, tile):
+            part = mine[first : first + tile]
+            tile_rows[tile_at, : len(part)] = part
+            tile_request[tile_at] = number
+            fields["slot"][part] = tile_at * tile + np.arange(len(part))
+            tile_at += 1
+        rows.append(mine)
+        row += chunk.num_new
+    bound = max(-(-chunk.stop // BLOCK_SIZE) for chunk in chunks)
+    metadata: dict[str, Any] = {
+        "slot_block": slot_block,
+        "slot_offset": fields["offset"],
+        "token_index": fields["index"],
+        "span_end": fields["end"],
+        "tile_rows": tile_rows,
+        "tile_request": tile_request,
+        "row_slot": fields["slot"],
+        "block_tables": tables,
+        "num_blocks_bound": np.int32(bound),
+    }
+    query, key, value = inputs
+    cache: Any = (keys, values)
+    return Batch(
+        query=query,
+        key=key,
+        value=value,
+        cache=LayerCache(*cache),
+        metadata=PagedAttentionMetadata(**metadata),
+        rows=rows,
+    )
+
+
+def visible(chunk: Chunk, window: int | None) -> np.ndarray:
+    """Return bool[num_new, stop]: which keys each new token sees."""
+    i = np.arange(chunk.start, chunk.stop)[:, None]
+    j = np.arange(chunk.stop)[None]
+    mask = j < np.maximum(i + 1, chunk.span_end[chunk.start :, None])
+    return mask if window is None else mask & (j > i - window)
+
+
+def answer(
+    chunk: Chunk, *, scale: float, window: int | None = None, soft_cap: float | None = None
+) -> np.ndarray:
+    """Return [num_new, N, H] by the formula, in float64."""
+    group = NUM_HEADS // NUM_KV_HEADS
+    query = chunk.query[chunk.start :].astype(np.float64)
+    key, value = (np.repeat(x.astype(np.float64), group, 1) for x in (chunk.key, chunk.value))
+    scores = np.einsum("tnh,snh->nts", query, key) * scale
+    if soft_cap is not None:
+        scores = np.tanh(scores / soft_cap) * soft_cap
+    scores = np.where(visible(chunk, window)[None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("nts,snh->tnh", weights, value)

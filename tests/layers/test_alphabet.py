@@ -1,0 +1,181 @@
+"""The small layers, each against torch's of the same name."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from transformers.activations import ACT2FN
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.activation import get_activation
+from mmjax.layers.embed import Embed, project_logits, soft_cap
+from mmjax.layers.kv_cache import KVCacheSpec, allocate, block_bytes
+from mmjax.layers.linear import Linear
+from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
+from mmjax.layers.norm import GemmaRMSNorm, LayerNorm
+from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
+from mmjax.layers.vision import PatchEmbedding
+
+F32 = jnp.float32
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def apply(build: Any, params: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """Run the module that `build` describes with `params`."""
+    graphdef, abstract = build_abstract(build)
+    assert {k: v.shape for k, v in abstract.items()} == {k: v.shape for k, v in params.items()}
+    module = bind(graphdef, {name: jnp.asarray(value) for name, value in params.items()})
+    return np.asarray(module(jnp.asarray(x)))
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu"])
+def test_activations(name: str):
+    x = draw(100) * 3
+    ours = get_activation(name)(jnp.asarray(x))
+    np.testing.assert_allclose(ours, ACT2FN[name](torch.tensor(x)), atol=2e-6)
+
+
+def test_an_unknown_activation_is_named():
+    with pytest.raises(CheckpointError, match=r"`mish` is unknown; known: gelu, "):
+        get_activation("mish")
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6)])
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_linear(shape: tuple[int, ...], use_bias: bool):
+    x, weight, bias = draw(*shape), draw(3, 6), draw(3)
+    params = {"weight": weight} | ({"bias": bias} if use_bias else {})
+    ours = apply(lambda: Linear(6, 3, use_bias=use_bias, dtype=F32), params, x)
+    tensors = [torch.tensor(value) for value in params.values()]
+    expected = torch.nn.functional.linear(torch.tensor(x), *tensors)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_layer_norm():
+    x, weight, bias = draw(4, 8) * 5 + 2, draw(8), draw(8, seed=1)
+    ours = apply(lambda: LayerNorm(8, eps=1e-6, dtype=F32), {"weight": weight, "bias": bias}, x)
+    expected = torch.nn.functional.layer_norm(
+        *(torch.tensor(x), (8,), torch.tensor(weight), torch.tensor(bias), 1e-6)
+    )
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gemma_norm_rounds_once(dtype: Any):
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    x, weight = draw(4, 8) * 5, draw(8, seed=1)
+    graphdef, _ = build_abstract(lambda: GemmaRMSNorm(8, eps=1e-6, dtype=dtype))
+    module = bind(graphdef, {"weight": jnp.asarray(weight, dtype)})
+    ours = module(jnp.asarray(x, dtype)).astype(F32)
+    theirs = Gemma3RMSNorm(8, eps=1e-6)
+    kind = torch.float32 if dtype == jnp.float32 else torch.bfloat16
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor(weight))
+        expected = theirs.to(kind)(torch.tensor(x).to(kind)).float()
+    np.testing.assert_allclose(ours, expected, rtol=2**-7 if dtype == jnp.bfloat16 else 2e-6)
+
+
+def test_embed_reads_row_zero_outside_its_table():
+    table = draw(5, 4)
+    ids = np.array([4, 0, 5, 1000, -1, 2], np.int32)
+    ours = apply(lambda: Embed(5, 4, dtype=F32), {"weight": table}, ids)
+    np.testing.assert_array_equal(ours, table[[4, 0, 0, 0, 0, 2]])
+
+
+def test_logits_are_float32_whatever_comes_in():
+    x, weight = (jnp.asarray(value, jnp.bfloat16) for value in (draw(3, 8), draw(5, 8)))
+    logits = project_logits(x, weight)
+    assert logits.dtype == F32
+    expected = np.asarray(x, np.float32) @ np.asarray(weight, np.float32).T
+    np.testing.assert_allclose(logits, expected, rtol=1e-5)
+
+
+def test_soft_cap_bounds_and_keeps_small_values():
+    x = jnp.asarray([-1e4, -0.01, 0.0, 0.01, 1e4], F32)
+    np.testing.assert_allclose(soft_cap(x, 30.0), [-30, -0.01, 0, 0.01, 30], rtol=1e-5)
+    assert soft_cap(x, None) is x
+
+
+@pytest.mark.parametrize("size", [(12, 12), (14, 11)])
+def test_patches_are_the_convolution(size: tuple[int, int]):
+    pixels, weight, bias = draw(2, 3, *size), draw(7, 3, 4, 4), draw(7)
+    ours = apply(
+        lambda: PatchEmbedding(3, 7, 4, use_bias=True, dtype=F32),
+        {"weight": weight, "bias": bias},
+        pixels,
+    )
+    tensors = (torch.tensor(pixels), torch.tensor(weight), torch.tensor(bias))
+    expected = torch.nn.functional.conv2d(*tensors, stride=4).flatten(2).transpose(1, 2)
+    np.testing.assert_allclose(ours, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_theta": 1e4},
+        {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    ],
+)
+def test_rotary(parameters: dict[str, Any]):
+    from transformers import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import (
+        Gemma3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
+
+    given = {"rope_type": "default", **parameters}
+    config = Gemma3TextConfig(
+        head_dim=16, rope_parameters={"full_attention": given, "sliding_attention": given}
+    )
+    positions = np.array([0, 1, 7, 500, 8191], np.int32)
+    query, key = draw(5, 2, 16), draw(5, 2, 16, seed=1)
+    angles = Gemma3RotaryEmbedding(config)(
+        torch.tensor(query), torch.tensor(positions)[None], "full_attention"
+    )
+    expected = apply_rotary_pos_emb(
+        torch.tensor(query)[None], torch.tensor(key)[None], *angles, unsqueeze_dim=2
+    )
+    ours = rotary_angles(jnp.asarray(positions), inverse_frequencies(parameters, 16))
+    for x, reference in zip((query, key), expected, strict=True):
+        rotated = apply_rotary(jnp.asarray(x), *ours)
+        np.testing.assert_allclose(rotated, reference[0], atol=2e-6)
+
+
+def test_an_unknown_rope_type_is_named():
+    with pytest.raises(CheckpointError, match="`rope_type` is `yarn`"):
+        inverse_frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 16)
+
+
+def test_a_block_costs_what_its_arrays_hold():
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16)
+    cache = allocate(spec, num_blocks=5, block_size=8, dtype=jnp.bfloat16)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert total == 5 * block_bytes(spec, block_size=8, dtype=jnp.bfloat16)
+    assert cache[0].block_size == 8
+
+
+class _Stack(nnx.Module):
+    """Two linear layers in a list."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List(Linear(2, 2, use_bias=False, dtype=F32) for _ in range(2))
+        self.kind = "stack"
+
+
+def test_params_are_plain_dicts_with_dotted_names():
+    graphdef, abstract = build_abstract(_Stack)
+    flat = flatten_params(abstract)
+    assert flat.keys() == {"layers.0.weight", "layers.1.weight"}
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in flat.values())
+    assert unflatten_params(flat) == abstract
+    params = unflatten_params({name: draw(2, 2) for name in flat})
+    assert bind(graphdef, params).kind == "stack"

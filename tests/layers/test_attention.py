@@ -1,0 +1,140 @@
+"""Attention: paged as the formula says, whatever the neighbours; dense as paged."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers.attention import DenseAttentionMetadata, attention, dense_attention
+from tests.layers.ragged import (
+    HEAD_DIM,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    Batch,
+    Chunk,
+    answer,
+    draw_chunk,
+    lay_out,
+    visible,
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "global": {"scale": 0.25},
+    "window": {"scale": 0.25, "window": 6},
+    "soft cap": {"scale": 0.5, "soft_cap": 2.0, "window": 20},
+}
+TOLERANCE = 2e-6
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "soft_cap"))
+def run(query: Any, key: Any, value: Any, cache: Any, metadata: Any, **options: Any) -> Any:
+    return attention(query, key, value, cache, metadata, **options)
+
+
+def attend(batch: Batch, **options: Any) -> tuple[list[np.ndarray], Any]:
+    """Return each chunk's output, and the cache."""
+    out, cache = run(batch.query, batch.key, batch.value, batch.cache, batch.metadata, **options)
+    out = np.asarray(out)
+    assert np.isfinite(out).all(), "padding rows must stay finite"
+    return [out[rows] for rows in batch.rows], cache
+
+
+def draw_mixed(seed: int) -> list[Chunk]:
+    """Draw three chunks for 160 rows: first chunks, continuations, a decode row."""
+    generator = np.random.default_rng(seed)
+    chunks = [
+        draw_chunk(generator, int(generator.integers(0, 90)) * int(generator.integers(0, 2)), new)
+        for new in (int(generator.integers(1, 80)), int(generator.integers(1, 70)), 1)
+    ]
+    generator.shuffle(chunks)
+    return chunks
+
+
+def draw_decoding(seed: int) -> list[Chunk]:
+    generator = np.random.default_rng(seed)
+    return [draw_chunk(generator, int(start), 1) for start in generator.integers(0, 150, size=6)]
+
+
+def lay_out_mixed(chunks: Sequence[Chunk], tile: int = 64, seed: int = 0) -> Batch:
+    return lay_out(chunks, num_tokens=192, num_requests=4, tile=tile, seed=seed)
+
+
+def lay_out_decoding(chunks: Sequence[Chunk], seed: int = 0) -> Batch:
+    return lay_out(chunks, num_tokens=8, num_requests=8, tile=1, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("tile", [8, 64])
+def test_paged_is_the_formula(seed: int, name: str, tile: int):
+    chunks = draw_mixed(seed)
+    outputs, _ = attend(lay_out_mixed(chunks, tile, seed), **OPTIONS[name])
+    for chunk, out in zip(chunks, outputs, strict=True):
+        np.testing.assert_allclose(out, answer(chunk, **OPTIONS[name]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decoding_is_the_formula(seed: int, name: str):
+    chunks = draw_decoding(seed)
+    outputs, _ = attend(lay_out_decoding(chunks, seed), **OPTIONS[name])
+    for chunk, out in zip(chunks, outputs, strict=True):
+        np.testing.assert_allclose(out, answer(chunk, **OPTIONS[name]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", OPTIONS)
+def test_neighbours_and_places_never_matter(seed: int, name: str):
+    first, *others = draw_mixed(seed)
+    alone, _ = attend(lay_out_mixed([first]), **OPTIONS[name])
+    crowded, _ = attend(lay_out_mixed([*others, first], seed=seed + 1), **OPTIONS[name])
+    np.testing.assert_array_equal(alone[0], crowded[-1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_neighbours_never_matter_when_decoding(seed: int):
+    first, *others = draw_decoding(seed)
+    alone, _ = attend(lay_out_decoding([first]), **OPTIONS["window"])
+    crowded, _ = attend(lay_out_decoding([*others, first], seed=seed + 1), **OPTIONS["window"])
+    np.testing.assert_array_equal(alone[0], crowded[-1])
+
+
+def test_padding_writes_nothing():
+    chunk = draw_chunk(np.random.default_rng(0), 0, 3)
+    batch = lay_out_mixed([chunk])
+    _, cache = attend(batch, **OPTIONS["global"])
+    changed = np.asarray(cache.keys) != np.asarray(batch.cache.keys)
+    assert changed.sum() == 3 * NUM_KV_HEADS * HEAD_DIM
+    block = batch.metadata.block_tables[0, 0]
+    np.testing.assert_array_equal(cache.values[block, :, :3], chunk.value.transpose(1, 0, 2))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_dense_is_the_formula(name: str):
+    generator = np.random.default_rng(3)
+    chunks = [draw_chunk(generator, 0, 40) for _ in range(2)]
+    metadata = DenseAttentionMetadata(
+        jnp.tile(jnp.arange(40, dtype=jnp.int32), (2, 1)),
+        jnp.asarray([visible(chunk, None) for chunk in chunks]),
+    )
+    inputs = [
+        np.concatenate([getattr(chunk, field) for chunk in chunks])
+        for field in ("query", "key", "value")
+    ]
+    out, cache = run(*inputs, None, metadata, **OPTIONS[name])
+    assert cache is None
+    expected = np.concatenate([answer(chunk, **OPTIONS[name]) for chunk in chunks])
+    np.testing.assert_allclose(out, expected, atol=TOLERANCE)
+
+
+def test_without_a_mask_all_see_all():
+    generator = np.random.default_rng(4)
+    query = jnp.asarray(generator.normal(size=(2, 7, NUM_HEADS, HEAD_DIM)), jnp.float32)
+    out = dense_attention(query, query, query, mask=None, scale=0.25)
+    everything = jnp.ones((2, 7, 7), bool)
+    masked = dense_attention(query, query, query, mask=everything, scale=0.25)
+    np.testing.assert_array_equal(out, masked)

@@ -1,0 +1,101 @@
+"""What parity tests share: HF's models of tiny random configs, and their weights in our trees."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.weights.rules import Rule, apply_rules
+from tests.kit import fill_by_name, gemma_tokenizer, tiny_gemma3_config
+
+TOLERANCE = 2e-5
+"""What tiny models reach in float32; the promise is 1e-4."""
+
+
+def params_of(model: torch.nn.Module, abstract: Params, rules: Sequence[Rule]) -> dict[Any, Any]:
+    """Return the torch model's weights as our tree: every tensor used, none left over."""
+    expected = flatten_params(abstract)
+    leaves = {}
+    for name, tensor in model.state_dict().items():
+        mapped = apply_rules(name, rules)
+        if mapped is None or (mapped == "lm_head.weight" and mapped not in expected):
+            continue
+        assert mapped not in leaves, name
+        assert tuple(tensor.shape) == expected[mapped].shape, name
+        leaves[mapped] = jnp.asarray(tensor.numpy())
+    assert leaves.keys() == expected.keys()
+    return unflatten_params(leaves)
+
+
+def assert_close(
+    ours: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], atol: float = TOLERANCE
+) -> None:
+    """Compare by name; say how far every name is apart if one is too far."""
+    assert ours.keys() >= reference.keys(), reference.keys() - ours.keys()
+    far = {name: float(np.abs(ours[name] - value).max()) for name, value in reference.items()}
+    scale = {name: max(1.0, float(np.abs(value).max())) for name, value in reference.items()}
+    assert all(far[name] <= atol * scale[name] for name in far), far
+
+
+def random_gemma3(
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    tokens_per_image: int = 4,
+    is_tied: bool = True,
+    seed: int = 0,
+) -> Any:
+    """Return HF's tiny Gemma 3 with random weights, whose `generate` never ends a text."""
+    from transformers import Gemma3ForConditionalGeneration, GenerationConfig
+
+    config = tiny_gemma3_config(
+        gemma_tokenizer(), text=text, vision=vision, tokens_per_image=tokens_per_image
+    )
+    config.tie_word_embeddings = is_tied
+    config.text_config.tie_word_embeddings = is_tied
+    model = Gemma3ForConditionalGeneration(config).eval()
+    fill_by_name(model, seed)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def paged_gemma3(reference: Any, max_len: int = 256) -> PagedModel:
+    """Return our model with the weights of `random_gemma3`'s."""
+    from mmjax.layers.module import build_abstract
+    from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+
+    model_class = Gemma3ForConditionalGeneration
+    _, abstract = build_abstract(model_class, reference.config, dtype=jnp.float32)
+    params = params_of(reference, abstract, model_class.RULES)
+    return PagedModel(model_class, reference.config, params, max_len)
+
+
+def draw_sample(config: Any, texts: Sequence[int], seed: int = 0) -> Sample:
+    """Return a prompt of `texts[0]` random tokens, a picture, `texts[1]` tokens, a picture, ..."""
+    generator = np.random.default_rng(seed)
+    side, tokens = config.vision_config.image_size, config.mm_tokens_per_image
+    soft = config.image_token_index
+    picture = [config.boi_token_index, *[soft] * tokens, config.eoi_token_index]
+    ids: list[int] = []
+    for number, length in enumerate(texts):
+        ids += picture if number else []
+        ids += generator.integers(5, 250, length).tolist()
+    token_ids = np.array(ids, np.int32)
+    pixels = generator.normal(size=(len(texts) - 1, 3, side, side)).astype(np.float32)
+    units = {"pixel_values": pixels} if len(texts) > 1 else {}
+    return Sample(token_ids=token_ids, is_embed=token_ids == soft, units=units)
+
+
+def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
+    """Return the sample as HF's processor would give it."""
+    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.tensor(sample.is_embed, dtype=torch.long)[None],
+    }
+    return inputs | {name: torch.tensor(value) for name, value in sample.units.items()}
