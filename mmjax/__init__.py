@@ -5,6 +5,7 @@
 Importing this door loads neither jax nor a model: names are found when they are first used.
 """
 
+import logging
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -15,6 +16,11 @@ try:
     __version__ = version("mmjax")
 except PackageNotFoundError:  # a checkout on the path, never installed
     __version__ = "0+unknown"
+
+# transformers warns whoever imports it without torch that models are missing; ours are here.
+logging.getLogger("transformers").addFilter(
+    lambda record: not record.getMessage().startswith("PyTorch was not found")
+)
 
 _HOMES = {"LLM": "mmjax.llm", "SamplingParams": "mmjax.sampling_params"}
 
