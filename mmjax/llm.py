@@ -95,8 +95,9 @@ class LLM:
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
         # A copy: a thread encodes while this one decodes, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
-        self.engine = EngineCore(config)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
+        self._pool.submit(self._input_processor.warm_up)
+        self.engine = EngineCore(config)
         self._request_ids = count()
 
     def generate(

@@ -78,6 +78,7 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> An
 
     start = time.perf_counter()
     input_processor = InputProcessor(engine.model)
+    input_processor.warm_up()
     client = AsyncEngineClient(input_processor, supervisor, engine.scheduler)
     app = create_app(client, ChatParser.for_model(input_processor), server)
     logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)

@@ -17,7 +17,7 @@ from mmjax.config import ModelConfig
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.model_source import load_generation_defaults
 from mmjax.models.registry import create_processor
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalInputs
+from mmjax.processing.inputs import MultiModalInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import AddRequest
 
@@ -25,12 +25,6 @@ _MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before the tokenizer spends its time on them."""
 
 _MAX_SALT_LENGTH = 128
-
-_PLACEHOLDER_ID_NAMES = (
-    *("image_token_id", "image_token_index"),
-    *("video_token_id", "video_token_index"),
-)
-"""Where HF configs name the token whose embedding is replaced by a tower's output."""
 
 
 class PromptDict(TypedDict, total=False):
@@ -87,7 +81,6 @@ class InputProcessor:
         self._random = random.Random(model_config.seed)
         text_config = model_config.hf_config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
-        self._placeholder_ids = _placeholder_ids(model_config.hf_config)
 
     @property
     def allowed_mm_limits(self) -> Mapping[str, int]:
@@ -97,6 +90,19 @@ class InputProcessor:
     def default_sampling_params(self) -> SamplingParams:
         """Return what holds when the caller says nothing: the checkpoint's generation_config."""
         return SamplingParams(**self.generation_defaults.sampling)
+
+    def warm_up(self) -> None:
+        """Process one image, so that the first request finds everything imported."""
+        limits = [name for name, limit in self.allowed_mm_limits.items() if limit > 0]
+        inputs = self._processor.dummy_inputs.get_dummy_processor_inputs(
+            self.model_config.max_model_len, dict.fromkeys(limits, 1)
+        )
+        with self._lock:
+            self._processor.apply(
+                inputs.prompt,
+                inputs.mm_data,
+                hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
+            )
 
     def process(
         self,
@@ -111,12 +117,12 @@ class InputProcessor:
         params = sampling_params or self.default_sampling_params()
         parts = _parse_prompt(prompt)
         self._check_text_length(parts)
-        self._check_token_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_stop_token_ids(params)
         with self._lock:
             inputs = self._apply(parts)
         token_ids = list(inputs.prompt_token_ids)
         features = inputs.to_features()
-        self._check_prompt(token_ids, features)
+        self._check_prompt(token_ids)
         params = self._complete(params, num_prompt_tokens=len(token_ids))
         template = AddRequest(
             request_id=request_id,
@@ -137,19 +143,14 @@ class InputProcessor:
         )
 
     def _apply(self, parts: _Prompt) -> MultiModalInputs:
-        prompt: str | list[int]
-        if parts.token_ids is not None:
-            self._check_token_ids(parts.token_ids, "prompt_token_ids")
-            prompt = parts.token_ids
-        elif parts.add_special_tokens:
-            prompt = parts.text or ""
-        else:
-            prompt = self.tokenizer.encode(parts.text or "", add_special_tokens=False)
+        prompt = parts.token_ids if parts.text is None else parts.text
+        has_specials = parts.text is None or parts.add_special_tokens
         return self._processor.apply(
-            prompt,
+            prompt or "",
             dict(parts.mm_data),
             mm_uuids=parts.mm_uuids,
             hf_processor_mm_kwargs=dict(parts.mm_processor_kwargs),
+            tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
         )
 
     def _complete(self, params: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
@@ -180,17 +181,15 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        bad = next((i for i in token_ids if not 0 <= i < self._vocab_size), None)
+    def _check_stop_token_ids(self, params: SamplingParams) -> None:
+        bad = next((i for i in params.stop_token_ids if not 0 <= i < self._vocab_size), None)
         if bad is not None:
             raise RequestValueError(
-                f"`{param}` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
-                param=param,
+                f"`stop_token_ids` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
+                param="stop_token_ids",
             )
 
-    def _check_prompt(
-        self, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
-    ) -> None:
+    def _check_prompt(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             raise RequestValueError("the prompt is empty; give at least one token", param="prompt")
         longest = self.model_config.max_model_len
@@ -198,23 +197,6 @@ class InputProcessor:
             raise RequestValueError(
                 f"the prompt has {len(token_ids)} tokens (its images included), but this model "
                 f"holds {longest} with the answer; shorten it, or use fewer images",
-                param="prompt",
-            )
-        self._check_stray_placeholders(token_ids, features)
-
-    def _check_stray_placeholders(
-        self, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
-    ) -> None:
-        stray = [i for i, token_id in enumerate(token_ids) if token_id in self._placeholder_ids]
-        for feature in features:
-            start = feature.mm_position.offset
-            end = start + feature.mm_position.length
-            stray = [i for i in stray if not start <= i < end]
-        if stray:
-            token = self.tokenizer.convert_ids_to_tokens(token_ids[stray[0]])
-            raise RequestValueError(
-                f"the prompt holds `{token}` outside of every image; leave it out: mmjax puts it "
-                "where an image stands",
                 param="prompt",
             )
 
@@ -305,8 +287,3 @@ def _fan_out(request: AddRequest) -> list[AddRequest]:
 def _next_seed(seed: int, index: int) -> int:
     # Seeds are 64-bit: the last one's neighbour is the first.
     return (seed + index + 2**63) % 2**64 - 2**63
-
-
-def _placeholder_ids(hf_config: Any) -> frozenset[int]:
-    values = (getattr(hf_config, name, None) for name in _PLACEHOLDER_ID_NAMES)
-    return frozenset(value for value in values if isinstance(value, int))

@@ -179,7 +179,7 @@ class Supervisor:
                 self._life.process.exitcode,
             )
             self._life.close()
-            self.ready = None
+            self.ready = self.heartbeat = None
             self._is_ready.clear()
             # A P1 that dies before it is ready would die again: restart only one that has served.
             self.state = "restarting" if was_ready else "dead"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mmjax import __version__
 from mmjax.config import ServerConfig
-from mmjax.errors import ModelNotFoundError, RequestValueError
+from mmjax.errors import ModelNotFoundError, RequestError, RequestValueError
 from mmjax.frontend.chat import ChatParser
 from mmjax.frontend.client import AsyncEngineClient, PromptSource, RequestStream
 from mmjax.frontend.input_processor import PromptDict
@@ -56,9 +56,18 @@ class GenerationService:
         params = body.sampling_params(self._default_params())
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         make_prompt = partial(self._chat_prompt, body)
-        streams = await self._submit(
-            answer_id, [make_prompt], params, is_stream=bool(body.stream), continues_prompt=False
-        )
+        try:
+            streams = await self._submit(
+                answer_id,
+                [make_prompt],
+                params,
+                is_stream=bool(body.stream),
+                continues_prompt=False,
+            )
+        except RequestError as error:
+            # The prompt is what the template made of the messages: the client sent those.
+            error.param = "messages" if error.param == "prompt" else error.param
+            raise
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
         options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
         if body.stream:
