@@ -7,7 +7,7 @@ preceded by a tag), so that two different inputs never write the same stream.
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from blake3 import blake3
@@ -20,6 +20,7 @@ Chunk = bytes | memoryview
 _NONE, _SEQUENCE, _MAPPING, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
 
 
+@runtime_checkable
 class _Hash(Protocol):
     def update(self, data: Chunk, /) -> Any: ...
     def hexdigest(self) -> str: ...

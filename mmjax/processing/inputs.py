@@ -5,7 +5,7 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,6 @@ from mmjax.processing.fields import (
     NestedTensors,
     nested_tensors_equal,
 )
-
-MultiModalPlaceholders = Mapping[str, Sequence["PlaceholderRange"]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,6 +70,9 @@ class PlaceholderRange:
         return hash((self.offset, self.length))
 
 
+MultiModalPlaceholders = Mapping[str, Sequence[PlaceholderRange]]
+
+
 class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem]):
     """The processed tensors of one item, by the name that the HF processor gives them."""
 
@@ -83,12 +84,23 @@ class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem]):
         )
         return MultiModalKwargsItem({"dummy": elem})
 
+    def own_arrays(self) -> "MultiModalKwargsItem":
+        """Return the item without views: one that is kept must not keep its batch alive."""
+        return MultiModalKwargsItem(
+            {
+                key: replace(elem, data=elem.data.copy())
+                if isinstance(elem.data, np.ndarray) and elem.data.base is not None
+                else elem
+                for key, elem in self.items()
+            }
+        )
+
     def get_data(self) -> dict[str, NestedTensors]:
         """Return the tensors alone."""
         return {key: elem.data for key, elem in self.items()}
 
 
-class MultiModalKwargsItems(UserDict[str, Sequence["MultiModalKwargsItem | None"]]):
+class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):
     """The processed items of one request, by modality, in the user's order.
 
     An entry is None where a cache on the engine's side holds the tensors.

@@ -9,7 +9,7 @@ batch of the items that the cache lacks), and the updates are applied here.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import BatchFeature
 
@@ -47,6 +47,7 @@ ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 """An item's tensors, and the alternatives of its prompt update."""
 
 
+@runtime_checkable
 class ProcessorCache(Protocol):
     """What a processor asks of a cache of processed items."""
 
@@ -178,9 +179,9 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
         )
         processed = self._split_into_items(mm_missing, hf_inputs, call.mm_kwargs)
         fresh = {
-            mm_hash: item
+            mm_hash: (item.own_arrays(), alternatives)
             for modality, rows in missing.items()
-            for mm_hash, item in zip(rows, processed[modality], strict=True)
+            for mm_hash, (item, alternatives) in zip(rows, processed[modality], strict=True)
         }
         return token_ids, self._merge_with_cached(cache, call, fresh), False
 

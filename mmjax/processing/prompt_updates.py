@@ -8,13 +8,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from mmjax.processing.inputs import PlaceholderRange
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """The two verbs of an HF tokenizer that matching needs."""
 
