@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -51,7 +51,7 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_cache_gb: float = 4,
+        mm_processor_cache_gb: float = 4.0,
         mm_hasher_algorithm: HasherAlgorithm = "blake3",
         seed: int = 0,
         revision: str | None = None,
@@ -163,7 +163,7 @@ class LLM:
         """Stop the thread that processes inputs; arrays go with the object."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -6,7 +6,7 @@ Both doors (HTTP and `LLM.chat`) come through here. Knows nothing of HTTP.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from mmjax.config import MultiModalConfig
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
@@ -54,7 +54,7 @@ class ChatParser:
     @classmethod
     def for_model(
         cls, input_processor: InputProcessor, *, are_objects_allowed: bool = False
-    ) -> Self:
+    ) -> "ChatParser":
         """Make the parser that fits a model's template, tokenizer and limits."""
         model_config = input_processor.model_config
         return cls(

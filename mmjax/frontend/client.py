@@ -4,7 +4,6 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
 
 from mmjax.config import SchedulerConfig
 from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
@@ -35,7 +34,7 @@ class RequestStream:
         self._queue: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
         self._is_done = False
 
-    def __aiter__(self) -> Self:
+    def __aiter__(self) -> "RequestStream":
         return self
 
     async def __anext__(self) -> RequestOutput:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol
 
 from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
@@ -66,7 +66,7 @@ class _Life:
     receiver: AsyncReceiver | None = None
 
     @classmethod
-    def spawn(cls, config: EngineConfig, main: str) -> Self:
+    def spawn(cls, config: EngineConfig, main: str) -> "_Life":
         directory = IpcDirectory()
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -43,7 +43,7 @@ class IpcDirectory:
         """Remove the directory and the sockets in it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "IpcDirectory":
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -1,0 +1,97 @@
+"""Pipes carry messages in order, in a directory that is nobody else's."""
+
+import asyncio
+import stat
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from mmjax.errors import ConfigError
+from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory, Receiver, Sender
+from mmjax.transport.messages import AbortRequests, Shutdown
+
+
+@pytest.fixture
+def directory() -> Iterator[IpcDirectory]:
+    with IpcDirectory() as made:
+        yield made
+
+
+def test_messages_arrive_in_order(directory: IpcDirectory) -> None:
+    address = directory.address("in")
+    receiver, sender = Receiver(address, bind=True), Sender(address)
+    try:
+        for i in range(100):
+            sender.send(AbortRequests(request_ids=[str(i)]))
+        received = [receiver.receive(5.0) for _ in range(100)]
+        assert received == [AbortRequests(request_ids=[str(i)]) for i in range(100)]
+    finally:
+        sender.close()
+        receiver.close()
+
+
+def test_receive_waits_no_longer_than_told(directory: IpcDirectory) -> None:
+    receiver = Receiver(directory.address("in"), bind=True)
+    try:
+        start = time.monotonic()
+        assert receiver.receive(0.0) is None
+        assert receiver.receive(0.05) is None
+        assert time.monotonic() - start < 2.0
+    finally:
+        receiver.close()
+
+
+def test_a_malformed_message_is_dropped(
+    directory: IpcDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = directory.address("in")
+    receiver = Receiver(address, bind=True)
+    raw = zmq.Context.instance().socket(zmq.PUSH)
+    sender = Sender(address)
+    try:
+        raw.connect(address)
+        for junk in ([b""], [b"\x80\x04."], [b"\x01", b"x", b"y"]):
+            raw.send_multipart(junk)
+        # Nothing good comes from `raw`: what is received is what `sender` says.
+        time.sleep(0.05)
+        sender.send(Shutdown())
+        assert receiver.receive(5.0) == Shutdown()
+    finally:
+        raw.close(linger=0)
+        sender.close()
+        receiver.close()
+
+
+def test_asyncio_twins(directory: IpcDirectory) -> None:
+    async def talk() -> list[object]:
+        address = directory.address("out")
+        receiver, sender = AsyncReceiver(address, bind=True), AsyncSender(address)
+        try:
+            for i in range(3):
+                await sender.send(AbortRequests(request_ids=[str(i)]))
+            return [await asyncio.wait_for(receiver.receive(), 5.0) for _ in range(3)]
+        finally:
+            sender.close()
+            receiver.close()
+
+    assert asyncio.run(talk()) == [AbortRequests(request_ids=[str(i)]) for i in range(3)]
+
+
+def test_the_directory_is_private_and_goes() -> None:
+    with IpcDirectory() as directory:
+        path = directory.path
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+        assert directory.address("in") == f"ipc://{path}/in"
+    assert not path.exists()
+
+
+def test_a_path_too_long_is_named(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path_factory.mktemp("x" * 100)
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        IpcDirectory()
+    assert list(long.iterdir()) == []

@@ -1,0 +1,285 @@
+"""Messages survive the wire, and nothing else does."""
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from mmjax.processing.fields import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+)
+from mmjax.processing.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
+from mmjax.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    Heartbeat,
+    Ready,
+    RequestFailed,
+    RequestOutputDelta,
+    Shutdown,
+    StepOutput,
+    TokenLogprobs,
+)
+
+# beartype checks one random element of a list: hypothesis sees that, and it changes nothing here.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
+
+DTYPES = ("bool", "int8", "int64", "uint8", "uint32", "float16", "float32", "float64")
+
+arrays = st.sampled_from(DTYPES).flatmap(
+    lambda dtype: hnp.arrays(
+        dtype,
+        hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
+        elements=hnp.from_dtype(np.dtype(dtype), allow_nan=False),  # NaN never equals itself
+    )
+)
+tensors = st.recursive(arrays, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
+small = st.integers(-9, 9)
+slices = st.builds(slice, st.none() | small, st.none() | small, st.none() | st.integers(1, 3))
+fields = st.one_of(
+    st.builds(MultiModalBatchedField, keep_on_cpu=st.booleans()),
+    st.builds(MultiModalSharedField, batch_size=st.integers(1, 9)),
+    st.builds(MultiModalFlatField, slices=st.lists(slices, max_size=3), dim=st.integers(0, 2)),
+    st.builds(
+        MultiModalFlatField,
+        slices=st.lists(st.tuples(slices, slices), min_size=1, max_size=3),
+        dim=st.just(1),
+    ),
+)
+items = st.dictionaries(st.text(max_size=8), st.builds(MultiModalFieldElem, tensors, fields)).map(
+    MultiModalKwargsItem
+)
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> PlaceholderRange:
+    length = draw(st.integers(0, 12))
+    mask = draw(st.none() | hnp.arrays(np.bool_, (length,)))
+    return PlaceholderRange(draw(st.integers(0, 99)), length, mask)
+
+
+features = st.builds(
+    MultiModalFeatureSpec,
+    data=st.none() | items,
+    modality=st.sampled_from(("image", "video")),
+    identifier=st.text(max_size=8),
+    mm_position=positions(),
+    mm_hash=st.none() | st.text(max_size=8),
+)
+requests = st.builds(
+    AddRequest,
+    request_id=st.text(max_size=8),
+    prompt_token_ids=st.lists(st.integers(0, 2**31), max_size=8),
+    mm_features=st.lists(features, max_size=2),
+    sampling_params=st.builds(
+        SamplingParams, temperature=st.floats(0, 2), stop=st.lists(st.text(min_size=1), max_size=2)
+    ),
+    eos_token_ids=st.lists(st.integers(0, 9), max_size=2),
+    cache_salt=st.none() | st.text(min_size=1, max_size=4),
+)
+
+
+def over_the_wire(message: Message) -> Message:
+    """Decode from copies, as another process would."""
+    return decode([bytes(frame) for frame in encode(message)])
+
+
+@given(request=requests)
+@settings(max_examples=50)
+def test_requests_come_back_equal(request: AddRequest) -> None:
+    back = over_the_wire(request)
+    assert isinstance(back, AddRequest)
+    assert back == request
+    for mine, theirs in zip(request.mm_features, back.mm_features, strict=True):
+        assert _fields_of(mine) == _fields_of(theirs)
+
+
+def _fields_of(feature: MultiModalFeatureSpec) -> dict[str, object]:
+    """Fields themselves: an element's equality looks only at their classes."""
+    return {key: elem.field for key, elem in (feature.data or {}).items()}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        AbortRequests(request_ids=["a", "b"]),
+        Shutdown(),
+        StepOutput(
+            deltas=[
+                RequestOutputDelta(
+                    request_id="a",
+                    new_token_ids=[1],
+                    new_logprobs=[
+                        TokenLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], sampled_rank=1)
+                    ],
+                    finish_reason="stop",
+                    stop_reason=7,
+                    num_cached_tokens=3,
+                )
+            ]
+        ),
+        RequestFailed(request_id="a", message="no", param="prompt", status=400),
+        Ready(num_kv_blocks=3, num_programs=4, startup_seconds={"load": 0.5}),
+        Heartbeat(num_running=1, num_waiting=2, kv_cache_usage=0.5, num_compilations=0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_other_messages_come_back_equal(message: Message) -> None:
+    assert over_the_wire(message) == message
+
+
+def _request(array: np.ndarray) -> AddRequest:
+    item = MultiModalKwargsItem(
+        {"pixel_values": MultiModalFieldElem(array, MultiModalBatchedField())}
+    )
+    feature = MultiModalFeatureSpec(
+        data=item, modality="image", identifier="x", mm_position=PlaceholderRange(0, 2)
+    )
+    return AddRequest(
+        request_id="a",
+        prompt_token_ids=[0, 0],
+        mm_features=[feature],
+        sampling_params=SamplingParams(),
+    )
+
+
+def _array_of(message: Message) -> np.ndarray:
+    assert isinstance(message, AddRequest)
+    data = message.mm_features[0].data
+    assert data is not None
+    return data["pixel_values"].data
+
+
+def test_arrays_are_neither_copied_out_nor_in() -> None:
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    frames = encode(_request(array))
+    assert np.shares_memory(np.frombuffer(frames[1], dtype=np.uint8), array)
+    back = _array_of(decode(frames))
+    assert np.shares_memory(back, array)
+    with pytest.raises(ValueError, match="read-only"):
+        back[0, 0] = 1
+
+
+def test_strided_and_bfloat16_arrays() -> None:
+    strided = np.arange(24).reshape(4, 6)[::2, ::3]
+    np.testing.assert_array_equal(_array_of(over_the_wire(_request(strided))), strided)
+    half = np.arange(4).astype(ml_dtypes.bfloat16)
+    back = _array_of(over_the_wire(_request(half)))
+    assert back.dtype == half.dtype
+    np.testing.assert_array_equal(back, half)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("O"), np.dtype("U3"), np.dtype("complex64")])
+def test_other_dtypes_are_not_sent(dtype: np.dtype) -> None:
+    with pytest.raises(FrameError, match="no wire form"):
+        encode(_request(np.zeros(2, dtype)))
+
+
+# ---- what is not a message -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("frames", "match"),
+    [
+        ([], "empty"),
+        ([b""], "empty"),
+        ([b"\x00abc"], "version 0"),
+        ([bytes([VERSION])], "cannot be decoded"),
+        ([bytes([VERSION]) + b"\xc1"], "cannot be decoded"),
+        ([bytes([VERSION]) + msgspec.msgpack.encode({"type": "Unknown"})], "cannot be decoded"),
+        ([bytes([VERSION]) + b"\x91" * 5000], "cannot be decoded"),
+        # The start of a pickle: refused like any other first byte.
+        ([b"\x80\x04\x95"], "version 128"),
+    ],
+)
+def test_malformed_frames_are_named(frames: list[bytes], match: str) -> None:
+    with pytest.raises(FrameError, match=match):
+        decode(frames)
+
+
+def _header_of(message: Message) -> dict:
+    return msgspec.msgpack.decode(bytes(encode(message)[0])[1:])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"dtype": "object"}, "unknown dtype"),
+        ({"dtype": "float64"}, "frame of 48 bytes"),
+        ({"shape": [10**9, 10**9]}, "frame of 48 bytes"),
+        ({"shape": [-3, -4]}, "shape"),
+        ({"frame": 0}, "frame 0 of 2"),
+        ({"frame": -1}, "frame -1 of 2"),
+        ({"frame": 2}, "frame 2 of 2"),
+    ],
+)
+def test_forged_arrays_are_refused(change: dict, match: str) -> None:
+    request = _request(np.zeros((3, 4), np.float32))
+    header = _header_of(request)
+    header["mm_features"][0]["data"]["pixel_values"]["data"].update(change)
+    frames = [bytes([VERSION]) + msgspec.msgpack.encode(header), bytes(encode(request)[1])]
+    with pytest.raises(FrameError, match=match):
+        decode(frames)
+
+
+def test_a_mask_must_fit_its_placeholder() -> None:
+    request = _request(np.zeros(2, np.float32))
+    header = _header_of(request)
+    header["mm_features"][0]["is_embed"] = {
+        "type": "array",
+        "dtype": "bool",
+        "shape": [3],
+        "frame": 2,
+    }
+    frames = [
+        bytes([VERSION]) + msgspec.msgpack.encode(header),
+        bytes(encode(request)[1]),
+        b"\x01\x00\x01",
+    ]
+    with pytest.raises(FrameError, match="is_embed"):
+        decode(frames)
+
+
+def test_bad_sampling_values_are_a_frame_error() -> None:
+    header = _header_of(_request(np.zeros(2, np.float32)))
+    header["sampling_params"]["temperature"] = -1.0
+    with pytest.raises(FrameError, match="temperature"):
+        decode([bytes([VERSION]) + msgspec.msgpack.encode(header), b"\x00" * 8])
+
+
+@given(frames=st.lists(st.binary(max_size=64), max_size=3), has_version=st.booleans())
+@settings(max_examples=300)
+def test_random_frames_raise_only_frame_errors(frames: list[bytes], has_version: bool) -> None:
+    if has_version and frames:
+        frames[0] = bytes([VERSION]) + frames[0]
+    _decode_or_frame_error(frames)
+
+
+@given(request=requests, place=st.integers(0, 10_000), value=st.integers(0, 255))
+@settings(max_examples=50)
+def test_flipped_bytes_raise_only_frame_errors(
+    request: AddRequest, place: int, value: int
+) -> None:
+    frames = [bytearray(bytes(frame)) for frame in encode(request)]
+    header = frames[0]
+    header[place % len(header)] = value
+    _decode_or_frame_error([bytes(frame) for frame in frames])
+
+
+def _decode_or_frame_error(frames: list[bytes]) -> None:
+    try:
+        decode(frames)
+    except FrameError as error:
+        assert str(error)  # noqa: PT017 (any other exception fails the test, and must)
