@@ -1,6 +1,7 @@
 """The laws of the house, on the tree as it is: floors, sizes, names, words, what P0 may load."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -77,6 +78,16 @@ for name in sys.argv[1:]:
 heavy = {"jax", "jaxlib", "flax", "optax", "orbax"}
 print(",".join(sorted(heavy & sys.modules.keys())))
 """
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    done = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return done.stdout.splitlines()
 
 
 def parse(file: Path) -> ast.Module:
@@ -234,14 +245,33 @@ def test_nothing_in_the_package_can_run_what_it_reads():
     assert found == []
 
 
-def test_the_top_level_holds_what_it_should():
-    done = subprocess.run(
-        ["git", "ls-files", "--cached"], cwd=ROOT, capture_output=True, text=True, check=False
+def test_no_work_is_left_in_comments():
+    mark = re.compile(
+        r"#.*\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b|# (noqa|type: ignore|pyright: ignore)\s*$"
     )
-    if done.returncode:
-        pytest.skip("not a git checkout")
-    tracked = {line.split("/")[0] for line in done.stdout.splitlines()}
-    assert tracked - TOP_LEVEL == set()
+    found = [
+        f"{file.relative_to(ROOT)}:{number}"
+        for file in FILES
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if mark.search(line)
+    ]
+    assert found == []
+
+
+def test_every_tracked_file_passes_the_commit_hook(tracked: list[str]):
+    command = [sys.executable, "tests/check_files.py", *tracked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_link_of_the_documentation_leads_somewhere():
+    command = [sys.executable, "docs/check_links.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_top_level_holds_what_it_should(tracked: list[str]):
+    assert {name.split("/")[0] for name in tracked} - TOP_LEVEL == set()
 
 
 def test_torch_is_a_dependency_of_dev_alone():
