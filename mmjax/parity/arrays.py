@@ -57,7 +57,8 @@ def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarra
         items = zip(inputs.mm_kwargs[modality], placeholders, strict=True)
         for item, place in sorted(items, key=lambda pair: pair[1].offset):
             inside = slice(place.offset, place.offset + place.length)
-            is_embed[inside] = True if place.is_embed is None else place.is_embed
+            # Neighbours may share a token of text, hence the or.
+            is_embed[inside] |= True if place.is_embed is None else place.is_embed
             for name, value in encoder_units(item.get_data()).items():
                 units.setdefault(name, []).append(value)
     return Sample(

@@ -1,0 +1,79 @@
+"""`python -m mmjax.parity [MODEL]`: is what we compute what HF computes, and where does it part?
+
+Runs any checkpoint in float32 on both sides and prints, per layer, how far they are apart.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import MMJaxError
+from mmjax.model_source import load_model_config
+from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
+from mmjax.parity.compare import TOLERANCE, format_case, format_summary
+from mmjax.parity.reference import import_torch
+
+PROMPTS = ("Describe the picture.", "What color is the circle?")
+SIZES = ((640, 480), (37, 211), (1, 1))
+"""Pictures of a case: the first n of these, width by height."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a table a case and a summary; return 0, 1 out of tolerance, or 2 if it cannot run."""
+    options = _parse(arguments)
+    try:
+        import_torch()
+        return _run(options)
+    except MMJaxError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
+    parity = Parity(model_config, max_len=options.max_len)
+    reports = []
+    for text in options.prompts:
+        for num_images in options.num_images:
+            case = Case(
+                name=f"{text!r} + {num_images}",
+                prompt=parity.write_prompt(text, num_images),
+                images=[_draw(*SIZES[i % len(SIZES)], i) for i in range(num_images)],
+                mm_processor_kwargs=options.mm_processor_kwargs,
+            )
+            reports.append(parity.run(case, max_tokens=options.max_tokens))
+            if not options.summary_only:
+                print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
+    print(format_summary(reports, options.tolerance))
+    return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mmjax.parity", description=__doc__)
+    add: Any = parser.add_argument
+    add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
+    add("--revision", help="of a hub id")
+    add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
+    add("--num-images", nargs="+", type=int, default=(0, 1, 2, 3), help="sizes of those sets")
+    add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
+    add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
+    add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
+    add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
+    add("--summary-only", action="store_true", help="leave out the tables")
+    return parser.parse_args(arguments)
+
+
+def _draw(width: int, height: int, seed: int) -> Image.Image:
+    """Return stripes of colour, others for every seed."""
+    y, x = np.mgrid[0:height, 0:width]
+    waves = [np.sin(0.05 * (k + 1) * x + 0.07 * (seed + 1) * y + k) for k in range(3)]
+    return Image.fromarray(((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

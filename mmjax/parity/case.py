@@ -1,0 +1,97 @@
+"""One prompt through both sides, from text and pictures to tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.config import ModelConfig
+from mmjax.models.registry import create_processor, load_model_class
+from mmjax.parity.arrays import PagedModel, Sample, make_sample
+from mmjax.parity.compare import CaseReport, compare
+from mmjax.parity.reference import generate_reference, load_reference, run_reference
+
+DEFAULT_MAX_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A prompt as a user gives it."""
+
+    name: str
+    prompt: str | list[int]
+    images: Sequence[Image.Image] = ()
+    mm_processor_kwargs: Mapping[str, Any] | None = None
+
+
+class Parity:
+    """A checkpoint loaded twice: by us, and by HF in torch."""
+
+    def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
+        architecture = model_config.architecture
+        model_class: Any = load_model_class(architecture)
+        self.rules = model_class.RULES
+        self.processor = create_processor(model_config)
+        self.hf_processor = self.processor.info.get_hf_processor()
+        # First, since it says at once when torch is missing.
+        self.reference = load_reference(model_config.path, architecture)
+        self.ours = PagedModel.from_directory(
+            model_config.path, model_class, model_config.hf_config, max_len=max_len
+        )
+
+    def write_prompt(self, text: str, num_images: int) -> str:
+        """Return a user's turn with the pictures before the text, by the chat template if any."""
+        tokenizer = self.processor.info.get_tokenizer()
+        template = self.hf_processor.chat_template or tokenizer.chat_template
+        if template is None:
+            mark = self.processor.info.get_placeholder_str("image", 1) or ""
+            return mark * num_images + text
+        content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}],
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        # The tokenizer writes the first token, as it does for every text.
+        return prompt.removeprefix(tokenizer.bos_token or "")
+
+    def process(self, case: Case) -> Sample:
+        """Return the case as our processor gives it."""
+        inputs = self.processor.apply(
+            case.prompt,
+            {"image": list(case.images)} if case.images else {},
+            hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
+        )
+        return make_sample(inputs, self.ours.model_class.encoder_units)
+
+    def process_reference(self, case: Case) -> Any:
+        """Return the case as HF's processor gives it; it takes text only."""
+        text = case.prompt
+        if not isinstance(text, str):
+            text = self.processor.info.get_tokenizer().decode(text)
+        return self.hf_processor(
+            text=[text],
+            images=[list(case.images)] if case.images else None,
+            return_tensors="pt",
+            **(case.mm_processor_kwargs or {}),
+        )
+
+    def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
+        """Run both sides on their own processors' inputs."""
+        sample, inputs = self.process(case), self.process_reference(case)
+        is_equal = np.array_equal(sample.token_ids, inputs["input_ids"][0].numpy())
+        differences = compare(
+            self.ours.run(sample), run_reference(self.reference, inputs, self.rules)
+        )
+        return CaseReport(
+            name=case.name,
+            num_prompt_tokens=sample.num_tokens,
+            num_images=len(case.images),
+            differences=differences,
+            token_ids=self.ours.generate(sample, max_tokens),
+            reference_token_ids=generate_reference(self.reference, inputs, max_tokens),
+            is_prompt_equal=is_equal,
+        )

@@ -1,0 +1,117 @@
+"""Whole prompts, text and pictures in, tokens out: our processor and arrays against HF's."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mmjax.errors import ConfigError
+from mmjax.model_source import load_model_config
+from mmjax.parity import reference
+from mmjax.parity.__main__ import main
+from mmjax.parity.case import Case, Parity
+from tests.kit import draw, random_image_prompt, tiny_gemma3_checkpoint
+
+PAN_AND_SCAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 32,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+SIZES: dict[str, Sequence[tuple[int, int]]] = {
+    "no picture": (),
+    "1x1": ((1, 1),),
+    "37x211": ((37, 211),),
+    "640x480": ((640, 480),),
+    "two": ((211, 37), (56, 56)),
+    "three": ((640, 480), (1, 1), (37, 211)),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 3 of three layers."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    return tiny_gemma3_checkpoint(
+        tmp_path_factory.mktemp("parity"), text={"num_hidden_layers": 3, "layer_types": kinds}
+    )
+
+
+@pytest.fixture(scope="module")
+def parity(checkpoint: Path) -> Parity:
+    """The checkpoint on both sides."""
+    return Parity(load_model_config(str(checkpoint)), max_len=320)
+
+
+def make_case(name: str, mm_processor_kwargs: Any = None, *, as_ids: Any = None) -> Case:
+    sizes = SIZES[name]
+    prompt = random_image_prompt(len(sizes), len(sizes))
+    return Case(
+        name=name,
+        prompt=as_ids(prompt) if as_ids else prompt,
+        images=[draw(*size, seed) for seed, size in enumerate(sizes)],
+        mm_processor_kwargs=mm_processor_kwargs,
+    )
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_text_prompts(parity: Parity, name: str):
+    report = parity.run(make_case(name))
+    assert report.is_within(2e-5), report
+
+
+@pytest.mark.parametrize("name", ["37x211", "640x480", "three"])
+def test_pan_and_scan(parity: Parity, name: str):
+    case = make_case(name, PAN_AND_SCAN)
+    assert len(parity.process(case).units["pixel_values"]) > len(case.images)
+    report = parity.run(case)
+    assert report.is_within(2e-5), report
+
+
+@pytest.mark.parametrize("kwargs", [None, PAN_AND_SCAN], ids=["whole", "pan and scan"])
+def test_token_prompts(parity: Parity, kwargs: Any):
+    tokenizer: Any = parity.processor.info.get_tokenizer()
+    case = make_case("three", kwargs, as_ids=tokenizer.encode)
+    text = make_case("three", kwargs)
+    assert not isinstance(case.prompt, str)
+    assert parity.process(case).token_ids.tolist() == parity.process(text).token_ids.tolist()
+    # HF takes text only, and so is asked with the text.
+    assert parity.ours.generate(parity.process(case), 4) == parity.run(text).token_ids[:4]
+
+
+def test_a_wrong_weight_is_found_where_it_lies(checkpoint: Path):
+    parity = Parity(load_model_config(str(checkpoint)), max_len=320)
+    layers = parity.ours.params["language_model"]["layers"]
+    layers[1] = jax.tree.map(lambda leaf: leaf * 1.01, layers[1])
+    report = parity.run(make_case("1x1"), max_tokens=1)
+    first = report.first_out_of(1e-4)
+    assert first is not None
+    assert first.name == "language_model.layers.1"
+
+
+def test_the_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--prompts", "Which?", "--num-images", "1", "--max-tokens", "2"]
+    assert main([str(checkpoint), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "language_model.layers.2" in out
+    assert out.endswith("parity: yes (tolerance 0.0001)\n")
+
+
+def test_the_command_says_no(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--prompts", "Which?", "--num-images", "0", "--max-tokens", "1"]
+    assert main([str(checkpoint), *arguments, "--tolerance", "0", "--summary-only"]) == 1
+    assert "parity: NO" in capsys.readouterr().out
+
+
+def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]):
+    assert main(["./nowhere"]) == 2
+    assert "parity: model directory `./nowhere` does not exist" in capsys.readouterr().err
+
+
+def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match=r"pip install mmjax\[dev\]"):
+        reference.import_torch()
