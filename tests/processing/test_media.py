@@ -1,0 +1,271 @@
+"""Decoding within limits: transparency, EXIF, arrays, data URLs, and everything that is refused."""
+
+import base64
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ExifTags, Image, PngImagePlugin
+
+from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
+from mmjax.processing.media import (
+    MediaLimits,
+    MediaWithBytes,
+    convert_to_rgb,
+    image_from_array,
+    load_image_bytes,
+    load_image_path,
+    load_image_url,
+)
+from tests.kit import draw
+
+LIMITS = MediaLimits(max_image_bytes=100_000, max_image_pixels=10_000)
+
+
+def encode(image: Image.Image, kind: str = "PNG", **kwargs: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **kwargs)
+    return buffer.getvalue()
+
+
+def as_url(data: bytes, header: str = "data:image/png;base64,") -> str:
+    return header + base64.b64encode(data).decode()
+
+
+def png_header(width: int, height: int) -> bytes:
+    """A PNG that promises a picture, with nothing behind the promise."""
+    size = width.to_bytes(4, "big") + height.to_bytes(4, "big")
+    chunk = b"IHDR" + size + b"\x08\x02\x00\x00\x00"
+    checksum = zlib.crc32(chunk).to_bytes(4, "big")
+    return b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0d" + chunk + checksum + b"\x00\x00\x00\x00IDAT"
+
+
+def two_colours(mode: str) -> Image.Image:
+    """A red pixel that is seen, and one that is not."""
+    image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+    image.putpixel((1, 0), (255, 0, 0, 0))
+    if mode in ("P", "PA"):
+        paletted = Image.new(mode, (2, 1))
+        paletted.putpalette([255, 0, 0, 0, 255, 0])
+        paletted.putpixel((0, 0), 0 if mode == "P" else (0, 255))
+        paletted.putpixel((1, 0), 1 if mode == "P" else (1, 0))
+        if mode == "P":
+            paletted.info["transparency"] = 1
+        return paletted
+    return image.convert(mode)
+
+
+class TestDecoding:
+    @pytest.mark.parametrize("kind", ["PNG", "WEBP", "GIF", "BMP", "TIFF"])
+    def test_lossless_formats_give_back_the_picture(self, kind: str):
+        image = draw(16, 9).quantize(64).convert("RGB")
+        options = {"lossless": True} if kind == "WEBP" else {}
+        media = load_image_bytes(encode(image, kind, **options), LIMITS)
+        assert media.mode == "RGB"
+        if kind != "GIF":
+            np.testing.assert_array_equal(np.asarray(media), np.asarray(image))
+
+    @pytest.mark.parametrize("mode", ["RGBA", "LA", "PA", "P"])
+    def test_transparency_shows_white(self, mode: str):
+        rgb = convert_to_rgb(two_colours(mode))
+        assert rgb.mode == "RGB"
+        assert rgb.getpixel((1, 0)) == (255, 255, 255)
+        seen = rgb.getpixel((0, 0))
+        assert seen == ((76, 76, 76) if mode == "LA" else (255, 0, 0))
+
+    def test_a_transparent_palette_survives_its_file(self):
+        media = load_image_bytes(encode(two_colours("P"), transparency=1), LIMITS)
+        assert media.getpixel((1, 0)) == (255, 255, 255)
+        assert media.io_config is not None
+        assert load_image_bytes(encode(draw(2, 2)), LIMITS).io_config is None
+
+    @pytest.mark.parametrize("orientation", range(1, 9))
+    def test_exif_turns_the_picture_upright_once(self, orientation: int):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        media = load_image_bytes(encode(draw(8, 4), exif=exif), LIMITS)
+        assert media.size == ((4, 8) if orientation > 4 else (8, 4))
+        again = convert_to_rgb(media.media)
+        np.testing.assert_array_equal(np.asarray(again), np.asarray(media.media))
+
+    def test_malformed_exif_does_not_spoil_a_sound_picture(self):
+        data = encode(draw(4, 4), exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+        assert load_image_bytes(data, LIMITS).size == (4, 4)
+
+    def test_the_first_frame_of_many_is_taken(self):
+        frames = [Image.new("RGB", (2, 2), colour) for colour in ("red", "blue")]
+        data = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
+        assert load_image_bytes(data, LIMITS).getpixel((0, 0)) == (255, 0, 0)
+
+    def test_sixteen_bit_greys_are_scaled_not_clipped(self):
+        grey = Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16))
+        rgb = load_image_bytes(encode(grey), LIMITS)
+        assert [rgb.getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
+
+    def test_an_upright_rgb_picture_is_not_copied(self):
+        image = draw(3, 3)
+        assert convert_to_rgb(image) is image
+
+
+class TestLimits:
+    def test_too_many_bytes(self):
+        with pytest.raises(RequestValueError, match="100001 encoded bytes, at most 100000"):
+            load_image_bytes(b"x" * 100_001, LIMITS)
+
+    def test_pixels_are_counted_before_decoding(self):
+        with pytest.raises(RequestValueError, match="5000x2000 = 10000000 pixels") as caught:
+            load_image_bytes(png_header(5000, 2000), LIMITS, param="messages")
+        assert caught.value.status == 400
+        assert caught.value.param == "messages"
+
+    def test_pillows_own_bomb_check_is_a_clients_error_too(self):
+        with pytest.raises(RequestValueError, match="too large"):
+            load_image_bytes(png_header(2**16, 2**16), LIMITS)
+
+    def test_a_text_bomb_in_a_png_is_refused(self):
+        text = PngImagePlugin.PngInfo()
+        text.add_text("comment", "a" * 3_000_000, zip=True)
+        with pytest.raises(RequestError):
+            load_image_bytes(encode(draw(2, 2), pnginfo=text), LIMITS)
+
+    @pytest.mark.parametrize("kind", ["ICO", "PPM", "TGA", "EPS"])
+    def test_other_formats_are_not_even_tried(self, kind: str):
+        with pytest.raises(MediaError, match="PNG, JPEG, WEBP, GIF, BMP, TIFF") as caught:
+            load_image_bytes(encode(draw(16, 16), kind), LIMITS)
+        assert caught.value.status == 422
+
+    @pytest.mark.parametrize("data", [b"", b"not a picture", encode(draw(30, 30))[:200]])
+    def test_broken_files(self, data: bytes):
+        with pytest.raises(MediaError, match="Failed to load image"):
+            load_image_bytes(data, LIMITS)
+
+    @settings(max_examples=200, deadline=None)
+    @given(
+        st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"]),
+        st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), max_size=6),
+        st.integers(0, 2000),
+    )
+    def test_damaged_files_decode_or_are_refused(
+        self, kind: str, damage: list[tuple[int, int]], cut: int
+    ):
+        data = bytearray(encode(draw(20, 15), kind))
+        for place, value in damage:
+            data[place % len(data)] = value
+        try:
+            media = load_image_bytes(bytes(data[: len(data) - cut % 40]), LIMITS)
+        except RequestError:
+            return
+        assert media.mode == "RGB"
+
+
+class TestUrls:
+    def test_a_data_url_holds_a_picture(self):
+        data = encode(draw(4, 5))
+        for header in ("data:image/png;base64,", "DATA:;charset=x;base64,", "data:;base64,"):
+            media = load_image_url(as_url(data, header), LIMITS)
+            assert media.original_bytes == data
+            assert media.size == (4, 5)
+
+    @pytest.mark.parametrize(
+        ("url", "message"),
+        [
+            ("http://host/a.png", "`http:` URLs are not fetched by this version"),
+            ("HTTPS://host/a.png", "`https:` URLs are not fetched"),
+            ("file:///etc/passwd", "`file:` URLs are not fetched"),
+            ("ftp://host/a.png", "must be a base64 `data:` URL"),
+            ("/etc/passwd", "must be a base64 `data:` URL"),
+            ("data:image/png;base64", "missing ','"),
+            ("data:image/png,abc", "only base64 payloads"),
+            ("data:image/png;BASE64,AAAA", "only base64 payloads"),
+            ("data:image/png; base64,AAAA", "only base64 payloads"),
+            ("data:image/png;base64,AA\nAA", "invalid base64"),
+            ("data:image/png;base64,AAA", "invalid base64"),
+            ("data:image/png;base64,ÄÖ==", "invalid base64"),
+            ("data:image/png;base64," + "A" * 200_000, "at most 100000"),
+            ("data:image/png;base64,", "Failed to load image"),
+        ],
+    )
+    def test_everything_else_is_refused(self, url: str, message: str):
+        with pytest.raises(RequestError, match=message) as caught:
+            load_image_url(url, LIMITS)
+        assert caught.value.param == "image_url"
+
+
+class TestPaths:
+    def test_a_file_is_read(self, tmp_path: Path):
+        path = tmp_path / "a.png"
+        path.write_bytes(encode(draw(6, 7)))
+        assert load_image_path(path, LIMITS).size == (6, 7)
+
+    def test_what_cannot_be_read_is_named(self, tmp_path: Path):
+        big = tmp_path / "big.png"
+        big.write_bytes(b"x" * 100_001)
+        cases = [
+            (tmp_path / "no.png", "cannot be read"),
+            (tmp_path, "cannot be read"),
+            (big, "100001"),
+        ]
+        for path, message in [*cases, (Path("a\0b"), "cannot be read")]:
+            with pytest.raises(RequestValueError, match=message):
+                load_image_path(path, LIMITS)
+
+
+class TestArrays:
+    @pytest.mark.parametrize("shape", [(4, 6, 3), (3, 4, 6), (4, 6, 1), (1, 4, 6), (4, 6, 4)])
+    def test_layouts(self, shape: tuple[int, ...]):
+        pixels = np.full(shape, 255, dtype=np.uint8)
+        assert image_from_array(pixels, LIMITS).size == (6, 4)
+
+    def test_values_survive(self):
+        image = draw(5, 4)
+        pixels = np.asarray(image)
+        for array in (
+            pixels,
+            pixels.astype(np.int64),
+            jnp.asarray(pixels),
+            pixels / 255,
+            jnp.asarray(pixels / np.float32(255)),
+            np.moveaxis(pixels, -1, 0),
+        ):
+            np.testing.assert_array_equal(np.asarray(image_from_array(array, LIMITS)), pixels)
+
+    def test_bfloat16_is_a_float(self):
+        array = np.ones((2, 2, 3), dtype=ml_dtypes.bfloat16)
+        assert image_from_array(array, LIMITS).getpixel((0, 0)) == (255, 255, 255)
+
+    @pytest.mark.parametrize(
+        ("array", "error", "message"),
+        [
+            (np.zeros((4, 6), np.uint8), RequestValueError, r"shape \(4, 6\)"),
+            (np.zeros((5, 6, 5), np.uint8), RequestValueError, "1, 3 or 4 channels"),
+            (np.zeros((0, 6, 3), np.uint8), RequestValueError, "6x0 pixels"),
+            (np.zeros((200, 200, 3), np.uint8), RequestValueError, "40000 pixels"),
+            (np.full((2, 2, 3), 256), RequestValueError, "0..255 for integers"),
+            (np.full((2, 2, 3), -1), RequestValueError, "0..255 for integers"),
+            (np.full((2, 2, 3), 2.0), RequestValueError, "0..1 for floats"),
+            (np.full((2, 2, 3), np.nan), RequestValueError, "0..1 for floats"),
+            (np.full((2, 2, 3), "a"), RequestTypeError, "must be uint8"),
+            (np.full((2, 2, 3), True), RequestTypeError, "must be uint8"),
+        ],
+    )
+    def test_what_is_no_picture_is_refused(
+        self, array: np.ndarray, error: type[Exception], message: str
+    ):
+        with pytest.raises(error, match=message):
+            image_from_array(array, LIMITS)
+
+
+def test_media_with_bytes_behaves_as_its_medium():
+    image = draw(3, 2)
+    media = MediaWithBytes(image, b"")
+    assert media.size == (3, 2)
+    np.testing.assert_array_equal(np.asarray(media), np.asarray(image))
+    assert list(MediaWithBytes([1, 2], b"")) == [1, 2]
+    assert MediaWithBytes([1, 2], b"")[1] == 2
