@@ -26,7 +26,7 @@ def enable_persistent_cache(directory: Path | None) -> None:
     write there can run code here, so a folder that others may write is refused with a warning.
     """
     if directory is None:
-        if jax.config.read("jax_compilation_cache_dir") is not None:
+        if jax.config.values.get("jax_compilation_cache_dir") is not None:
             return
         directory = default_cache_dir()
     try:

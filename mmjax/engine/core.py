@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,7 @@ class EngineCore:
         with self._timed("warm_up"):
             self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
+        self.num_preemptions = 0
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
         logger.info(
@@ -92,7 +93,7 @@ class EngineCore:
     @classmethod
     def from_model(
         cls, model_class: type[nnx.Module], params: Params, config: EngineConfig
-    ) -> Self:
+    ) -> "EngineCore":
         """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
         return cls(config, model_class=model_class, params=params)
 
@@ -188,6 +189,7 @@ class EngineCore:
         with self._counter.watching():
             output = self._scheduler.schedule()
             sampled = self._runner.execute(output)
+        self.num_preemptions += output.num_preempted
         return self._scheduler.update_from_output(output, sampled)
 
     def has_unfinished(self) -> bool:
@@ -206,6 +208,11 @@ class EngineCore:
     def compilations(self) -> int:
         """Programs that were compiled while serving: 0 unless something is wrong."""
         return self._counter.count
+
+    def encoder_usage(self) -> float:
+        """Return the share of the encoder cache that requests hold, between 0 and 1."""
+        cache = self._scheduler.encoder_cache
+        return 1.0 - cache.num_freeable_slots / cache.cache_size
 
     def stats(self) -> Heartbeat:
         """Return the figures of the moment."""

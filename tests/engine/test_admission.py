@@ -1,0 +1,84 @@
+"""What no step could serve is refused at the door, with the field and the mend."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.engine.admission import AdmissionLimits
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.errors import RequestValueError
+from mmjax.processing.inputs import PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+
+LIMITS: dict[str, Any] = {
+    "max_model_len": 32,
+    "vocab_size": 100,
+    "num_blocks": 5,
+    "block_size": 4,
+    "max_num_batched_tokens": 16,
+    "encoder_budget": 8,
+    "keeps_items_whole": True,
+}
+
+
+def item(offset: int, length: int, num_embeds: int | None = None) -> EncoderItem:
+    mask = None if num_embeds is None else np.arange(length) < num_embeds
+    return EncoderItem(identifier="x", position=PlaceholderRange(offset, length, mask))
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "items", "param", "words"),
+    [
+        ([], [], "prompt", "empty"),
+        ([3] * 32, [], "prompt", "32 tokens"),
+        ([3, 100], [], "prompt_token_ids", "100 is not in the vocabulary"),
+        ([3, -1], [], "prompt_token_ids", "-1 is not in the vocabulary"),
+        ([2**40], [], "prompt_token_ids", "not in the vocabulary"),
+        ([3] * 4, [item(2, 3)], "multi_modal_data", "4 tokens"),
+        ([3] * 20, [item(0, 9)], "multi_modal_data", "9 embeddings"),
+        ([3] * 20, [item(0, 17, 4)], "multi_modal_data", "17 tokens"),
+    ],
+)
+def test_an_impossible_prompt_is_refused(
+    token_ids: list[int], items: list[EncoderItem], param: str, words: str
+) -> None:
+    with pytest.raises(RequestValueError, match=words) as caught:
+        AdmissionLimits(**LIMITS).check_prompt(token_ids, items)
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+def test_placeholder_ids_may_lie_outside_the_vocabulary() -> None:
+    AdmissionLimits(**LIMITS).check_prompt([3, 262144, 262144, 3], [item(1, 2)])
+
+
+def test_an_item_may_be_cut_where_the_model_allows_it() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "keeps_items_whole": False})
+    limits.check_prompt([3] * 20, [item(0, 17, 4)])
+
+
+def make_request(num_tokens: int, **sampling: Any) -> Request:
+    return Request(
+        request_id="a",
+        prompt_token_ids=[3] * num_tokens,
+        sampling_params=SamplingParams(**sampling),
+        max_model_len=32,
+        eos_token_ids=[1],
+    )
+
+
+def test_a_request_must_fit_the_kv_cache_alone() -> None:
+    limits = AdmissionLimits(**LIMITS)
+    limits.check_request(make_request(10, max_tokens=11))
+    with pytest.raises(RequestValueError, match="21 tokens, which need 6 blocks") as caught:
+        limits.check_request(make_request(10, max_tokens=12))
+    assert caught.value.param == "max_tokens"
+
+
+def test_min_tokens_holds_back_at_most_as_many_ids_as_the_table_is_wide() -> None:
+    limits = AdmissionLimits(**LIMITS)
+    many = list(range(40, 72))
+    limits.check_request(make_request(4, max_tokens=4, stop_token_ids=many))
+    with pytest.raises(RequestValueError, match="33 ids"):
+        limits.check_request(make_request(4, max_tokens=4, min_tokens=1, stop_token_ids=many))

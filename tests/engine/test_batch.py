@@ -1,0 +1,173 @@
+"""Known windows to known arrays, padding included."""
+
+import numpy as np
+import pytest
+
+from mmjax.engine.batch import NO_TOKEN, BatchBuilder, sample_layout, step_layout
+from mmjax.engine.buckets import StepBucket
+from mmjax.engine.outputs import ScheduledRequest
+from mmjax.engine.request import EncoderItem, Request
+from mmjax.processing.inputs import PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 50, 4, 6
+ROWS = {"x": np.array([30, 31, 40, 41], np.int32), "y": np.array([7], np.int32)}
+
+
+@pytest.fixture
+def builder() -> BatchBuilder:
+    return BatchBuilder(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_blocks=MAX_BLOCKS,
+        rows_of=ROWS.__getitem__,
+        has_spans=True,
+    )
+
+
+def make_request(num_tokens: int, items: tuple = (), **sampling: object) -> Request:
+    return Request(
+        request_id=f"{num_tokens} tokens",
+        prompt_token_ids=list(range(100, 100 + num_tokens)),
+        sampling_params=SamplingParams(**{"temperature": 0.0, **sampling}),  # pyright: ignore[reportArgumentType]
+        max_model_len=MAX_BLOCKS * BLOCK_SIZE,
+        items=items,
+        eos_token_ids=[1],
+    )
+
+
+def window(request: Request, start: int, end: int, blocks: list[int]) -> ScheduledRequest:
+    table = np.zeros(MAX_BLOCKS, np.int32)
+    table[: len(blocks)] = blocks
+    return ScheduledRequest(request, start, end - start, table, end == request.num_tokens)
+
+
+def item(identifier: str, offset: int, mask: list[int] | None, length: int) -> EncoderItem:
+    is_embed = None if mask is None else np.array(mask, bool)
+    return EncoderItem(identifier=identifier, position=PlaceholderRange(offset, length, is_embed))
+
+
+def fields_of(flat: np.ndarray, bucket: StepBucket) -> dict[str, np.ndarray]:
+    return step_layout(bucket, MAX_BLOCKS).views(flat)
+
+
+def test_a_decode_step(builder: BatchBuilder) -> None:
+    bucket = StepBucket(4, 4, 1)
+    requests = [
+        window(make_request(6), 5, 6, [10, 11]),
+        window(make_request(9), 8, 9, [20, 21, 22]),
+    ]
+    flat, last_rows = builder.build_step(requests, bucket)
+    fields = fields_of(flat, bucket)
+    assert flat.dtype == np.int32
+    assert last_rows.tolist() == [0, 1]
+    assert fields["token_ids"].tolist() == [105, 108, 0, 0]
+    assert fields["positions"].tolist() == [[5, 8, 0, 0]] * 3
+    assert fields["token_index"].tolist() == [5, 8, 0, 0]
+    assert fields["span_end"].tolist() == [6, 9, 0, 0]
+    assert fields["src_index"].tolist() == [-1] * 4
+    assert fields["slot_block"].tolist() == [11, 22, NUM_BLOCKS, NUM_BLOCKS]
+    assert fields["slot_offset"].tolist() == [1, 0, 0, 0]
+    assert fields["tile_rows"].tolist() == [[0], [1], [4], [4]]
+    assert fields["tile_request"].tolist() == [0, 1, 0, 0]
+    assert fields["row_slot"].tolist() == [0, 1, 0, 0]
+    assert fields["block_tables"][:2].tolist() == [[10, 11, 0, 0, 0, 0], [20, 21, 22, 0, 0, 0]]
+    assert not fields["block_tables"][2:].any()
+    assert fields["num_blocks_bound"] == 3
+
+
+def test_a_chunk_with_pictures_beside_a_decode_row(builder: BatchBuilder) -> None:
+    bucket = StepBucket(64, 4, 64)
+    # places 2 to 7: a mark, two embeddings, a mark, two embeddings; place 9: one embedding
+    items = (item("x", 2, [0, 1, 1, 0, 1, 1], 6), item("y", 9, None, 1))
+    requests = [
+        window(make_request(13, items), 2, 11, [10, 11, 12]),
+        window(make_request(6), 5, 6, [20, 21]),
+    ]
+    flat, last_rows = builder.build_step(requests, bucket)
+    fields = fields_of(flat, bucket)
+    assert last_rows.tolist() == [8, 9]
+    assert fields["token_ids"][:11].tolist() == [*range(102, 111), 105, 0]
+    assert fields["token_index"][:11].tolist() == [*range(2, 11), 5, 0]
+    assert fields["src_index"][:11].tolist() == [-1, 30, 31, -1, 40, 41, -1, 7, -1, -1, -1]
+    assert fields["span_end"][:11].tolist() == [3, 5, 5, 6, 8, 8, 9, 10, 11, 6, 0]
+    assert fields["slot_block"][:11].tolist() == [10, 10, *[11] * 4, 12, 12, 12, 21, NUM_BLOCKS]
+    assert fields["slot_offset"][:11].tolist() == [2, 3, 0, 1, 2, 3, 0, 1, 2, 1, 0]
+    assert fields["tile_rows"].shape == (5, 64)
+    assert fields["tile_rows"][0].tolist() == [*range(9), *[64] * 55]
+    assert fields["tile_rows"][1].tolist() == [9, *[64] * 63]
+    assert (fields["tile_rows"][2:] == 64).all()
+    assert fields["tile_request"].tolist() == [0, 1, 0, 0, 0]
+    assert fields["row_slot"][:11].tolist() == [*range(9), 64, 0]
+    assert fields["num_blocks_bound"] == 3
+
+
+def test_a_later_chunk_reads_the_rest_of_an_item(builder: BatchBuilder) -> None:
+    bucket = StepBucket(64, 4, 64)
+    items = (item("x", 2, [0, 1, 1, 0, 1, 1], 6),)
+    flat, _ = builder.build_step([window(make_request(13, items), 4, 7, [10, 11])], bucket)
+    fields = fields_of(flat, bucket)
+    assert fields["src_index"][:4].tolist() == [31, -1, 40, -1]
+    assert fields["span_end"][:4].tolist() == [5, 6, 8, 0]
+
+
+def test_without_spans_every_token_is_causal(builder: BatchBuilder) -> None:
+    builder.has_spans = False
+    bucket = StepBucket(64, 4, 64)
+    flat, _ = builder.build_step(
+        [window(make_request(13, (item("x", 2, None, 4),)), 0, 8, [1, 2])], bucket
+    )
+    assert fields_of(flat, bucket)["span_end"][:8].tolist() == list(range(1, 9))
+
+
+def test_a_long_chunk_is_cut_into_tiles(builder: BatchBuilder) -> None:
+    bucket = StepBucket(256, 4, 64)
+    request = make_request(1)
+    request.token_ids = np.arange(200, dtype=np.int32)
+    table = np.arange(50, dtype=np.int32)
+    builder.max_blocks = 50
+    requests = [
+        ScheduledRequest(request, 0, 70, table, False),
+        ScheduledRequest(request, 3, 3, table, False),
+    ]
+    flat, _ = builder.build_step(requests, bucket)
+    fields = step_layout(bucket, 50).views(flat)
+    assert fields["tile_rows"][0].tolist() == list(range(64))
+    assert fields["tile_rows"][1].tolist() == [*range(64, 70), *[256] * 58]
+    assert fields["tile_rows"][2].tolist() == [70, 71, 72, *[256] * 61]
+    assert fields["tile_request"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert fields["row_slot"][:74].tolist() == [*range(70), 128, 129, 130, 0]
+
+
+def test_greedy_rows_need_no_more_than_their_rows(builder: BatchBuilder) -> None:
+    flat, is_plain = builder.build_sample([window(make_request(6), 5, 6, [1, 2])], np.array([3]), 4)
+    assert is_plain
+    assert sample_layout(4).views(flat)["rows"].tolist() == [3, 0, 0, 0]
+
+
+def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
+    drawn = make_request(6, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.25, seed=-1)
+    held_back = make_request(7, min_tokens=1, stop_token_ids=[9])
+    reported = make_request(8, logprobs=0)
+    requests = [window(r, r.num_tokens - 1, r.num_tokens, [1, 2]) for r in (drawn, held_back)]
+    flat, is_plain = builder.build_sample(requests, np.array([3, 4]), 4)
+    fields = sample_layout(4).views(flat)
+    assert not is_plain
+    assert fields["positions"].tolist() == [6, 0, 0, 0]
+    assert fields["temperature"].view(np.float32).tolist() == [0.5, 0, 0, 0]
+    assert fields["top_p"].view(np.float32)[0] == np.float32(0.9)
+    assert fields["min_p"].view(np.float32)[0] == 0.25
+    assert fields["top_k"].tolist() == [0] * 4
+    assert fields["seeds"].view(np.uint32)[0].tolist() == [2**32 - 1] * 2
+    assert fields["masked_token_ids"][1, :3].tolist() == [1, 9, NO_TOKEN]
+    assert (fields["masked_token_ids"][[0, 2, 3]] == NO_TOKEN).all()
+    assert (fields["has_filters"], fields["has_logprobs"]) == (1, 0)
+
+    held_back.append_token(5)
+    flat, is_plain = builder.build_sample(
+        [window(held_back, 7, 8, [1, 2]), window(reported, 7, 8, [1, 2])], np.array([0, 1]), 4
+    )
+    fields = sample_layout(4).views(flat)
+    assert not is_plain
+    assert (fields["masked_token_ids"] == NO_TOKEN).all()
+    assert (fields["has_filters"], fields["has_logprobs"]) == (0, 1)

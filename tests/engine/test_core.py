@@ -1,0 +1,354 @@
+"""The engine over a tiny random Gemma 3: every answer is the one of a dense forward pass alone."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.config import CacheConfig
+from mmjax.engine.core import EngineCore, choose_num_blocks, resolve_dtype
+from mmjax.errors import ConfigError, RequestError, RequestValueError
+from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.transport.messages import AddRequest
+from tests.engine.tiny import (
+    TOKENS_PER_IMAGE,
+    answer,
+    dense_greedy,
+    dense_logits,
+    drain,
+    image_feature,
+    message,
+    tiny_engine,
+    tokens_of,
+)
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    """Room for four requests at once."""
+    return tiny_engine()
+
+
+@pytest.fixture(scope="module")
+def cramped() -> EngineCore:
+    """Blocks for hardly more than one request, and an encoder pool of three pictures."""
+    return tiny_engine(num_blocks=14, encoder_cache_size=12)
+
+
+@pytest.fixture(autouse=True)
+def no_compilation(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
+    """After warm-up nothing compiles, whatever a test asks for; and everything returns."""
+    yield
+    for engine in (core, cramped):
+        assert engine.compilations == 0
+        assert not engine.has_unfinished()
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
+        assert engine.encoder_usage() == 0
+
+
+def text(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+
+
+MIXED: list[tuple[Any, ...]] = [
+    ([2],),
+    (text(1, 7),),
+    (text(2, 100),),
+    (text(3, 3), (1, 1), text(4, 5)),
+    ((1, 1), text(5, 9)),
+    (text(6, 2), (1, 1), text(7, 2), (2, 1), (1, 1), text(8, 3)),
+    (text(9, 60), (3, 1), text(10, 20)),
+    (text(11, 5), (4, 3), text(12, 5)),
+    (text(13, 57), (5, 2), (1, 1), text(14, 1)),
+]
+"""Text; pictures first, in the middle, at chunk borders, of several crops, the same one twice."""
+
+
+def requests(prefix: str, **sampling: Any) -> list[AddRequest]:
+    return [message(f"{prefix} {n}", parts, **sampling) for n, parts in enumerate(MIXED)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return [dense_greedy(request) for request in requests("oracle")]
+
+
+# ---- greedy answers ------------------------------------------------------------------------------
+
+
+def test_answers_depend_on_text_and_picture(expected: list[list[int]]) -> None:
+    assert len({tuple(tokens) for tokens in expected}) == len(MIXED)
+    other = (text(3, 3), (9, 1), text(4, 5))
+    assert dense_greedy(message("other", other)) != expected[3]
+
+
+def test_alone(core: EngineCore, expected: list[list[int]]) -> None:
+    assert [answer(core, request) for request in requests("alone")] == expected
+
+
+def test_together(core: EngineCore, expected: list[list[int]]) -> None:
+    batch = requests("together")
+    for request in batch:
+        core.add_request(request)
+    news = drain(core)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
+def test_arriving_one_by_one_in_another_order(core: EngineCore, expected: list[list[int]]) -> None:
+    batch = requests("arriving")
+    order = random.Random(3).sample(range(len(batch)), len(batch))
+    news: dict[str, list[int]] = {request.request_id: [] for request in batch}
+    for place in order:
+        core.add_request(batch[place])
+        for delta in core.step():
+            news[delta.request_id] += delta.new_token_ids
+    for request_id, deltas in drain(core).items():
+        news[request_id] += tokens_of(deltas)
+    assert list(news.values()) == expected
+
+
+def test_under_preemption_and_eviction(cramped: EngineCore, expected: list[list[int]]) -> None:
+    batch = requests("cramped", max_tokens=8)
+    for request in batch[:1] + batch[3:]:
+        cramped.add_request(request)
+    preemptions = cramped.num_preemptions
+    news = drain(cramped)
+    answers = [tokens_of(news[request.request_id]) for request in batch[:1] + batch[3:]]
+    assert answers == expected[:1] + expected[3:]
+    assert cramped.num_preemptions > preemptions
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def test_a_text_ends_at_eos_at_a_stop_id_or_by_length(
+    core: EngineCore, expected: list[list[int]]
+) -> None:
+    place, tokens = next(
+        (n, tokens) for n, tokens in enumerate(expected) if tokens.index(tokens[3]) == 3
+    )
+    cases: list[tuple[dict[str, Any], int, str, int | None]] = [
+        ({"eos": [tokens[3]]}, 4, "stop", None),
+        ({"eos": [tokens[3]], "ignore_eos": True}, 8, "length", None),
+        ({"stop_token_ids": [tokens[3]]}, 4, "stop", tokens[3]),
+        ({"max_tokens": 2}, 2, "length", None),
+    ]
+    for sampling, length, finish_reason, stop_reason in cases:
+        core.add_request(message("a", MIXED[place], **sampling))
+        news = drain(core)["a"]
+        assert tokens_of(news) == tokens[:length]
+        assert [delta.finish_reason for delta in news] == [*[None] * (length - 1), finish_reason]
+        assert news[-1].stop_reason == stop_reason
+
+
+def test_min_tokens_masks_the_end(core: EngineCore, expected: list[list[int]]) -> None:
+    eos = expected[1][0]
+    assert answer(core, message("a", MIXED[1], eos=[eos])) == [eos]
+    tokens = answer(core, message("a", MIXED[1], eos=[eos], min_tokens=3, max_tokens=6))
+    assert len(tokens) >= 3
+    assert eos not in tokens[:3]
+
+
+def test_the_context_length_ends_a_text(core: EngineCore) -> None:
+    core.add_request(message("a", [text(1, 120)], max_tokens=None))
+    news = drain(core)["a"]
+    assert len(tokens_of(news)) == 8
+    assert news[-1].finish_reason == "length"
+
+
+# ---- sampling ------------------------------------------------------------------------------------
+
+
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 5},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 4, "min_p": 0.1},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "seed": -5, "top_p": 0.9, "logprobs": 20},
+]
+
+
+def test_a_seeded_answer_does_not_depend_on_the_batch(
+    core: EngineCore, cramped: EngineCore
+) -> None:
+    batch = [
+        message(f"sampled {n}", MIXED[3 + n % 3], **sampling) for n, sampling in enumerate(SAMPLING)
+    ]
+    alone = [answer(core, request) for request in batch]
+    for engine in (core, cramped):
+        for request in reversed(batch):
+            engine.add_request(request)
+        news = drain(engine)
+        assert [tokens_of(news[request.request_id]) for request in batch] == alone
+
+
+def test_without_a_seed_answers_differ(core: EngineCore) -> None:
+    answers = {
+        tuple(answer(core, message("a", MIXED[1], temperature=2.0, max_tokens=6))) for _ in range(4)
+    }
+    assert len(answers) > 1
+
+
+def test_logprobs_are_those_of_the_dense_model(core: EngineCore) -> None:
+    request = message("a", MIXED[5], logprobs=4, max_tokens=3)
+    core.add_request(request)
+    news = drain(core)["a"]
+    token_ids = [*request.prompt_token_ids, *tokens_of(news)]
+    logits = dense_logits(token_ids, request.mm_features)
+    start = len(request.prompt_token_ids)
+    for place, delta in enumerate(news):
+        assert delta.new_logprobs is not None
+        (entry,) = delta.new_logprobs
+        row = logits[start - 1 + place].astype(np.float64)
+        expected = row - np.log(np.exp(row).sum())
+        assert entry.token_ids[0] == delta.new_token_ids[0]
+        assert entry.token_ids[1:] == np.argsort(-row)[:4].tolist()
+        assert entry.sampled_rank == 1
+        np.testing.assert_allclose(entry.logprobs, expected[entry.token_ids], atol=1e-4)
+
+
+# ---- refusals and aborts -------------------------------------------------------------------------
+
+
+def broken_feature(**changes: Any) -> MultiModalFeatureSpec:
+    feature = image_feature(1, 0)
+    for name, value in changes.items():
+        setattr(feature, name, value)
+    return feature
+
+
+def with_feature(feature: MultiModalFeatureSpec) -> AddRequest:
+    good = message("bad", ((1, 1), [5]))
+    return AddRequest(
+        request_id="bad",
+        prompt_token_ids=good.prompt_token_ids,
+        mm_features=[feature],
+        sampling_params=good.sampling_params,
+    )
+
+
+@pytest.mark.parametrize(
+    ("feature", "words"),
+    [
+        (broken_feature(data=None), "without tensors"),
+        (broken_feature(data=type(image_feature(1, 0).data)()), "lacks what the model encodes"),
+        (broken_feature(data=image_feature(1, 0, units=2).data), "2.* units of 4"),
+    ],
+    ids=["no data", "no pixels", "too many units"],
+)
+def test_a_bad_item_fails_alone(
+    core: EngineCore, feature: MultiModalFeatureSpec, words: str, expected: list[list[int]]
+) -> None:
+    good = message("good", MIXED[3])
+    core.add_request(good)
+    core.step()
+    with pytest.raises(RequestError, match=words) as caught:
+        core.add_request(with_feature(feature))
+    assert caught.value.param == "multi_modal_data"
+    assert len(tokens_of(drain(core)["good"])) == len(expected[3]) - 1
+
+
+def test_what_can_never_fit_is_refused(core: EngineCore, cramped: EngineCore) -> None:
+    with pytest.raises(RequestValueError, match="128 tokens"):
+        core.add_request(message("a", [text(1, 128)]))
+    with pytest.raises(RequestValueError, match="blocks"):
+        cramped.add_request(message("a", [text(1, 110)], max_tokens=10))
+    with pytest.raises(RequestValueError, match="16 embeddings"):
+        cramped.add_request(message("a", [(1, 4)]))
+
+
+def test_an_aborted_request_leaves_the_others_alone(
+    core: EngineCore, expected: list[list[int]]
+) -> None:
+    for num_steps in range(5):
+        batch = requests(f"abort after {num_steps}")
+        for request in batch:
+            core.add_request(request)
+        news: dict[str, list[int]] = {}
+        for _ in range(num_steps):
+            for delta in core.step():
+                news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
+        core.abort([request.request_id for request in batch[::2]])
+        for request_id, deltas in drain(core).items():
+            news.setdefault(request_id, []).extend(tokens_of(deltas))
+        assert [news[request.request_id] for request in batch[1::2]] == expected[1::2]
+
+
+def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[int]]) -> None:
+    batch = requests("lost")
+    for request in batch:
+        core.add_request(request)
+    core.step()
+    assert core.recover() == [request.request_id for request in batch]
+    assert answer(core, message("a", MIXED[5])) == expected[5]
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+def test_the_start_is_itemised(core: EngineCore) -> None:
+    assert list(core.startup_seconds) == ["load_weights", "allocate", "warm_up"]
+    assert core.num_programs <= 24
+    assert core.num_kv_blocks == 4 * 128 // 8
+
+
+def test_settings_that_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match="below `max_num_seqs`"):
+        tiny_engine(max_num_seqs=8, max_num_batched_tokens=4)
+    with pytest.raises(ConfigError, match="no room for the KV cache"):
+        tiny_engine(num_blocks=0)
+    cache = CacheConfig()
+    assert choose_num_blocks(cache, wanted=10, bytes_per_block=7, free_bytes=29) == 4
+    assert choose_num_blocks(cache, wanted=3, bytes_per_block=7, free_bytes=29) == 3
+
+
+def test_auto_is_float32_on_cpu_only() -> None:
+    assert resolve_dtype("auto", "cpu") == np.float32
+    assert resolve_dtype("auto", "gpu").name == "bfloat16"
+    assert resolve_dtype("bfloat16", "cpu").name == "bfloat16"
+
+
+# ---- random workloads ----------------------------------------------------------------------------
+
+
+def random_parts(rng: random.Random) -> list[Any]:
+    parts: list[Any] = [text(rng.randrange(1000), rng.choice([1, 3, 10, 40]))]
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        parts.append((rng.randrange(8), rng.choice([1, 1, 2])))
+        if rng.random() < 0.7:
+            parts.append(text(rng.randrange(1000), rng.choice([1, 2, 5])))
+    return parts
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_every_answer_of_a_random_workload_is_the_one_it_gets_alone(
+    core: EngineCore, cramped: EngineCore, count: int
+) -> None:
+    rng = random.Random(count)
+    batch = [
+        message(f"{n}", random_parts(rng), max_tokens=rng.randint(1, 10), **rng.choice(SAMPLING))
+        if n % 3 == 0
+        else message(f"{n}", random_parts(rng), max_tokens=rng.randint(1, 10))
+        for n in range(count)
+    ]
+    alone = [answer(core, request) for request in batch]
+    for engine in (core, cramped):
+        news: dict[str, list[int]] = {}
+        waiting = [r for r in batch if engine is core or len(r.prompt_token_ids) < 100]
+        to_come = list(reversed(waiting))
+        while to_come or engine.has_unfinished():
+            while to_come and rng.random() < 0.4:
+                engine.add_request(to_come.pop())
+            for delta in engine.step():
+                news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
+        for request in waiting:
+            assert news[request.request_id] == alone[int(request.request_id)]
+
+
+def test_pictures_of_the_kit_are_what_they_seem() -> None:
+    assert image_feature(1, 0, units=2).mm_position.get_num_embeds() == 2 * TOKENS_PER_IMAGE

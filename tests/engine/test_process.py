@@ -1,0 +1,187 @@
+"""P1's loop over real pipes: what goes in, what comes out, and what a fault does."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.engine.core import EngineCore
+from mmjax.engine.process import EngineLoop, run_engine
+from mmjax.logger import get_logger
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.channel import IpcDirectory, Receiver, Sender
+from mmjax.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    Heartbeat,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StepOutput,
+)
+from tests.engine.tiny import answer, dense_greedy, message, tiny_engine
+
+
+class Frontend:
+    """P0's two ends of the pipes, and the thread that plays P1."""
+
+    def __init__(self, directory: IpcDirectory) -> None:
+        self.addresses = directory.address("in"), directory.address("out")
+        self.sender = Sender(self.addresses[0], bind=True)
+        self.receiver = Receiver(self.addresses[1], bind=True)
+        self.thread: threading.Thread | None = None
+
+    def serve(self, core: EngineCore) -> None:
+        """Run the engine's loop, without its start."""
+        receiver, sender = Receiver(self.addresses[0]), Sender(self.addresses[1])
+
+        def loop() -> None:
+            try:
+                EngineLoop(core, receiver, sender).run()
+            finally:
+                receiver.close()
+                sender.close()
+
+        self.start(loop)
+
+    def start(self, target: Callable[..., Any], *args: Any) -> None:
+        self.thread = threading.Thread(target=target, args=args, daemon=True)
+        self.thread.start()
+
+    def receive(self, *kinds: type, timeout_s: float = 60.0) -> Any:
+        """Return the next message of these kinds; skip others."""
+        while True:
+            found = self.receiver.receive(timeout_s)
+            assert found is not None, f"no {kinds} in {timeout_s} s"
+            if isinstance(found, kinds):
+                return found
+
+    def answer_of(self, request_id: str) -> list[int]:
+        tokens: list[int] = []
+        while True:
+            for delta in self.receive(StepOutput).deltas:
+                if delta.request_id == request_id:
+                    tokens += delta.new_token_ids
+                    if delta.finish_reason is not None:
+                        return tokens
+
+    def close(self) -> None:
+        if self.thread is not None and self.thread.is_alive():
+            # Without a reader a send would wait for ever.
+            self.sender.send(Shutdown())
+            self.thread.join(timeout=30)
+            assert not self.thread.is_alive()
+        self.sender.close()
+        self.receiver.close()
+
+
+@pytest.fixture
+def frontend() -> Iterator[Frontend]:
+    with IpcDirectory() as directory:
+        frontend = Frontend(directory)
+        yield frontend
+        frontend.close()
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    return tiny_engine(max_num_seqs=2, max_num_encoder_input_tokens=4)
+
+
+@pytest.fixture
+def serving(frontend: Frontend, core: EngineCore) -> Frontend:
+    frontend.serve(core)
+    return frontend
+
+
+def test_requests_are_answered(serving: Frontend) -> None:
+    request = message("a", ([2, 5], (1, 1), [7]))
+    serving.sender.send(request)
+    assert serving.answer_of("a") == dense_greedy(request)
+
+
+def test_an_idle_loop_beats(serving: Frontend) -> None:
+    for _ in range(2):
+        beat = serving.receive(Heartbeat, timeout_s=5.0)
+        assert (beat.num_running, beat.num_waiting, beat.num_compilations) == (0, 0, 0)
+
+
+def test_a_bad_request_fails_alone(serving: Frontend) -> None:
+    good = message("good", ([2, 5], (1, 1), [7]))
+    serving.sender.send(good)
+    serving.sender.send(message("bad", ([2] * 200,)))
+    failure = serving.receive(RequestFailed)
+    assert (failure.request_id, failure.status, failure.param) == ("bad", 400, "prompt")
+    assert "200 tokens" in failure.message
+    serving.sender.send(good := message("again", ([2, 5], (1, 1), [7])))
+    assert serving.answer_of("again") == dense_greedy(good)
+
+
+def test_an_aborted_request_says_nothing_more(serving: Frontend) -> None:
+    serving.sender.send(message("long", ([2, 5],), max_tokens=100))
+    serving.receive(StepOutput)
+    serving.sender.send(AbortRequests(request_ids=["long", "unknown"]))
+    request = message("next", ([4],), max_tokens=3)
+    serving.sender.send(request)
+    assert serving.answer_of("next") == dense_greedy(request)
+
+
+def test_a_failed_step_loses_its_requests_and_not_the_engine(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> list[Any]:
+        monkeypatch.undo()
+        raise RuntimeError("the device caught fire")
+
+    monkeypatch.setattr(core, "step", lambda: fail() if core.has_unfinished() else [])
+    frontend.serve(core)
+    frontend.sender.send(message("lost", ([2, 5],)))
+    failure = frontend.receive(RequestFailed)
+    assert (failure.request_id, failure.status) == ("lost", 500)
+    assert "fire" not in failure.message
+    request = message("kept", ([2, 5], (1, 1)))
+    frontend.sender.send(request)
+    assert frontend.answer_of("kept") == dense_greedy(request)
+
+
+def test_run_engine_serves_a_checkpoint(frontend: Frontend, tiny_gemma3: Path) -> None:
+    logger = get_logger("mmjax")
+    before = (logger.handlers, logger.level, logger.propagate)
+    config = EngineConfig(
+        model=ModelConfig(
+            model="tiny",
+            path=tiny_gemma3,
+            hf_config=AutoConfig.from_pretrained(tiny_gemma3),
+            architecture="Gemma3ForConditionalGeneration",
+            max_model_len=64,
+        ),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(
+            max_num_seqs=1, max_num_batched_tokens=64, max_num_encoder_input_tokens=4
+        ),
+        use_tqdm=False,
+    )
+    frontend.start(run_engine, config, *frontend.addresses)
+    ready = frontend.receive(Ready, timeout_s=240.0)
+    assert ready.num_kv_blocks == 4
+    assert ready.num_programs == 5
+    assert set(ready.startup_seconds) == {"load_weights", "allocate", "warm_up"}
+    frontend.sender.send(
+        AddRequest(
+            request_id="a",
+            prompt_token_ids=[2, 50, 60],
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=5),
+        )
+    )
+    assert len(frontend.answer_of("a")) == 5
+    logger.handlers, logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+def test_the_loop_adds_nothing_to_an_answer(core: EngineCore) -> None:
+    request = message("a", ([2, 5], (1, 1), [7]))
+    assert answer(core, request) == dense_greedy(request)

@@ -1,0 +1,154 @@
+"""The sampler against numpy, and its promise: a row's draw depends on nothing but the row."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.engine.batch import NO_TOKEN, SampleBatch
+from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
+
+VOCAB = 40
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "position": 0,
+    "masked": (),
+}
+
+
+def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> SampleBatch:
+    rows = [{**DEFAULTS, **row} for row in rows]
+    masked = np.full((len(rows), 4), NO_TOKEN, np.int32)
+    for number, row in enumerate(rows):
+        masked[number, : len(row["masked"])] = row["masked"]
+    filters = any(row["top_k"] or row["top_p"] < 1 or row["min_p"] for row in rows)
+    return SampleBatch(
+        rows=np.zeros(len(rows), np.int32),
+        positions=np.array([row["position"] for row in rows], np.int32),
+        seeds=np.array([(row["seed"] >> 32, row["seed"] % 2**32) for row in rows], np.uint32),
+        top_k=np.array([row["top_k"] for row in rows], np.int32),
+        temperature=np.array([row["temperature"] for row in rows], np.float32),
+        top_p=np.array([row["top_p"] for row in rows], np.float32),
+        min_p=np.array([row["min_p"] for row in rows], np.float32),
+        masked_token_ids=masked,
+        has_filters=np.int32(filters),
+        has_logprobs=np.int32(has_logprobs),
+    )  # pyright: ignore[reportArgumentType]
+
+
+_sample = jax.jit(sample_full)
+
+
+def draw(logits: np.ndarray, rows: list[dict[str, Any]], **options: bool) -> SampleOutput:
+    on_device = jax.tree.map(jnp.asarray, make_batch(rows, **options))
+    return jax.device_get(_sample(jnp.asarray(logits), on_device))
+
+
+def make_logits(seed: int, num_rows: int = 1) -> np.ndarray:
+    return (2 * np.random.default_rng(seed).standard_normal((num_rows, VOCAB))).astype(np.float32)
+
+
+def allowed_probabilities(logits: np.ndarray, row: dict[str, Any]) -> np.ndarray:
+    """The distribution that a row asks for, in float64, one filter after the other."""
+    row = {**DEFAULTS, **row}
+    scores = logits.astype(np.float64)
+    scores[list(row["masked"])] = -np.inf
+    scores = scores / row["temperature"]
+    probs = np.exp(scores - scores.max())
+    probs /= probs.sum()
+    probs[probs < row["min_p"] * probs.max()] = 0
+    order = np.argsort(-probs)
+    if row["top_k"] > 0:
+        probs[order[row["top_k"] :]] = 0
+    probs /= probs.sum()
+    before = np.cumsum(probs[order]) - probs[order]
+    probs[order[before >= row["top_p"]]] = 0
+    return probs / probs.sum()
+
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0, "top_k": 5},
+    {"top_k": 1},
+    {"top_k": 1000},
+    {"top_p": 0.6},
+    {"top_p": 1e-6},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"top_k": 8, "top_p": 0.7, "min_p": 0.02, "temperature": 1.3},
+    {"masked": (1, 2, 3), "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("row", FILTERS, ids=str)
+def test_draws_follow_the_filtered_distribution(row: dict[str, Any]) -> None:
+    num_draws = 4000
+    logits = make_logits(3)
+    expected = allowed_probabilities(logits[0], row)
+    rows = [{**row, "seed": 11, "position": place} for place in range(num_draws)]
+    tokens = draw(np.repeat(logits, num_draws, axis=0), rows).token_ids
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert (counts[expected == 0] == 0).all()
+    # Five standard deviations of a binomial count.
+    tolerance = 5 * np.sqrt(num_draws * expected * (1 - expected)) + 1e-9
+    assert (np.abs(counts - num_draws * expected) <= tolerance).all()
+
+
+def test_a_draw_does_not_depend_on_its_neighbours() -> None:
+    rows = [{**row, "seed": 2**40 + 5, "position": 9} for row in FILTERS]
+    logits = make_logits(5, len(rows))
+    together = draw(logits, rows).token_ids
+    alone = [draw(logits[n : n + 1], [row]).token_ids[0] for n, row in enumerate(rows)]
+    backwards = draw(logits[::-1], rows[::-1], has_logprobs=True).token_ids[::-1]
+    np.testing.assert_array_equal(together, alone)
+    np.testing.assert_array_equal(together, backwards)
+
+
+def test_seed_and_position_both_matter() -> None:
+    logits = np.zeros((1, VOCAB), np.float32)
+    by_position = [draw(logits, [{"seed": 1, "position": n}]).token_ids[0] for n in range(12)]
+    by_seed = [draw(logits, [{"seed": n << 32, "position": 1}]).token_ids[0] for n in range(12)]
+    assert len(set(by_position)) > 4
+    assert len(set(by_seed)) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-30])
+def test_no_temperature_is_greedy(temperature: float) -> None:
+    logits = make_logits(7, 3)
+    rows = [{"temperature": temperature, "top_p": 0.5}] * 3
+    np.testing.assert_array_equal(draw(logits, rows).token_ids, logits.argmax(-1))
+    np.testing.assert_array_equal(sample_greedy(jnp.asarray(logits)), logits.argmax(-1))
+
+
+def test_a_masked_token_is_not_taken_even_if_most_probable() -> None:
+    logits = make_logits(7)
+    order = np.argsort(-logits[0])
+    row = {"temperature": 0.0, "masked": tuple(order[:2])}
+    assert draw(logits, [row]).token_ids[0] == order[2]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = make_logits(8, 2)
+    rows = [{"temperature": 0.0, "masked": (int(logits[0].argmax()),)}, {"temperature": 3.0}]
+    output = draw(logits, rows, has_logprobs=True)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for number, token_id in enumerate(output.token_ids):
+        assert output.logprobs[number] == pytest.approx(expected[number, token_id], abs=1e-5)
+        assert output.ranks[number] == 1 + (logits[number] > logits[number, token_id]).sum()
+        best = np.argsort(-logits[number])[:20]
+        np.testing.assert_array_equal(output.top_token_ids[number], best)
+        np.testing.assert_allclose(output.top_logprobs[number], expected[number, best], atol=1e-5)
+    assert output.ranks[0] == 2
+
+
+def test_logprobs_that_nobody_asked_for_are_zero() -> None:
+    output = draw(make_logits(8), [{}])
+    assert not output.logprobs.any()
+    assert not output.top_token_ids.any()
