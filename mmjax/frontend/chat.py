@@ -68,7 +68,7 @@ class ChatParser:
 
     def parse(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Any],
         *,
         template: ChatTemplate | None = None,
         add_generation_prompt: bool = True,
@@ -99,7 +99,7 @@ class ChatParser:
 
     def _message(
         self,
-        message: Mapping[str, Any],
+        message: Any,
         place: str,
         content_format: ContentFormat,
         media: _Media,
@@ -201,6 +201,10 @@ class ChatParser:
             raise RequestTypeError(
                 f"`{place}` must be a text, not {type(text).__name__}", param=place
             )
+        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+            raise RequestValueError(
+                f"`{place}` is no Unicode: it holds half of a surrogate pair", param=place
+            )
         return {"type": "text", "text": text}
 
     def _check_text(
@@ -230,6 +234,8 @@ class ChatParser:
             )
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
+        # The Responses API has it as {"type": "input_image", "image_url": "data:..."}.
+        kind = "image_url" if kind == "input_image" and kind not in part else kind
         value = part.get(kind)
         if kind == "image_pil":
             return self._image_object(value, place)

@@ -67,7 +67,7 @@ class ChatTemplate:
             raise RequestValueError(
                 f"the chat template refuses these messages: {_reason(error)}", param="messages"
             ) from error
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except Exception as error:  # a template computes, and may fail in any of Python's ways
             raise RequestValueError(
                 "the chat template cannot render these messages; do their roles alternate, "
                 "beginning with `user`?",

@@ -10,7 +10,7 @@ from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
 from mmjax.frontend.input_processor import InputProcessor, ProcessedRequest, PromptType
 from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
-from mmjax.frontend.supervisor import Supervisor
+from mmjax.frontend.supervisor import EngineLink
 from mmjax.logger import get_logger
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import AbortRequests, EngineMessage, RequestFailed, StepOutput
@@ -63,7 +63,7 @@ class AsyncEngineClient:
     def __init__(
         self,
         input_processor: InputProcessor,
-        supervisor: Supervisor,
+        supervisor: EngineLink,
         scheduler: SchedulerConfig,
         *,
         num_workers: int = 2,
@@ -266,7 +266,7 @@ def _error_of(failure: RequestFailed) -> RequestError:
     return error
 
 
-def _unavailable(supervisor: Supervisor) -> EngineUnavailableError:
+def _unavailable(supervisor: EngineLink) -> EngineUnavailableError:
     text = {
         "starting": "the engine is still starting; try again in a few seconds",
         "restarting": "the engine restarts; try again in a few seconds",

@@ -143,10 +143,10 @@ class InputProcessor:
         )
 
     def _apply(self, parts: _Prompt) -> MultiModalInputs:
-        prompt = parts.token_ids if parts.text is None else parts.text
+        prompt = (parts.token_ids or []) if parts.text is None else parts.text
         has_specials = parts.text is None or parts.add_special_tokens
         return self._processor.apply(
-            prompt or "",
+            prompt,
             dict(parts.mm_data),
             mm_uuids=parts.mm_uuids,
             hf_processor_mm_kwargs=dict(parts.mm_processor_kwargs),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
@@ -43,6 +43,7 @@ class EngineStartError(MMJaxError):
     """P1 ended before it was ready."""
 
 
+@runtime_checkable
 class EngineListener(Protocol):
     """Who uses the engine: it hears what P1 says, and of P1's deaths and births."""
 
@@ -54,6 +55,29 @@ class EngineListener(Protocol):
 
     def on_ready(self) -> None:
         """Learn that a P1 takes requests."""
+
+
+@runtime_checkable
+class EngineLink(Protocol):
+    """What the client needs of whoever owns the engine; `Supervisor` does it with a process."""
+
+    state: EngineState
+    heartbeat: Heartbeat | None
+    num_restarts: int
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine lives and speaks."""
+        ...
+
+    async def start(self, listener: EngineListener) -> None:
+        """Begin to relay what the engine says."""
+
+    async def send(self, message: EngineMessage) -> None:
+        """Send to the engine."""
+
+    async def close(self) -> None:
+        """End the engine."""
 
 
 @dataclass(slots=True, kw_only=True)

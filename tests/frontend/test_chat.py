@@ -1,0 +1,242 @@
+"""Content parts to prompts: every form, every limit, every mistake at its place."""
+
+import base64
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mmjax.errors import RequestError
+from mmjax.frontend.chat import ChatParser
+from mmjax.frontend.chat_template import ChatTemplate
+from mmjax.frontend.input_processor import InputProcessor, PromptDict
+from tests.kit import IMAGE_START, draw
+
+PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
+
+
+def data_url(image: Image.Image | None = None, kind: str = "PNG") -> str:
+    buffer = io.BytesIO()
+    (image or draw(12, 8)).save(buffer, kind)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+@pytest.fixture
+def parser(input_processor: InputProcessor) -> ChatParser:
+    return replace(ChatParser.for_model(input_processor), limits={"image": 3})
+
+
+@pytest.fixture
+def string_parser(parser: ChatParser, input_processor: InputProcessor) -> ChatParser:
+    return replace(parser, template=ChatTemplate(PLAIN, input_processor.tokenizer))
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def image_part(**kwargs: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url()}, **kwargs}
+
+
+def text_of(prompt: PromptDict) -> str:
+    return prompt.get("prompt", "")
+
+
+def images_of(prompt: PromptDict) -> list[Any]:
+    return list((prompt.get("multi_modal_data") or {}).get("image", []))
+
+
+def test_text_alone(parser: ChatParser) -> None:
+    prompt = parser.parse([{"role": "user", "content": "red"}])
+    assert text_of(prompt) == ("<bos><start_of_turn>user\nred<end_of_turn>\n<start_of_turn>model\n")
+    assert prompt.get("add_special_tokens") is False
+    assert "multi_modal_data" not in prompt
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": data_url()}},
+        {"type": "image_url", "image_url": {"url": data_url(), "detail": "low"}},
+        {"type": "image_url", "image_url": data_url()},
+        {"image_url": {"url": data_url()}},
+        {"image_url": data_url()},
+        {"type": "input_image", "image_url": data_url(), "detail": "auto"},
+        {"type": "input_image", "input_image": data_url()},
+        {"type": "image_url", "image_url": {"url": data_url(kind="JPEG")}},
+        {"type": "image_url", "image_url": {"url": data_url(kind="WEBP")}},
+    ],
+)
+def test_image_parts(part: dict[str, Any], parser: ChatParser) -> None:
+    prompt = parser.parse(user("What color?", part))
+    assert images_of(prompt)[0].size == (12, 8)
+    assert f"What color?{IMAGE_START}" in text_of(prompt)
+    assert "multi_modal_uuids" not in prompt
+
+
+def test_text_parts(parser: ChatParser) -> None:
+    parts = ["a", {"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}, {"text": "d"}]
+    assert "user\nabcd<end_of_turn>" in text_of(parser.parse(user(*parts)))
+    nothing = parser.parse(user({"type": "text", "text": None}, "a"))
+    assert "user\na<end_of_turn>" in text_of(nothing)
+
+
+def test_uuids_stand_beside_their_images(parser: ChatParser) -> None:
+    prompt = parser.parse(
+        user(
+            image_part(uuid="a"),
+            image_part(),
+            {"type": "image_url", "image_url": None, "uuid": "c"},
+        )
+    )
+    assert (prompt.get("multi_modal_uuids") or {}).get("image") == ["a", None, "c"]
+    assert images_of(prompt)[2] is None
+
+
+def test_images_count_over_all_messages(parser: ChatParser) -> None:
+    conversation = [
+        *user(image_part(), image_part()),
+        {"role": "assistant", "content": "red"},
+        *user("x", image_part(), image_part()),
+    ]
+    with pytest.raises(RequestError, match="At most 3") as caught:
+        parser.parse(conversation)
+    assert caught.value.param == "messages[2].content[2]"
+
+
+def test_the_limit_comes_before_the_decoder(
+    parser: ChatParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[object] = []
+    monkeypatch.setattr("mmjax.frontend.chat.load_image_bytes", lambda *a, **k: decoded.append(a))
+    with pytest.raises(RequestError, match="At most 3"):
+        parser.parse(user(*[image_part() for _ in range(1000)]))
+    assert len(decoded) == 3
+
+
+# ---- templates that want one text ----------------------------------------------------------------
+
+
+def test_placeholders_go_before_the_text(string_parser: ChatParser) -> None:
+    prompt = string_parser.parse(user("What", image_part(), "color?"))
+    assert text_of(prompt) == f"[user] {IMAGE_START}\nWhat\ncolor?"
+    prompt = string_parser.parse(user(image_part(), image_part(), "Which?"))
+    assert text_of(prompt) == f"[user] {IMAGE_START}\n{IMAGE_START}\nWhich?"
+
+
+def test_placeholders_that_are_there_stay(string_parser: ChatParser) -> None:
+    prompt = string_parser.parse(user(f"Is {IMAGE_START} red?", image_part()))
+    assert text_of(prompt) == f"[user] Is {IMAGE_START} red?"
+
+
+@pytest.mark.parametrize(
+    "parts", [(f"{IMAGE_START}{IMAGE_START}", image_part()), (f"a {IMAGE_START}",)]
+)
+def test_more_placeholders_than_images(string_parser: ChatParser, parts: tuple[Any, ...]) -> None:
+    with pytest.raises(RequestError, match="Found more"):
+        string_parser.parse(user(*parts))
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "match"),
+    [
+        (3, "messages[0].content[0]", "object or a text"),
+        ({}, "messages[0].content[0].type", "Missing 'type'"),
+        ({"type": "video_url", "video_url": {}}, "messages[0].content[0].type", "not supported"),
+        ({"type": 3}, "messages[0].content[0].type", "Invalid 'type'"),
+        ({"type": "text", "text": 3}, "messages[0].content[0].text", "must be a text"),
+        ({"type": "text", "text": "\ud800"}, "messages[0].content[0].text", "Unicode"),
+        ({"type": "text", "text": "a", "x": 1}, "messages[0].content[0].x", "unknown field"),
+        (image_part(uuid=""), "messages[0].content[0].uuid", "1 to 128"),
+        (image_part(uuid="x" * 129), "messages[0].content[0].uuid", "1 to 128"),
+        (image_part(uuid="a\r\nb"), "messages[0].content[0].uuid", "printable"),
+        ({"image_url": {"url": data_url(), "uuid": "a"}}, None, "stands beside it"),
+        ({"image_url": {"url": data_url(), "detail": "max"}}, None, "detail"),
+        ({"image_url": {}}, "messages[0].content[0].image_url.url", "data URL"),
+        ({"image_url": {"url": 3}}, "messages[0].content[0].image_url.url", "data URL"),
+        ({"image_url": "http://example.com/a.png"}, None, "http scheme"),
+        ({"image_url": "HTTPS://example.com/a.png"}, None, "https scheme"),
+        ({"image_url": "file:///etc/passwd"}, None, "file scheme"),
+        ({"image_url": "ftp://x"}, None, "another scheme"),
+        ({"image_url": "/etc/passwd"}, None, "another scheme"),
+        ({"image_url": "data:image/png,abc"}, None, "base64"),
+        ({"image_url": "data:image/png;base64"}, None, "','"),
+        ({"image_url": "data:image/png;base64,!!!"}, None, "no image"),
+        ({"image_url": "data:image/png;base64,AAAA"}, None, "no image"),
+        ({"image_url": data_url()[:-40]}, None, "no image"),
+        ({"type": "image_pil", "image_pil": "x"}, "messages[0].content[0].type", "LLM.chat"),
+    ],
+)
+def test_bad_parts(part: Any, place: str | None, match: str, parser: ChatParser) -> None:
+    with pytest.raises(RequestError, match=match) as caught:
+        parser.parse(user(part))
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    if place is not None:
+        assert caught.value.param == place
+    assert "0x" not in caught.value.message
+    assert "<_io" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ("red", "messages[0]"),
+    ],
+)
+def test_bad_messages(message: Any, param: str, parser: ChatParser) -> None:
+    with pytest.raises(RequestError) as caught:
+        parser.parse([message])
+    assert caught.value.param == param
+
+
+def test_no_messages(parser: ChatParser) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        parser.parse([])
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+def test_control_tokens_of_every_kind_are_refused(
+    role: str, parser: ChatParser, input_processor: InputProcessor
+) -> None:
+    tokens = input_processor.tokenizer.all_special_tokens
+    assert IMAGE_START in tokens
+    for token in tokens:
+        for content in (f"a {token}", [{"type": "text", "text": f"{token}b"}]):
+            with pytest.raises(RequestError) as caught:
+                parser.parse([{"role": role, "content": content}])
+            assert token in caught.value.message
+    with pytest.raises(RequestError):
+        parser.parse([{"role": "user", "content": "a", "name": tokens[0]}])
+
+
+def test_too_large_an_image(parser: ChatParser) -> None:
+    small = replace(parser, mm=replace(parser.mm, max_image_pixels=95))
+    with pytest.raises(RequestError, match="12x8") as caught:
+        small.parse(user(image_part()))
+    assert caught.value.param == "messages[0].content[0].image_url.url"
+    short = replace(parser, mm=replace(parser.mm, max_image_bytes=10))
+    with pytest.raises(RequestError, match="10"):
+        short.parse(user(image_part()))
+
+
+def test_objects_where_they_are_allowed(parser: ChatParser) -> None:
+    offline = replace(parser, are_objects_allowed=True)
+    image = draw(5, 5)
+    assert images_of(offline.parse(user({"type": "image_pil", "image_pil": image}))) == [image]
+    with pytest.raises(RequestError, match="missing"):
+        offline.parse(user({"type": "image_pil"}))
+
+
+def test_continue_final_message(parser: ChatParser) -> None:
+    conversation = [*user("What?"), {"role": "assistant", "content": "A red"}]
+    prompt = parser.parse(conversation, add_generation_prompt=False, continue_final_message=True)
+    assert text_of(prompt).endswith("A red")

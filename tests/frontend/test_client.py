@@ -1,0 +1,209 @@
+"""The client admits, streams, aborts, and survives what the engine does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from mmjax.config import SchedulerConfig
+from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
+from mmjax.frontend.client import AsyncEngineClient, RequestStream
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.outputs import RequestOutput
+from mmjax.sampling_params import SamplingParams
+from tests.echo_engine import REFUSED_TOKEN, EchoSupervisor
+
+ENDLESS = SamplingParams(ignore_eos=True, max_tokens=None)
+
+
+def with_client(
+    input_processor: InputProcessor,
+    body: Callable[[AsyncEngineClient, EchoSupervisor], Awaitable[None]],
+    *,
+    scheduler: SchedulerConfig | None = None,
+    **supervisor_fields: Any,
+) -> None:
+    async def run() -> None:
+        supervisor = EchoSupervisor(**supervisor_fields)
+        client = AsyncEngineClient(input_processor, supervisor, scheduler or SchedulerConfig())
+        await client.start()
+        try:
+            await asyncio.wait_for(body(client, supervisor), 60.0)
+        finally:
+            await client.close()
+
+    asyncio.run(run())
+
+
+async def text_of(stream: RequestStream) -> str:
+    return "".join([output.outputs[0].text async for output in stream])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def test_generate_streams_what_was_added(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        outputs: list[RequestOutput] = []
+        async for output in client.generate("r", "a red circle", SamplingParams(max_tokens=64)):
+            outputs.append(output)
+        assert "".join(output.outputs[0].text for output in outputs) == "a red circle"
+        assert outputs[-1].finished
+        assert client.num_requests == 0
+
+    with_client(input_processor, body)
+
+
+def test_many_at_once_do_not_mix(input_processor: InputProcessor) -> None:
+    texts = [f"red {i} circle" for i in range(20)]
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        async def ask(i: int) -> str:
+            params = SamplingParams(max_tokens=64)
+            return await text_of(
+                await client.add_request(str(i), texts[i], params, stream=i % 2 == 0)
+            )
+
+        assert await asyncio.gather(*(ask(i) for i in range(20))) == texts
+
+    with_client(input_processor, body, delay_s=0.001)
+
+
+def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        outputs = client.generate("r", "red", ENDLESS)
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        await until(lambda: supervisor.engine.aborted == ["r"])
+        assert client.num_requests == 0
+        finished = await client.add_request("s", "red", SamplingParams(max_tokens=2))
+        await text_of(finished)
+        finished.close()
+        await asyncio.sleep(0.02)
+        assert supervisor.engine.aborted == ["r"], "a finished request is not aborted"
+
+    with_client(input_processor, body, delay_s=0.001)
+
+
+def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        params = SamplingParams(max_tokens=64)
+        assert await text_of(await client.add_request("r", lambda: "red", params)) == "red"
+
+        def fail() -> str:
+            raise RequestError("no", param="messages")
+
+        with pytest.raises(RequestError, match="no"):
+            await client.add_request("s", fail, params)
+        assert client.num_requests == 0
+
+    with_client(input_processor, body)
+
+
+def test_what_the_engine_refuses(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        good = await client.add_request("a", "red", ENDLESS)
+        bad = await client.add_request("b", [5, REFUSED_TOKEN], SamplingParams(n=2))
+        with pytest.raises(RequestError, match="does not like") as caught:
+            await text_of(bad)
+        assert (caught.value.status, caught.value.param) == (400, "prompt")
+        assert await text_of(good)
+
+    with_client(input_processor, body)
+
+
+def test_a_fault_in_one_text_is_that_requests_alone(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        params = SamplingParams(max_tokens=64)
+        bad = await client.add_request("bad", "red", params)
+        good = await client.add_request("good", "circle", params)
+        process = client._output_processor.process
+
+        def fail_on_bad(deltas: Any) -> Any:
+            if deltas[0].request_id == "bad":
+                raise ZeroDivisionError("at 0x7fffdeadbeef")
+            return process(deltas)
+
+        monkeypatch.setattr(client._output_processor, "process", fail_on_bad)
+        with pytest.raises(RequestError) as caught:
+            await text_of(bad)
+        assert caught.value.status == 500
+        assert "0x" not in caught.value.message
+        assert await text_of(good) == "circle"
+
+    with_client(input_processor, body, delay_s=0.01)
+
+
+def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1)
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        streams = [await client.add_request(str(i), "red", ENDLESS) for i in range(2)]
+
+        def never() -> str:
+            raise AssertionError("processed a request that is over the limit")
+
+        with pytest.raises(CapacityError):
+            await client.add_request("x", never, ENDLESS)
+        for stream in streams:
+            stream.close()
+        await text_of(await client.add_request("y", "red", SamplingParams(max_tokens=2)))
+
+    with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
+
+
+def test_no_engine_yet_is_503(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        with pytest.raises(EngineUnavailableError, match="starting"):
+            await client.add_request("r", "red", SamplingParams())
+        supervisor.become_ready()
+        await text_of(await client.add_request("r", "red", SamplingParams(max_tokens=2)))
+
+    with_client(input_processor, body, is_started_ready=False)
+
+
+def test_a_crash_replays_what_has_shown_nothing(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        shown = await client.add_request("shown", "red", ENDLESS, stream=True)
+        await anext(shown)
+        supervisor.delay_s = 1000.0  # the step under way will never end
+        waiting = await client.add_request("waiting", "red", SamplingParams(max_tokens=64))
+        supervisor.die(restarts=True)
+        with pytest.raises(EngineUnavailableError, match="restarts"):
+            await text_of(shown)
+        supervisor._task.cancel()
+        supervisor.delay_s = 0.0
+        await supervisor.start(client)
+        assert await text_of(waiting) == "red"
+        assert [request.request_id for request in supervisor.engine.added] == ["waiting"]
+
+    with_client(input_processor, body, delay_s=0.01)
+
+
+def test_a_request_is_replayed_once(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        poison = await client.add_request("poison", "red", ENDLESS)
+        supervisor.die(restarts=True)
+        supervisor.become_ready()
+        supervisor.die(restarts=True)
+        with pytest.raises(EngineUnavailableError):
+            await text_of(poison)
+
+    with_client(input_processor, body, delay_s=1000.0)
+
+
+def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        stream = await client.add_request("r", "red", ENDLESS)
+        supervisor.die(restarts=False)
+        with pytest.raises(EngineUnavailableError, match="restarted"):
+            await text_of(stream)
+        with pytest.raises(EngineUnavailableError):
+            await client.add_request("s", "red", ENDLESS)
+
+    with_client(input_processor, body, delay_s=1000.0)

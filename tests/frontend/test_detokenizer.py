@@ -1,0 +1,164 @@
+"""Streamed text is the whole text, cut where nothing has to be taken back."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.frontend.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
+from tests.kit import EOS, TURN_END, gemma_tokenizer
+
+TOKENIZER = gemma_tokenizer()
+TEXTS = st.lists(
+    st.sampled_from(["a", " ", "red ", "é", "日", "🎈", "\n", "\n\n", "x=1;", "\u0000", "Zürich"])
+    | st.characters(codec="utf-8"),
+    max_size=24,
+).map("".join)
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def pieces(ids: list[int], **kwargs: Any) -> list[str]:
+    detokenizer = IncrementalDetokenizer(TOKENIZER, **kwargs)
+    return [detokenizer.append([token_id]) for token_id in ids] + [detokenizer.flush()]
+
+
+@given(text=TEXTS)
+@settings(max_examples=100)
+def test_the_pieces_are_the_text(text: str) -> None:
+    ids = encode(text)
+    shown = pieces(ids)
+    assert "".join(shown) == TOKENIZER.decode(ids, skip_special_tokens=True)
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in piece for piece in shown)
+
+
+@given(
+    ids=st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=24),
+    cut=st.integers(0, 24),
+)
+@settings(max_examples=100)
+def test_any_ids_in_any_chunks(ids: list[int], cut: int) -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    shown = detokenizer.append(ids[:cut]) + detokenizer.append(ids[cut:]) + detokenizer.flush()
+    whole = TOKENIZER.decode(ids, skip_special_tokens=True)
+    # NOTE: the whole shows a run of bytes as valid or as replaced, all of it; the stream has
+    # shown the valid beginning of a run by the time that its bad byte comes.
+    assert shown == "".join(pieces(ids))
+    assert shown == whole or "\ufffd" in whole
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    ids = encode("🎈")
+    assert len(ids) == 4
+    assert pieces(ids) == ["", "", "", "🎈", ""]
+    assert pieces(ids[:3]) == ["", "", "", "\ufffd" * 3]
+
+
+def test_bytes_without_end_do_not_wait_for_ever() -> None:
+    lone = encode("🎈")[:1]
+    shown = pieces(lone * 100)
+    assert any(shown[:64])
+    assert "".join(shown) == "\ufffd" * 100
+
+
+def test_special_tokens_are_skipped_or_shown() -> None:
+    ids = [*encode("red"), TOKENIZER.convert_tokens_to_ids(TURN_END)]
+    assert "".join(pieces(ids)) == "red"
+    assert "".join(pieces(ids, skip_special_tokens=False)) == f"red{TURN_END}"
+
+
+def test_many_skipped_tokens_cost_nothing() -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER)
+    end = TOKENIZER.convert_tokens_to_ids(EOS)
+    assert detokenizer.append([*encode("a"), *([end] * 20_000), *encode("b")]) == "ab"
+
+
+class StrippingTokenizer:
+    """Decodes like sentencepiece with a dummy prefix: the first space of a text goes."""
+
+    all_special_ids = ()
+
+    def decode(self, ids: list[int], **kwargs: Any) -> str:
+        return "".join(" word" if i else "s" for i in ids).removeprefix(" ")
+
+
+def test_a_leading_space_depends_on_what_stands_before() -> None:
+    alone = IncrementalDetokenizer(StrippingTokenizer())
+    assert [alone.append([i]) for i in (1, 1, 0)] == ["word", " word", "s"]
+    after_prompt = IncrementalDetokenizer(StrippingTokenizer(), context=[1, 1])
+    assert [after_prompt.append([i]) for i in (1, 0)] == [" word", "s"]
+
+
+# ---- stop strings --------------------------------------------------------------------------------
+
+
+def run(chunks: list[str], stop: list[str], **kwargs: Any) -> tuple[list[str], str | None]:
+    checker = StopChecker(stop, **kwargs)
+    shown: list[str] = []
+    for chunk in chunks:
+        text, found = checker.push(chunk)
+        shown.append(text)
+        if found is not None:
+            return shown, found
+    return [*shown, checker.release()], None
+
+
+@pytest.mark.parametrize(
+    ("chunks", "stop", "expected"),
+    [
+        (["ab", "cd"], [], (["ab", "cd", ""], None)),
+        (["ab", "cd"], ["x"], (["ab", "cd", ""], None)),
+        (["aE", "ND", "x"], ["END"], (["a", ""], "END")),
+        (["aE", "Nx"], ["END"], (["a", "ENx", ""], None)),
+        (["aE", "N"], ["END"], (["a", "", "EN"], None)),
+        (["aEEND"], ["END"], (["aE"], "END")),
+        (["abab", "c"], ["ababd", "babc"], (["", "a"], "babc")),
+        # The stop string that ends first wins, wherever the text was cut.
+        (["xabcd"], ["abcd", "bc"], (["xa"], "bc")),
+        (["xab", "cd"], ["abcd", "bc"], (["x", "a"], "bc")),
+    ],
+)
+def test_nothing_of_a_stop_string_is_shown(
+    chunks: list[str], stop: list[str], expected: tuple[list[str], str | None]
+) -> None:
+    assert run(chunks, stop) == expected
+
+
+def test_the_stop_string_is_shown_when_asked_for() -> None:
+    assert run(["aE", "NDx"], ["END"], include_in_output=True) == (["a", "END"], "END")
+
+
+@given(
+    text=st.text("ab", max_size=20),
+    cuts=st.lists(st.integers(0, 20), max_size=6),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_chunks_do_not_change_what_is_shown(text: str, cuts: list[int], stop: list[str]) -> None:
+    edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    chunks = [text[a:b] for a, b in pairwise(edges)]
+    shown, found = run(chunks, stop)
+    whole, found_whole = run([text], stop)
+    assert ("".join(shown), found) == ("".join(whole), found_whole)
+    ends = [text.find(item) + len(item) for item in stop if item in text]
+    assert (found is not None) == bool(ends)
+    if found is not None:
+        assert "".join(shown) == text[: min(ends) - len(found)]
+
+
+def test_output_text_stops_inside_an_append() -> None:
+    text = OutputText(IncrementalDetokenizer(TOKENIZER), StopChecker(["red"]))
+    assert text.append(encode("a red b")) == "a "
+    assert text.stop_string == "red"
+    assert text.text == "a "
+
+
+def test_output_text_releases_at_the_end() -> None:
+    text = OutputText(IncrementalDetokenizer(TOKENIZER), StopChecker(["red!"]))
+    assert text.append(encode("a red")) == "a "
+    assert text.finish() == "red"
+    assert text.text == "a red"

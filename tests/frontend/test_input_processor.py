@@ -1,0 +1,163 @@
+"""Prompts in every form, and every limit named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.model_source import load_model_config
+from mmjax.sampling_params import SamplingParams
+from tests.kit import IMAGE_SOFT, IMAGE_START, draw
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def test_prompt_forms_agree(input_processor: InputProcessor) -> None:
+    ids = input_processor.tokenizer.encode("a red circle")
+    forms: list[Any] = [
+        "a red circle",
+        ids,
+        {"prompt": "a red circle"},
+        {"prompt_token_ids": ids},
+        {"prompt": "a red circle", "multi_modal_data": None, "multi_modal_uuids": None},
+    ]
+    for form in forms:
+        request = input_processor.process("r", form, GREEDY)
+        assert request.prompt_token_ids == ids
+        assert [message.request_id for message in request.messages] == ["r"]
+        assert request.messages[0].mm_features == []
+    assert input_processor.process("r", ids, GREEDY).prompt is None
+    assert input_processor.process("r", "red", GREEDY).prompt == "red"
+
+
+def test_images_become_features_in_prompt_order(input_processor: InputProcessor) -> None:
+    prompt: Any = {
+        "prompt": f"{IMAGE_START} and {IMAGE_START}",
+        "multi_modal_data": {"image": [draw(20, 30, 1), draw(30, 20, 2)]},
+    }
+    request = input_processor.process("r", prompt, GREEDY)
+    features = request.messages[0].mm_features
+    assert [feature.modality for feature in features] == ["image", "image"]
+    assert features[0].mm_position.offset < features[1].mm_position.offset
+    assert features[0].identifier != features[1].identifier
+    assert all(feature.data is not None for feature in features)
+    assert request.num_image_tokens == 8
+    again = input_processor.process("r", prompt, GREEDY)
+    assert [f.identifier for f in again.messages[0].mm_features] == [
+        feature.identifier for feature in features
+    ]
+
+
+def test_special_tokens_are_added_unless_the_text_has_them(
+    input_processor: InputProcessor,
+) -> None:
+    bos = input_processor.tokenizer.bos_token_id
+    added = input_processor.process("r", "red", GREEDY).prompt_token_ids
+    plain = input_processor.process("r", {"prompt": "red", "add_special_tokens": False}, GREEDY)
+    assert added == [bos, *plain.prompt_token_ids]
+
+
+def test_n_fans_out_with_seeds(input_processor: InputProcessor) -> None:
+    request = input_processor.process("r", "red", SamplingParams(n=3, seed=5, max_tokens=None))
+    assert [message.request_id for message in request.messages] == ["r-0", "r-1", "r-2"]
+    assert [message.sampling_params.seed for message in request.messages] == [5, 6, 7]
+    assert {message.sampling_params.n for message in request.messages} == {1}
+    last = input_processor.process("r", "red", SamplingParams(n=2, seed=2**63 - 1))
+    assert [message.sampling_params.seed for message in last.messages] == [2**63 - 1, -(2**63)]
+
+
+def test_seeds_are_drawn_where_none_is_given(model_config: ModelConfig) -> None:
+    def seeds() -> list[int | None]:
+        processor = InputProcessor(model_config)
+        requests = [processor.process(str(i), "red", SamplingParams()) for i in range(3)]
+        return [request.messages[0].sampling_params.seed for request in requests]
+
+    drawn = seeds()
+    assert None not in drawn
+    assert len(set(drawn)) == 3
+    assert seeds() == drawn, "an operator's seed makes the requests repeatable"
+
+
+def test_tokens_are_completed(input_processor: InputProcessor) -> None:
+    message = input_processor.process("r", "red", SamplingParams(max_tokens=None)).messages[0]
+    assert message.sampling_params.max_tokens == 128 - len(message.prompt_token_ids)
+    tokenizer = input_processor.tokenizer
+    assert message.eos_token_ids == [1, tokenizer.convert_tokens_to_ids("<end_of_turn>")]
+    assert message.cache_salt is None
+
+
+def test_default_sampling_params_come_from_the_checkpoint(input_processor: InputProcessor) -> None:
+    assert input_processor.default_sampling_params() == SamplingParams()
+    assert input_processor.process("r", "red").messages[0].sampling_params.max_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "match"),
+    [
+        ({"prompt": "", "add_special_tokens": False}, "prompt", "empty"),
+        ([], "prompt", "empty"),
+        ("red " * 200, "prompt", "128"),
+        ([5] * 128, "prompt", "128 tokens"),
+        ("x" * 128 * 129, "prompt", "characters"),
+        ({}, "prompt", "either"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "prompt", "either"),
+        ({"prompt": 3}, "prompt", "str"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids", "integers"),
+        ({"prompt_token_ids": [1, True]}, "prompt_token_ids", "integers"),
+        ({"prompt_token_ids": [1, 10**6]}, None, "1000000"),
+        ({"prompt_token_ids": [-1]}, None, "-1"),
+        ({"prompt": "a", "images": []}, "images", "no field"),
+        ({"prompt": "a", "multi_modal_data": [1]}, "multi_modal_data", "dict"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "128"),
+        ({"prompt": "a", "cache_salt": "x" * 129}, "cache_salt", "128"),
+        (f"a {IMAGE_START}", None, "0 images"),
+        (f"a {IMAGE_SOFT}", None, "image_soft_token"),
+        ({"prompt": "a", "multi_modal_data": {"image": draw(8, 8)}}, None, "1 image"),
+        ({"prompt": "a", "multi_modal_data": {"smell": 1}}, None, "smell"),
+        ({"prompt": IMAGE_START, "multi_modal_data": {"image": b"no image"}}, None, "image"),
+    ],
+)
+def test_what_is_refused_names_the_field(
+    input_processor: InputProcessor, prompt: Any, param: str | None, match: str
+) -> None:
+    with pytest.raises(RequestError, match=match) as caught:
+        input_processor.process("r", prompt, GREEDY)
+    assert caught.value.status in (400, 422)
+    assert caught.value.param is not None
+    if param is not None:
+        assert caught.value.param == param
+
+
+def test_the_longest_prompt_leaves_one_token(input_processor: InputProcessor) -> None:
+    message = input_processor.process("r", [5] * 127, GREEDY).messages[0]
+    assert message.sampling_params.max_tokens == 1
+
+
+def test_stop_ids_lie_in_the_vocabulary(input_processor: InputProcessor) -> None:
+    with pytest.raises(RequestValueError, match="stop_token_ids"):
+        input_processor.process("r", "red", SamplingParams(stop_token_ids=[10**6]))
+
+
+def test_too_many_images(tiny_gemma3: Path) -> None:
+    mm = MultiModalConfig(limit_mm_per_prompt={"image": 1}, mm_processor_cache_gb=0.0)
+    processor = InputProcessor(load_model_config(str(tiny_gemma3), max_model_len=128, mm=mm))
+    assert processor.allowed_mm_limits["image"] == 1
+    prompt: Any = {
+        "prompt": IMAGE_START * 2,
+        "multi_modal_data": {"image": [draw(8, 8), draw(8, 8)]},
+    }
+    with pytest.raises(RequestError, match="1"):
+        processor.process("r", prompt, GREEDY)
+
+
+def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:
+    prompt: Any = {"prompt": "red", "mm_processor_kwargs": 3}
+    with pytest.raises(RequestTypeError, match="mm_processor_kwargs"):
+        input_processor.process("r", prompt, GREEDY)
+
+
+def test_warm_up_processes_an_image(input_processor: InputProcessor) -> None:
+    input_processor.warm_up()

@@ -1,0 +1,155 @@
+"""Deltas become outputs: text, ends, logprobs, n, streamed or whole."""
+
+from typing import Any
+
+import pytest
+
+from mmjax.errors import RequestValueError
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.output_processor import OutputProcessor
+from mmjax.frontend.outputs import CompletionOutput, RequestOutput
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import RequestOutputDelta
+from tests.echo_engine import REFUSED_TOKEN, EchoEngine
+
+
+def run(
+    input_processor: InputProcessor, prompt: Any, *, stream: bool = False, **params: Any
+) -> tuple[list[RequestOutput], EchoEngine]:
+    """Return all outputs of one request against the echo."""
+    request = input_processor.process("r", prompt, SamplingParams(**{"max_tokens": 64, **params}))
+    processor, engine = OutputProcessor(input_processor.tokenizer), EchoEngine()
+    processor.add_request(request, stream=stream)
+    for message in request.messages:
+        engine.add_request(message)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished():
+        processed = processor.process(engine.step())
+        engine.abort(processed.request_ids_to_abort)
+        outputs += processed.request_outputs
+    assert processor.abort(["r"]) == []
+    return outputs, engine
+
+
+def whole(input_processor: InputProcessor, prompt: Any, **params: Any) -> CompletionOutput:
+    outputs, _ = run(input_processor, prompt, **params)
+    assert len(outputs) == 1
+    assert outputs[0].finished
+    return outputs[0].outputs[0]
+
+
+def test_the_end_token_is_an_id_and_no_text(input_processor: InputProcessor) -> None:
+    output = whole(input_processor, "a red circle")
+    assert output.text == "a red circle"
+    assert output.finish_reason == "stop"
+    assert output.stop_reason is None
+    assert output.token_ids[-1] == input_processor.tokenizer.eos_token_id
+    assert output.finished()
+
+
+def test_max_tokens_end_with_length(input_processor: InputProcessor) -> None:
+    output = whole(input_processor, "a red circle", max_tokens=2)
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 2
+
+
+def test_max_tokens_are_cut_to_the_room(input_processor: InputProcessor) -> None:
+    output = whole(input_processor, "red", max_tokens=10_000, ignore_eos=True)
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == 128 - 2
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a red "), (True, "a red circle")])
+def test_stop_strings_end_and_are_aborted(
+    input_processor: InputProcessor, include: bool, text: str
+) -> None:
+    outputs, engine = run(
+        input_processor,
+        "a red circle left of a star",
+        stop=["nothing", "circle"],
+        include_stop_str_in_output=include,
+    )
+    output = outputs[0].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == (text, "stop", "circle")
+    assert engine.aborted == ["r"]
+
+
+def test_stop_strings_wait_for_min_tokens(input_processor: InputProcessor) -> None:
+    output = whole(input_processor, "red red red red", stop=["red"], min_tokens=3)
+    # The prompt begins with `<bos>`, which counts and has no text.
+    assert output.text == "red red "
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a red ")])
+def test_stop_token_ids(input_processor: InputProcessor, include: bool, text: str) -> None:
+    red = input_processor.tokenizer.encode("red ", add_special_tokens=False)
+    output = whole(
+        input_processor, "a red circle", stop_token_ids=red, include_stop_str_in_output=include
+    )
+    assert (output.text, output.stop_reason) == (text, red[0])
+
+
+def test_streamed_pieces_join_to_the_whole(input_processor: InputProcessor) -> None:
+    text = "a red circle, 日本 🎈 and a star"
+    outputs, _ = run(input_processor, text, stream=True, stop=["never"])
+    pieces = [output.outputs[0] for output in outputs]
+    assert "".join(piece.text for piece in pieces) == text
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert pieces[-1].finish_reason == "stop"
+    expected = whole(input_processor, text)
+    assert [i for piece in pieces for i in piece.token_ids] == expected.token_ids
+
+
+def test_n_answers_come_together_or_one_by_one(input_processor: InputProcessor) -> None:
+    outputs, _ = run(input_processor, "red", n=3)
+    assert [output.index for output in outputs[0].outputs] == [0, 1, 2]
+    assert {output.text for output in outputs[0].outputs} == {"red"}
+    streamed, _ = run(input_processor, "red", n=3, stream=True)
+    assert {output.outputs[0].index for output in streamed} == {0, 1, 2}
+    assert [output.finished for output in streamed].count(True) == 1
+    assert streamed[-1].finished
+
+
+def test_logprobs(input_processor: InputProcessor) -> None:
+    output = whole(input_processor, "red", logprobs=2)
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token_id, position in zip(output.token_ids, output.logprobs, strict=True):
+        sampled, *others = position.items()
+        assert sampled[0] == token_id
+        assert sampled[1].rank == 9
+        assert [entry.rank for _, entry in others] == [1, 2][: len(others)]
+    assert output.cumulative_logprob == pytest.approx(-2.0 * len(output.token_ids))
+    assert whole(input_processor, "red").cumulative_logprob is None
+
+
+def test_request_fields(input_processor: InputProcessor) -> None:
+    outputs, _ = run(input_processor, "red")
+    assert outputs[0].prompt == "red"
+    assert outputs[0].prompt_token_ids == input_processor.tokenizer.encode("red")
+    assert outputs[0].num_cached_tokens == 3
+    assert outputs[0].num_image_tokens == 0
+
+
+def test_unknown_ids_and_failures(input_processor: InputProcessor) -> None:
+    processor = OutputProcessor(input_processor.tokenizer)
+    delta = RequestOutputDelta(request_id="gone", new_token_ids=[5])
+    assert processor.process([delta]) == ([], [])
+    assert processor.fail("gone") is None
+    request = input_processor.process("r", "red", SamplingParams(n=2))
+    processor.add_request(request)
+    assert processor.fail("r-0") == ("r", ["r-1"])
+    assert processor.fail("r-1") is None
+
+
+def test_aborted_requests_are_forgotten(input_processor: InputProcessor) -> None:
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(input_processor.process("r", "red", SamplingParams(n=2)))
+    assert processor.abort(["r", "unknown"]) == ["r-0", "r-1"]
+    assert processor.abort(["r"]) == []
+
+
+def test_the_echo_refuses_as_the_engine_does(input_processor: InputProcessor) -> None:
+    request = input_processor.process("r", [5, REFUSED_TOKEN], SamplingParams())
+    with pytest.raises(RequestValueError):
+        EchoEngine().add_request(request.messages[0])
