@@ -6,6 +6,7 @@ Linear in the prompt and in the items: a target that many items share is searche
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from mmjax.processing.prompt_updates import (
@@ -111,6 +112,16 @@ class _Queue:
     def priority(self) -> int:
         return self.items[0][0]
 
+    @property
+    def only_replaces_tokens(self) -> bool:
+        """Whether no alternative inserts, or stands at a place."""
+        return all(
+            update.mode is UpdateMode.REPLACE
+            and isinstance(update.target, str | list)
+            and len(update.target) > 0
+            for update in self.items[0][1]
+        )
+
     def first_match(
         self, finder: _Finder, cursor: int, mode: UpdateMode | None = None
     ) -> tuple[int, Match] | None:
@@ -154,6 +165,8 @@ def _plan_updates(finder: _Finder, mm_prompt_updates: MultiModalPromptUpdates) -
     cursor = 0
     while True:
         queues = [queue for queue in queues if queue.items]
+        if all(queue.only_replaces_tokens for queue in queues):
+            return plan + _replace_left_to_right(queues, finder, cursor)
         candidates = [(queue, queue.first_match(finder, cursor)) for queue in queues]
         # A queue that matches nowhere from here on never will again.
         queues = [queue for queue, found in candidates if found is not None]
@@ -167,6 +180,29 @@ def _plan_updates(finder: _Finder, mm_prompt_updates: MultiModalPromptUpdates) -
         applied = sorted(apply_round(queues, finder, cursor), key=lambda one: one[:2])
         plan += applied
         cursor = applied[-1].match.end_idx
+
+
+def _replace_left_to_right(
+    queues: Iterable[_Queue], finder: _Finder, cursor: int
+) -> list[_Applied]:
+    """Do all the remaining rounds, where each would apply its one leftmost replacement."""
+    applied: list[_Applied] = []
+    heap: list[tuple[Match, int, int, _Queue]] = []  # the priority breaks every tie
+
+    def push(queue: _Queue) -> None:
+        found = queue.first_match(finder, cursor) if queue.items else None
+        if found is not None:
+            heappush(heap, (found[1], queue.priority, found[0], queue))
+
+    for queue in queues:
+        push(queue)
+    while heap:
+        match, _, alternative, queue = heappop(heap)
+        if match.start_idx >= cursor:
+            applied.append(queue.apply_first(alternative, match))
+            cursor = match.end_idx
+        push(queue)
+    return applied
 
 
 def _insert_round(queues: Iterable[_Queue], finder: _Finder, cursor: int) -> list[_Applied]:
