@@ -28,7 +28,7 @@ def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
     if model is None:
         return _embedded_default()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model.strip() and path.is_dir():
         return path
     if _looks_like_path(model):
         raise CheckpointError(

@@ -32,9 +32,15 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         finally:
             await client.close()
 
-    # No /docs: its page would load scripts from elsewhere.
     app = FastAPI(
-        title="mmjax", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan
+        title="mmjax",
+        version=__version__,
+        lifespan=lifespan,
+        # No /docs: its page would load scripts from elsewhere.
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would repeat the Host header, which is the client's word.
+        redirect_slashes=False,
     )
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)

@@ -1,0 +1,267 @@
+"""What goes well: chat, completions, streams, models, states, through the official client."""
+
+import asyncio
+import base64
+import io
+import json
+from typing import Any
+
+import pytest
+
+from tests.kit import draw
+from tests.server.conftest import MakeServer, Server
+
+PROMPT = "user\na red circle\nmodel\n"
+"""What the echo says to "a red circle": the template's text without its control tokens."""
+
+
+def data_url(seed: int = 0) -> str:
+    buffer = io.BytesIO()
+    draw(24, 16, seed).save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_message(seed: int = 0, text: str = "What color?") -> dict[str, Any]:
+    return {
+        "role": "user",
+        "content": [
+            {"type": "image_url", "image_url": {"url": data_url(seed)}},
+            {"type": "text", "text": text},
+        ],
+    }
+
+
+def events_of(response: Any) -> list[Any]:
+    """Return the JSON of every event; the last is the string "[DONE]"."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = response.text.split("\n\n")
+    assert lines.pop() == ""
+    data = [line.removeprefix("data: ") for line in lines if not line.startswith(":")]
+    assert data.pop() == "[DONE]"
+    return [json.loads(item) for item in data]
+
+
+def test_chat(server: Server) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a red circle"}]
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == PROMPT
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == "stop"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.model == "tiny"
+    assert answer.usage is not None
+    num_prompt = answer.usage.prompt_tokens
+    assert answer.usage.completion_tokens == num_prompt + 1
+    assert answer.usage.total_tokens == 2 * num_prompt + 1
+    details = answer.usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == 3
+    assert details.model_extra == {} or details.to_dict()["image_tokens"] == 0
+
+
+def test_chat_about_an_image(server: Server) -> None:
+    answer = server.openai().chat.completions.create(
+        model="tiny",
+        messages=[image_message()],  # type: ignore[list-item]
+        temperature=0,
+    )
+    assert answer.usage is not None
+    assert answer.usage.to_dict()["prompt_tokens_details"]["image_tokens"] == 4  # type: ignore[index]
+    request = server.supervisor.engine.added[0]
+    assert len(request.mm_features) == 1
+    assert request.sampling_params.is_greedy
+
+
+def test_chat_stream_contract(server: Server) -> None:
+    response = server.chat(stream=True, stream_options={"include_usage": True})
+    first, *middle, last = events_of(response)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(set(event["choices"][0]["delta"]) <= {"content"} for event in middle)
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in middle) == PROMPT
+    reasons = [event["choices"][0]["finish_reason"] for event in middle]
+    assert reasons == [None] * (len(middle) - 1) + ["stop"]
+    assert all("usage" not in event for event in [first, *middle])
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(middle)
+    assert len({event["id"] for event in [first, *middle, last]}) == 1
+    assert {event["object"] for event in middle} == {"chat.completion.chunk"}
+    assert response.headers["cache-control"] == "no-cache"
+
+
+def test_chat_stream_without_usage_and_with_it_all_along(server: Server) -> None:
+    plain = events_of(server.chat(stream=True))
+    assert all("usage" not in event and event["choices"] for event in plain)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counted = events_of(server.chat(stream=True, stream_options=options))
+    counts = [event["usage"]["completion_tokens"] for event in counted if "usage" in event]
+    assert counts == [*range(1, len(counts)), len(counts) - 1]
+
+
+def test_chat_stream_through_the_client(server: Server) -> None:
+    stream = server.openai().chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a red circle"}], stream=True, n=2
+    )
+    texts = {0: "", 1: ""}
+    for chunk in stream:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == {0: PROMPT, 1: PROMPT}
+
+
+def test_n_stop_and_length(server: Server) -> None:
+    body = server.chat(n=2, stop=["circle"], seed=3).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    for choice in body["choices"]:
+        assert choice["message"]["content"] == "user\na red "
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "circle")
+    cut = server.chat(max_completion_tokens=2, max_tokens=5).json()
+    assert cut["choices"][0]["finish_reason"] == "length"
+    assert cut["usage"]["completion_tokens"] == 2
+
+
+def test_chat_logprobs(server: Server) -> None:
+    body = server.chat(logprobs=True, top_logprobs=2, max_tokens=3).json()
+    content = body["choices"][0]["logprobs"]["content"]
+    assert len(content) == 3
+    assert content[2]["token"] == "u"
+    assert content[2]["bytes"] == list(b"u")
+    assert len(content[2]["top_logprobs"]) == 2
+    assert server.chat().json()["choices"][0]["logprobs"] is None
+    streamed = events_of(server.chat(logprobs=True, stream=True, max_tokens=3))
+    assert streamed[1]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_token_ids_on_demand(server: Server) -> None:
+    body = server.chat(return_token_ids=True).json()
+    assert body["choices"][0]["token_ids"][:-1] == body["prompt_token_ids"]
+    assert "token_ids" not in server.chat().json()["choices"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions(server: Server, stream: bool) -> None:
+    prompts = ["a red circle", "a star"]
+    body = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 64, "stream": stream}
+    response = server.http.post("/v1/completions", json=body)
+    texts = [""] * 4
+    answers = events_of(response) if stream else [response.json()]
+    for answer in answers:
+        assert answer["object"] == "text_completion"
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [prompts[0], prompts[0], prompts[1], prompts[1]]
+
+
+def test_completions_of_ids_and_logprobs(server: Server) -> None:
+    tokenizer = server.engine_client.input_processor.tokenizer
+    ids = tokenizer.encode("a red circle")
+    for prompt in (ids, [ids]):
+        answer = server.openai().completions.create(model="tiny", prompt=prompt, logprobs=1)
+        choice = answer.choices[0]
+        assert choice.text == "a red circle"
+        assert choice.logprobs is not None
+        assert choice.logprobs.tokens is not None
+        assert choice.logprobs.text_offset is not None
+        assert choice.logprobs.text_offset[2] == len("<bos>a ")
+        assert len(choice.logprobs.tokens) == len(ids) + 1
+    stream = server.openai().completions.create(model="tiny", prompt=ids, logprobs=0, stream=True)
+    offsets = [chunk.choices[0].logprobs for chunk in stream]
+    assert all(item is not None for item in offsets)
+
+
+def test_models(server: Server) -> None:
+    (card,) = server.openai().models.list().data
+    assert card.id == "tiny"
+    raw = server.http.get("/v1/models").json()["data"][0]
+    assert raw["max_model_len"] == 256
+    assert raw["capabilities"]["input_modalities"] == ["text", "image"]
+    assert raw["capabilities"]["chat_template_content_format"] == "openai"
+    assert server.openai().models.retrieve("tiny").id == "tiny"
+
+
+def test_states(make_server: MakeServer) -> None:
+    server = make_server()
+    for path in ("/health", "/ready"):
+        assert server.http.get(path).status_code == 200
+    assert set(server.http.get("/version").json()) == {"version"}
+    server.supervisor.state, server.supervisor.health = "restarting", False
+    assert server.http.get("/health").status_code == 503
+    assert server.http.get("/ready").json()["status"] == "restarting"
+    response = server.chat()
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    # Starting is healthy, and not ready.
+    server.supervisor.state, server.supervisor.health = "starting", True
+    assert server.http.get("/health").status_code == 200
+    assert server.http.get("/ready").status_code == 503
+
+
+def test_streams_are_kept_alive(make_server: MakeServer) -> None:
+    server = make_server(sse_keep_alive_interval_s=0.02)
+    server.supervisor.delay_s = 0.1
+    response = server.chat(stream=True, max_tokens=2)
+    assert ": keep-alive" in response.text
+    assert events_of(response)[-1]["choices"][0]["finish_reason"] == "length"
+
+
+# ---- clients that leave --------------------------------------------------------------------
+
+
+async def post_and_leave(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """Call the application as a server would, and disconnect after a moment."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop(0)
+        while not server.supervisor.engine.running:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("testserver", 80),
+        "app": server.app,
+        "state": {},
+    }
+    await server.app(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_aborts(make_server: MakeServer, path: str, stream: bool) -> None:
+    server = make_server()
+    server.supervisor.delay_s = 0.01
+    body: dict[str, Any] = {"stream": stream, "ignore_eos": True, "max_tokens": 200, "n": 2}
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": "red"}]
+    else:
+        body["prompt"] = ["red", "star"]
+    engine = server.supervisor.engine
+    portal = server.http.portal
+    assert portal is not None
+    portal.call(post_and_leave, server, path, body)
+    portal.call(asyncio.sleep, 0.05)
+    assert len(engine.aborted) == (2 if "chat" in path else 4)
+    assert not engine.running
+    assert server.engine_client.num_requests == 0
+    assert server.chat().status_code == 200

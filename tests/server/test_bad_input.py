@@ -1,0 +1,279 @@
+"""What goes badly: every mistake is a 4xx in OpenAI's form that names the field, and no more."""
+
+import base64
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from mmjax.config import SchedulerConfig
+from tests.echo_engine import REFUSED_TOKEN
+from tests.kit import IMAGE_SOFT, IMAGE_START
+from tests.server.conftest import MakeServer, Server
+from tests.server.test_app import data_url, events_of, image_message
+
+SECRETS = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|<_io|/site-packages/|/tmp/|\bobject at\b")
+
+
+def error_of(response: Any, status: int = 400) -> dict[str, Any]:
+    """Check the form of an error; return its inside."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    assert not SECRETS.search(response.text)
+    return body["error"]
+
+
+CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": "red"}, "messages"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": f"a {IMAGE_START}"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": f"a {IMAGE_SOFT}"}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": "red " * 300}]}, "messages"),
+    ({"messages": [image_message()] * 17}, "messages[16].content[0]"),
+    ({"colour": "red"}, "colour"),
+    ({"model": ["tiny"]}, "model"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 101}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_completion_tokens": -5}, "max_completion_tokens"),
+    ({"min_tokens": 5, "max_tokens": 2}, "min_tokens"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"cache_salt": "x" * 129}, "cache_salt"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template"),
+    ({"mm_processor_kwargs": {"do_pan_and_scan": True}}, "mm_processor_kwargs"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"structured_outputs": {"regex": "(a+)+b"}}, "structured_outputs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"bad_words": ["a"]}, "bad_words"),
+    ({"echo": True}, "echo"),
+    ({"priority": 3}, "priority"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT_MISTAKES, ids=lambda value: str(value)[:60])
+def test_chat_mistakes_name_their_field(server: Server, fields: dict, param: str) -> None:
+    error = error_of(_post_raw(server, "/v1/chat/completions", fields))
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert server.chat().status_code == 200, "the others are served on"
+
+
+def _post_raw(server: Server, path: str, fields: dict[str, Any]) -> Any:
+    body = {"messages": [{"role": "user", "content": "red"}], **fields}
+    return server.http.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": ["a"] * 40, "n": 2}, "n"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "messages": []}, "messages"),
+        ({"prompt": [10**6]}, None),
+        ({"prompt": "red " * 300}, "prompt"),
+        ({"prompt": f"a {IMAGE_START}"}, None),
+        ({"prompt": f"a {IMAGE_SOFT}"}, None),
+        ({"prompt": ["a", f"b {IMAGE_SOFT}"]}, None),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_completion_mistakes(server: Server, fields: dict, param: str | None) -> None:
+    error = error_of(server.http.post("/v1/completions", json=fields))
+    assert error["param"] is not None
+    if param is not None:
+        assert error["param"] == param
+    assert server.engine_client.num_requests == 0
+
+
+def bad_images() -> Iterator[tuple[str, str]]:
+    good = base64.b64decode(data_url().partition(",")[2])
+    buffer = io.BytesIO()
+    Image.new("1", (8000, 8000)).save(buffer, "PNG")
+    yield "truncated", base64.b64encode(good[:60]).decode()
+    yield "empty", ""
+    yield "text", base64.b64encode(b"this is no image at all").decode()
+    yield "not base64", "####"
+    yield "64 megapixels in few bytes", base64.b64encode(buffer.getvalue()).decode()
+    yield "another format", base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n").decode()
+
+
+@pytest.mark.parametrize("payload", [pytest.param(p, id=name) for name, p in bad_images()])
+def test_bad_images(server: Server, payload: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{payload}"}}
+    error = error_of(server.chat(messages=[{"role": "user", "content": [part]}]))
+    assert error["param"] == "messages[0].content[0].image_url.url"
+
+
+def test_unknown_models(server: Server) -> None:
+    error = error_of(server.chat(model="gpt"), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    error_of(server.http.get("/v1/models/gpt"), 404)
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/docs", "/v1/chat/completions/"])
+def test_unknown_addresses(server: Server, path: str) -> None:
+    error_of(server.http.post(path, json={}, follow_redirects=False), 404)
+
+
+def test_wrong_methods(server: Server) -> None:
+    response = server.http.get("/v1/chat/completions")
+    error_of(response, 405)
+    assert "POST" in response.headers["allow"]
+    error_of(server.http.post("/health"), 405)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"3",
+        b"\xff\xfe",
+        b'{"messages": [], "messages"',
+        b"[" * 100_000,
+        b'{"temperature": NaN, "messages": [{"role": "user", "content": "a"}]}',
+        b'{"n": ' + b"9" * 5000 + b', "messages": [{"role": "user", "content": "a"}]}',
+    ],
+    ids=lambda value: repr(value[:20]),
+)
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_bodies_that_are_no_request(server: Server, content: bytes, kind: str) -> None:
+    headers = {"content-type": kind}
+    error_of(server.http.post("/v1/chat/completions", content=content, headers=headers))
+
+
+def test_large_bodies(make_server: MakeServer) -> None:
+    server = make_server(max_request_bytes=1000)
+    error_of(server.chat(messages=[{"role": "user", "content": "a" * 2000}]), 413)
+    # Without a length: the count says when it is enough.
+    chunks = (b"a" * 100 for _ in range(1000))
+    headers = {"content-type": "application/json"}
+    error_of(server.http.post("/v1/chat/completions", content=chunks, headers=headers), 413)
+    assert server.chat().status_code == 200
+
+
+def test_what_the_engine_refuses(server: Server) -> None:
+    refused = {"prompt": [5, REFUSED_TOKEN]}
+    error = error_of(server.http.post("/v1/completions", json=refused))
+    assert error["param"] == "prompt"
+    # In a stream the status is gone: the error is an event, and the stream still ends.
+    response = server.http.post("/v1/completions", json={**refused, "stream": True})
+    (event,) = events_of(response)
+    assert event["error"]["param"] == "prompt"
+
+
+def test_faults_of_ours_tell_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("secret at 0x7fffdeadbeef in /tmp/secret")
+
+    monkeypatch.setattr(server.engine_client.input_processor, "process", fail)
+    for fields in ({}, {"stream": True}):
+        error = error_of(server.chat(**fields), 500)
+        assert error["code"] == "internal_error"
+        assert "secret" not in error["message"]
+
+
+def test_overload(make_server: MakeServer) -> None:
+    server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
+    response = server.chat(n=3)
+    error = error_of(response, 429)
+    assert error["code"] == "rate_limit_exceeded"
+    assert int(response.headers["retry-after"]) >= 1
+    assert server.chat(n=2).status_code == 200
+
+
+def test_trust_flags_open_what_they_name(make_server: MakeServer) -> None:
+    server = make_server(trusts_mm_kwargs=True, trust_request_chat_template=True)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    body = server.chat(chat_template=template).json()
+    assert body["choices"][0]["message"]["content"] == "a red circle"
+    message = image_message()
+    answer = server.chat(messages=[message], mm_processor_kwargs={"do_pan_and_scan": False})
+    assert answer.status_code == 200, answer.text
+
+
+def test_an_assistants_answer_may_be_sent_back(server: Server) -> None:
+    client = server.openai()
+    first = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=4
+    )
+    history: Any = [
+        {"role": "user", "content": "a"},
+        first.choices[0].message.model_dump(),
+        {"role": "user", "content": "b"},
+    ]
+    again = client.chat.completions.create(model="tiny", messages=history)
+    assert again.choices[0].finish_reason == "stop"
+
+
+def test_neutral_values_are_taken(server: Server) -> None:
+    neutral = {
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {},
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "user": "me",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": True,
+        "store": False,
+        "service_tier": "auto",
+        "stream_options": None,
+        "stop": None,
+        "top_k": -1,
+        "min_p": 0,
+        "request_id": "mine",
+    }
+    assert server.chat(**neutral).status_code == 200

@@ -1,0 +1,135 @@
+"""`LLM`: vLLM's calls, one or many of each, in one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax import LLM, SamplingParams
+from mmjax.errors import CheckpointError, RequestError
+from tests.kit import IMAGE_START, draw
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_gemma3: Path) -> Iterator[LLM]:
+    with LLM(
+        str(tiny_gemma3),
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        use_tqdm_on_load=False,
+    ) as made:
+        yield made
+
+
+def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[Any]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_one_or_many_prompts(llm: LLM) -> None:
+    one = generate(llm, "a red circle")
+    assert len(one) == 1
+    many = generate(llm, ["a red circle", {"prompt": "a star"}, [2, 100, 101]])
+    assert [output.prompt for output in many] == ["a red circle", "a star", None]
+    assert many[0].outputs == one[0].outputs
+    assert many[0].prompt_token_ids == llm.get_tokenizer().encode("a red circle")
+    assert all(output.finished for output in many)
+    assert generate(llm, []) == []
+
+
+def test_more_prompts_than_the_engine_holds(llm: LLM) -> None:
+    prompts = [f"red {i} circle" for i in range(12)]
+    together = [output.outputs[0].token_ids for output in generate(llm, prompts)]
+    alone = [generate(llm, prompt)[0].outputs[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+def test_params_for_each(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n) for n in (1, 3)]
+    outputs = generate(llm, ["red", "red"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 3]
+    with pytest.raises(RequestError, match="2 prompts and 1"):
+        generate(llm, ["red", "red"], params[:1])
+
+
+def test_seeds_repeat(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=6)
+    first, second = (generate(llm, "a red", params)[0].outputs for _ in range(2))
+    assert [output.token_ids for output in first] == [output.token_ids for output in second]
+    assert len({tuple(output.token_ids) for output in first}) > 1
+
+
+def test_images_in_every_form(llm: LLM, tmp_path: Path) -> None:
+    image = draw(40, 30)
+    file = tmp_path / "picture.png"
+    image.save(file)
+    forms: list[Any] = [image, [image], np.asarray(image), file, file.read_bytes()]
+    answers = [
+        generate(llm, {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": form}})[0]
+        for form in forms
+    ]
+    assert {answer.num_image_tokens for answer in answers} == {4}
+    assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+
+
+def test_the_picture_matters(llm: LLM) -> None:
+    prompts: Any = [
+        {"prompt": f"{IMAGE_START} red", "multi_modal_data": {"image": draw(40, 30, seed)}}
+        for seed in range(6)
+    ]
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=0)
+    first = [output.outputs[0].cumulative_logprob for output in generate(llm, prompts, params)]
+    assert len(set(first)) > 1
+
+
+def test_chat(llm: LLM) -> None:
+    conversation: list[dict[str, Any]] = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_pil", "image_pil": draw(40, 30)},
+                {"type": "text", "text": "What color?"},
+            ],
+        }
+    ]
+    (answer,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    assert answer.prompt == (
+        f"<bos><start_of_turn>user\n{IMAGE_START}What color?<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert answer.num_image_tokens == 4
+    two = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert [output.outputs for output in two] == [answer.outputs] * 2
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (other,) = llm.chat(
+        [{"role": "user", "content": "red"}], GREEDY, use_tqdm=False, chat_template=plain
+    )
+    assert other.prompt == "red"
+
+
+def test_a_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="0 images"):
+        generate(llm, ["red", "circle", IMAGE_START, "star"])
+    assert not llm.engine.has_unfinished()
+    with pytest.raises(RequestError, match="empty"):
+        llm.chat([], use_tqdm=False)
+    assert generate(llm, "red")[0].finished
+
+
+def test_the_default_sampling_params(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams()
+    (output,) = llm.generate("red", use_tqdm=False)
+    assert len(output.outputs[0].token_ids) <= 16
+
+
+def test_nothing_was_compiled_meanwhile(llm: LLM) -> None:
+    generate(llm, ["red"] * 5)
+    assert llm.engine.compilations == 0
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        LLM(tmp_path / "missing")

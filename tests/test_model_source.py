@@ -1,0 +1,126 @@
+"""Checkpoints are found, read, and named when they cannot be."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.errors import CheckpointError, ConfigError
+from mmjax.model_source import load_generation_defaults, load_model_config, resolve_model
+
+
+@pytest.fixture
+def copy_of(tiny_gemma3: Path, tmp_path: Path) -> Path:
+    """The checkpoint without its weights, to be changed."""
+    target = tmp_path / "model"
+    shutil.copytree(tiny_gemma3, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    return target
+
+
+def rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_a_directory(tiny_gemma3: Path) -> None:
+    config = load_model_config(str(tiny_gemma3))
+    assert config.path == tiny_gemma3
+    assert config.architecture == "Gemma3ForConditionalGeneration"
+    assert config.max_model_len == 4096
+    assert config.public_name == str(tiny_gemma3)
+    assert load_model_config(str(tiny_gemma3), served_model_name="x").public_name == "x"
+
+
+def test_the_length_is_capped_and_checked(copy_of: Path) -> None:
+    raw = json.loads((copy_of / "config.json").read_text())
+    raw["text_config"]["max_position_embeddings"] = 131072
+    (copy_of / "config.json").write_text(json.dumps(raw))
+    assert load_model_config(str(copy_of)).max_model_len == 8192
+    assert load_model_config(str(copy_of), max_model_len=100_000).max_model_len == 100_000
+    with pytest.raises(ConfigError, match="131072"):
+        load_model_config(str(copy_of), max_model_len=131073)
+
+
+def test_the_default_is_found_in_a_wheel_and_in_a_checkout(
+    tiny_gemma3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mmjax"
+    monkeypatch.setattr("importlib.resources.files", lambda name: package)
+    monkeypatch.setattr("mmjax.model_source.__file__", str(package / "model_source.py"))
+    with pytest.raises(CheckpointError, match="tiny_scenes"):
+        resolve_model(None)
+    checkout = tmp_path / "checkpoints" / "tiny_scenes" / "model"
+    checkout.mkdir(parents=True)
+    (checkout / "config.json").touch()
+    assert resolve_model(None) == checkout
+    packaged = package / "_checkpoints" / "tiny_scenes"
+    packaged.mkdir(parents=True)
+    (packaged / "config.json").touch()
+    assert resolve_model(None) == packaged
+
+
+def test_the_defaults_name(monkeypatch: pytest.MonkeyPatch, tiny_gemma3: Path) -> None:
+    monkeypatch.setattr("mmjax.model_source._embedded_default", lambda: tiny_gemma3)
+    assert load_model_config(None).public_name == "tiny_scenes"
+
+
+@pytest.mark.parametrize("model", ["./missing", "/missing/model", "~/missing", "a/b/c", ""])
+def test_missing_directories(model: str) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        resolve_model(model)
+
+
+def test_the_hub_is_asked_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **kwargs: Any) -> str:
+        asked.update(kwargs, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("owner/name", revision="v1") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("owner/name", "v1")
+    patterns = asked["allow_patterns"]
+    assert "*.safetensors" in patterns
+    assert not {"*", "*.bin", "*.pt", "*.py", "*.pkl"} & set(patterns)
+
+
+def test_what_the_hub_lacks_is_named() -> None:
+    # The tests are offline: nothing is found, and nothing is asked.
+    with pytest.raises(CheckpointError, match="owner/no-such-model"):
+        resolve_model("owner/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (None, "no config.json"),
+        ("{", "not valid JSON"),
+        ("[]", "must hold an object"),
+        ('{"model_type": "no_such_type"}', "no_such_type"),
+        ('{"model_type": "gemma3"}', "architectures"),
+    ],
+)
+def test_bad_configurations(content: str | None, match: str, copy_of: Path) -> None:
+    file = copy_of / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(CheckpointError, match=match):
+        load_model_config(str(copy_of))
+
+
+def test_generation_defaults(copy_of: Path) -> None:
+    file = copy_of / "generation_config.json"
+    rewrite(file, temperature=0.5, top_k=64, top_p=0.95, do_sample=True, eos_token_id=[1, 106])
+    config = load_model_config(str(copy_of))
+    defaults = load_generation_defaults(config)
+    assert defaults.sampling == {"temperature": 0.5, "top_k": 64, "top_p": 0.95}
+    assert defaults.eos_token_ids == (1, 106)
+    file.write_text("{")
+    with pytest.raises(CheckpointError, match="generation_config"):
+        load_generation_defaults(config)
+    file.unlink()
+    assert load_generation_defaults(config).sampling == {}
+    assert load_generation_defaults(config).eos_token_ids == (1,)

@@ -1,0 +1,216 @@
+"""`python -m mmjax.serve`, as an operator runs it: a process, a port, signals."""
+
+import base64
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import OpenAI
+
+from tests.kit import draw
+
+ROOT = Path(__file__).parents[1]
+START_S = 240.0
+
+
+class Served:
+    """A running server: its address, its output."""
+
+    def __init__(self, *argv: str) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mmjax.serve", *argv, "--port", "0"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        deadline = time.monotonic() + START_S
+        while (found := re.search(pattern, self.output)) is None:
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+        return found
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def served(tiny_gemma3: Path) -> Iterator[Served]:
+    server = Served(
+        str(tiny_gemma3),
+        *("--served-model-name", "tiny", "--max-model-len", "256", "--max-num-seqs", "4"),
+        *("--max-num-batched-tokens", "128"),
+    )
+    try:
+        yield server
+    finally:
+        server.end()
+
+
+@pytest.fixture
+def url(served: Served) -> str:
+    found = served.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
+    return found.group(1)
+
+
+def image_message(seed: int) -> Any:
+    buffer = io.BytesIO()
+    draw(30 + seed, 20, seed).save(buffer, "PNG")
+    encoded = base64.b64encode(buffer.getvalue()).decode()
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    return {"role": "user", "content": [image, {"type": "text", "text": "What color?"}]}
+
+
+def ask(url: str, seed: int, **fields: Any) -> Any:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with client:
+        return client.chat.completions.create(
+            **{"model": "tiny", "temperature": 0, "max_tokens": 8, **fields},
+            messages=[image_message(seed)],
+        )
+
+
+def test_questions_about_pictures(url: str) -> None:
+    alone = [ask(url, seed).choices[0].message.content for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda seed: ask(url, seed), range(6)))
+    assert [answer.choices[0].message.content for answer in together] == alone
+    assert {
+        answer.usage.prompt_tokens_details.to_dict()["image_tokens"] for answer in together
+    } == {4}
+
+
+def test_a_stream(url: str) -> None:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with client:
+        chunks = list(
+            client.chat.completions.create(
+                model="tiny",
+                messages=[image_message(1)],
+                temperature=0,
+                max_tokens=8,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == ask(url, 1).choices[0].message.content
+    assert chunks[-1].usage is not None
+
+
+def test_a_crash_of_the_engine_is_survived(url: str, served: Served) -> None:
+    pid = int(served.wait_for(r"started the engine process \(pid (\d+)\)").group(1))
+    before = ask(url, 2).choices[0].message.content
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + START_S
+    while httpx2.get(f"{url}/ready").status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    while httpx2.get(f"{url}/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert ask(url, 2).choices[0].message.content == before
+
+
+def test_sigterm_drains(tiny_gemma3: Path) -> None:
+    server = Served(str(tiny_gemma3), "--served-model-name", "tiny", "--max-model-len", "256",
+                    "--max-num-seqs", "2", "--max-num-batched-tokens", "128")  # fmt: skip
+    try:
+        address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
+        pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(ask, address, 3, max_tokens=200, extra_body={"ignore_eos": True})
+            deadline = time.monotonic() + START_S
+            while httpx2.get(f"{address}/ready").json().get("num_running") != 1:
+                assert time.monotonic() < deadline
+                assert not answer.done(), answer.exception()
+                time.sleep(0.01)
+            server.process.send_signal(signal.SIGTERM)
+            assert answer.result(60).usage.completion_tokens == 200
+        assert server.process.wait(30) == 0
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        server.end()
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["./no/such/model"], "does not exist"),
+        (["--tensor-parallel-size", "2"], "flag of vLLM's"),
+    ],
+)
+def test_starts_that_fail_say_why(argv: list[str], match: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mmjax.serve", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert match in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_weights_that_are_missing_end_the_start(tiny_gemma3: Path, tmp_path: Path) -> None:
+    for file in tiny_gemma3.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-m", "mmjax.serve", str(tmp_path), "--port", "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "safetensors" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mmjax.serve", str(tiny_gemma3), "--port", url.rpartition(":")[2]],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "in use" in done.stderr
+    assert "engine process" not in done.stderr
