@@ -67,10 +67,6 @@ class CompilationCounter:
         finally:
             self._thread = None
 
-    def close(self) -> None:
-        """Stop listening."""
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
     def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
         del duration_secs
         if event == _COMPILE_EVENT and self._thread == threading.get_ident():

@@ -1,5 +1,6 @@
 """P1's main: messages in, steps, messages out. The only process that initialises a device."""
 
+import threading
 import time
 
 from mmjax.config import EngineConfig
@@ -20,6 +21,8 @@ from mmjax.transport.messages import (
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+MAX_STEP_S = 600.0
+"""A loop that makes no progress for so long hangs, and its heart may stop."""
 
 
 def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
@@ -41,7 +44,9 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
                 startup_seconds=core.startup_seconds,
             )
         )
-        EngineLoop(core, receiver, sender).run()
+        loop = EngineLoop(core, receiver, sender)
+        with Heart(loop, address_out):
+            loop.run()
     finally:
         receiver.close()
         sender.close(linger_s=1.0)
@@ -51,20 +56,21 @@ class EngineLoop:
     """Receive, step, reply, until a `Shutdown`."""
 
     def __init__(self, core: EngineCore, receiver: Receiver, sender: Sender) -> None:
-        self._core = core
         self._receiver = receiver
         self._sender = sender
-        self._last_heartbeat = 0.0
+        self.core = core
+        self.last_turn = time.monotonic()
+        """When the loop last came round."""
 
     def run(self) -> None:
         """Serve; return on `Shutdown`."""
         while self._receive_all():
             self._step()
-            self._beat()
+            self.last_turn = time.monotonic()
 
     def _receive_all(self) -> bool:
         """Take in all that has come, waiting only while there is nothing to do; False: leave."""
-        wait_s = 0.0 if self._core.has_unfinished() else HEARTBEAT_INTERVAL_S
+        wait_s = 0.0 if self.core.has_unfinished() else HEARTBEAT_INTERVAL_S
         message = self._receiver.receive(wait_s)
         while message is not None:
             if isinstance(message, Shutdown):
@@ -75,10 +81,10 @@ class EngineLoop:
 
     def _take(self, message: Message) -> None:
         if isinstance(message, AbortRequests):
-            self._core.abort(message.request_ids)
+            self.core.abort(message.request_ids)
         elif isinstance(message, AddRequest):
             try:
-                self._core.add_request(message)
+                self.core.add_request(message)
             except RequestError as error:
                 self._fail(message.request_id, str(error), error.param, error.status)
             except Exception:
@@ -90,22 +96,45 @@ class EngineLoop:
 
     def _step(self) -> None:
         try:
-            deltas = self._core.step()
+            deltas = self.core.step()
         except Exception:
             logger.exception("a step failed; its requests are lost, the engine goes on")
-            for request_id in self._core.recover():
+            for request_id in self.core.recover():
                 self._fail(request_id, "internal error in the engine", None, 500)
             return
         if deltas:
             self._sender.send(StepOutput(deltas=deltas))
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now - self._last_heartbeat >= HEARTBEAT_INTERVAL_S:
-            self._sender.send(self._core.stats())
-            self._last_heartbeat = now
-
     def _fail(self, request_id: str, message: str, param: str | None, status: int) -> None:
         self._sender.send(
             RequestFailed(request_id=request_id, message=message, param=param, status=status)
         )
+
+
+class Heart:
+    """Sends a heartbeat from a thread of its own: one step of a large model may take a minute."""
+
+    def __init__(self, loop: EngineLoop, address_out: str) -> None:
+        self._loop = loop
+        self._address_out = address_out
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+
+    def __enter__(self) -> "Heart":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        # A socket belongs to one thread: this is a second one to the same address.
+        sender = Sender(self._address_out)
+        try:
+            while not self._is_over.is_set():
+                if time.monotonic() - self._loop.last_turn < MAX_STEP_S:
+                    sender.send(self._loop.core.stats())
+                self._is_over.wait(HEARTBEAT_INTERVAL_S)
+        finally:
+            sender.close()

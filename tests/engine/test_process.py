@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.process import EngineLoop, run_engine
+from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, run_engine
 from mmjax.logger import get_logger
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
@@ -41,7 +41,9 @@ class Frontend:
 
         def loop() -> None:
             try:
-                EngineLoop(core, receiver, sender).run()
+                loop = EngineLoop(core, receiver, sender)
+                with Heart(loop, self.addresses[1]):
+                    loop.run()
             finally:
                 receiver.close()
                 sender.close()
@@ -108,6 +110,24 @@ def test_an_idle_loop_beats(serving: Frontend) -> None:
     for _ in range(2):
         beat = serving.receive(Heartbeat, timeout_s=5.0)
         assert (beat.num_running, beat.num_waiting, beat.num_compilations) == (0, 0, 0)
+
+
+def test_the_heart_beats_during_a_long_step(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def step() -> list[Any]:
+        is_over.wait(30)
+        return []
+
+    monkeypatch.setattr(core, "step", step)
+    frontend.serve(core)
+    frontend.sender.send(message("a", ([2],)))
+    for _ in range(5):
+        frontend.receive(Heartbeat, timeout_s=4 * HEARTBEAT_INTERVAL_S)
+    frontend.sender.send(AbortRequests(request_ids=["a"]))
+    is_over.set()
 
 
 def test_a_bad_request_fails_alone(serving: Frontend) -> None:

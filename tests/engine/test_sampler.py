@@ -28,26 +28,26 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
     for number, row in enumerate(rows):
         masked[number, : len(row["masked"])] = row["masked"]
     filters = any(row["top_k"] or row["top_p"] < 1 or row["min_p"] for row in rows)
-    return SampleBatch(
-        rows=np.zeros(len(rows), np.int32),
-        positions=np.array([row["position"] for row in rows], np.int32),
-        seeds=np.array([(row["seed"] >> 32, row["seed"] % 2**32) for row in rows], np.uint32),
-        top_k=np.array([row["top_k"] for row in rows], np.int32),
-        temperature=np.array([row["temperature"] for row in rows], np.float32),
-        top_p=np.array([row["top_p"] for row in rows], np.float32),
-        min_p=np.array([row["min_p"] for row in rows], np.float32),
-        masked_token_ids=masked,
-        has_filters=np.int32(filters),
-        has_logprobs=np.int32(has_logprobs),
-    )  # pyright: ignore[reportArgumentType]
+    fields = {
+        "rows": np.zeros(len(rows), np.int32),
+        "positions": np.array([row["position"] for row in rows], np.int32),
+        "seeds": np.array([(row["seed"] >> 32, row["seed"] % 2**32) for row in rows], np.uint32),
+        "top_k": np.array([row["top_k"] for row in rows], np.int32),
+        "temperature": np.array([row["temperature"] for row in rows], np.float32),
+        "top_p": np.array([row["top_p"] for row in rows], np.float32),
+        "min_p": np.array([row["min_p"] for row in rows], np.float32),
+        "masked_token_ids": masked,
+        "has_filters": np.int32(filters),
+        "has_logprobs": np.int32(has_logprobs),
+    }
+    return SampleBatch(**{name: jnp.asarray(value) for name, value in fields.items()})
 
 
 _sample = jax.jit(sample_full)
 
 
 def draw(logits: np.ndarray, rows: list[dict[str, Any]], **options: bool) -> SampleOutput:
-    on_device = jax.tree.map(jnp.asarray, make_batch(rows, **options))
-    return jax.device_get(_sample(jnp.asarray(logits), on_device))
+    return jax.device_get(_sample(jnp.asarray(logits), make_batch(rows, **options)))
 
 
 def make_logits(seed: int, num_rows: int = 1) -> np.ndarray:
