@@ -83,9 +83,12 @@ def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
     return hook
 
 
-def generate_reference(model: Any, inputs: Any, max_tokens: int) -> tuple[int, ...]:
-    """Return `max_tokens` greedy tokens."""
+def generate_reference(
+    model: Any, inputs: Any, max_tokens: int, *, eos_token_ids: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return `max_tokens` greedy tokens, or fewer where one of `eos_token_ids` ends them."""
     torch = import_torch()
+    options = {"eos_token_id": list(eos_token_ids)} if eos_token_ids else {}
     with torch.no_grad():
-        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, **options)
     return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())

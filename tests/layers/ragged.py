@@ -38,6 +38,10 @@ class Chunk:
     def num_new(self) -> int:
         return self.stop - self.start
 
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.stop // BLOCK_SIZE)
+
 
 def draw_chunk(generator: np.random.Generator, start: int, num_new: int) -> Chunk:
     """Draw a chunk with random image spans, each wholly in the context or wholly in the chunk."""
@@ -70,6 +74,13 @@ class Batch:
     rows: list[np.ndarray]
 
 
+def write_context(chunk: Chunk, blocks: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
+    """Store what earlier steps computed."""
+    for at in range(chunk.start):
+        block, offset = blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
+        keys[block, :, :, offset], values[block, :, offset] = chunk.key[at], chunk.value[at]
+
+
 def lay_out(
     chunks: Sequence[Chunk], *, num_tokens: int, num_requests: int, tile: int, seed: int = 0
 ) -> Batch:
@@ -90,12 +101,9 @@ def lay_out(
     tables = np.zeros((num_requests, MAX_BLOCKS), np.int32)
     rows, row, tile_at = [], 0, 0
     for number, chunk in enumerate(chunks):
-        count = -(-chunk.stop // BLOCK_SIZE)
-        blocks = np.array([free.pop() for _ in range(count)], np.int32)
-        tables[number, :count] = blocks
-        for at in range(chunk.start):
-            block, offset = blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
-            keys[block, :, :, offset], values[block, :, offset] = chunk.key[at], chunk.value[at]
+        blocks = np.array([free.pop() for _ in range(chunk.num_blocks)], np.int32)
+        tables[number, : chunk.num_blocks] = blocks
+        write_context(chunk, blocks, keys, values)
         mine = np.arange(row, row + chunk.num_new)
         places = np.arange(chunk.start, chunk.stop)
         slot_block[mine] = blocks[places // BLOCK_SIZE]
@@ -112,7 +120,7 @@ def lay_out(
             tile_at += 1
         rows.append(mine)
         row += chunk.num_new
-    bound = max(-(-chunk.stop // BLOCK_SIZE) for chunk in chunks)
+    bound = max(chunk.num_blocks for chunk in chunks)
     metadata: dict[str, Any] = {
         "slot_block": slot_block,
         "slot_offset": fields["offset"],

@@ -9,10 +9,13 @@ import jax
 import pytest
 
 from mmjax.errors import ConfigError
+from mmjax.llm import LLM
 from mmjax.model_source import load_model_config
 from mmjax.parity import reference
 from mmjax.parity.__main__ import main
 from mmjax.parity.case import Case, Parity
+from mmjax.parity.reference import generate_reference
+from mmjax.sampling_params import SamplingParams
 from tests.kit import draw, random_image_prompt, tiny_gemma3_checkpoint
 
 PAN_AND_SCAN = {
@@ -80,6 +83,34 @@ def test_token_prompts(parity: Parity, kwargs: Any):
     assert parity.process(case).token_ids.tolist() == parity.process(text).token_ids.tolist()
     # HF takes text only, and so is asked with the text.
     assert parity.ours.generate(parity.process(case), 4) == parity.run(text).token_ids[:4]
+
+
+def test_the_engine_says_what_hf_says(checkpoint: Path, parity: Parity):
+    """All cases at once through `LLM`: batched, bucketed, cached, and the same 32 tokens."""
+    cases = [make_case(name) for name in SIZES]
+    cases += [make_case(name, PAN_AND_SCAN) for name in ("640x480", "three")]
+    prompts: list[Any] = [
+        {
+            "prompt": case.prompt,
+            "multi_modal_data": {"image": list(case.images)} if case.images else {},
+            "mm_processor_kwargs": dict(case.mm_processor_kwargs or {}),
+        }
+        for case in cases
+    ]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+    with LLM(
+        checkpoint,
+        max_model_len=320,
+        max_num_seqs=4,
+        max_num_batched_tokens=320,
+        use_tqdm_on_load=False,
+    ) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    for case, output in zip(cases, outputs, strict=True):
+        inputs = parity.process_reference(case)
+        assert output.prompt_token_ids == inputs["input_ids"][0].tolist(), case.name
+        tokens = generate_reference(parity.reference, inputs, 32)
+        assert tuple(output.outputs[0].token_ids) == tokens, case.name
 
 
 def test_a_wrong_weight_is_found_where_it_lies(checkpoint: Path):
