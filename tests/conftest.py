@@ -20,9 +20,9 @@ os.environ.update(
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Workers fill the cores already; torch's own threads on top of them only take turns.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Torch's threads wait for each other by spinning: beside workers, or any other load, a tiny model
+# on two of them takes twenty times as long as on one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax  # noqa: E402 (the environment comes first)
 import pytest  # noqa: E402
