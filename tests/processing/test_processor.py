@@ -1,0 +1,289 @@
+"""The flow that all families share, with a family made up for each question."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import BatchFeature
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.errors import RequestError, RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.processing import (
+    BaseDummyInputsBuilder,
+    BaseMultiModalProcessor,
+    BaseProcessingInfo,
+    InputProcessingContext,
+    MultiModalFieldConfig,
+    PlaceholderRange,
+    ProcessorCache,
+    PromptIndexTargets,
+    PromptInsertion,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
+from tests.kit import draw, gemma_tokenizer
+from tests.processing import gemma3
+
+TOKENIZER = gemma_tokenizer()
+SOFT = TOKENIZER.image_token_id
+
+
+class FakeHFProcessor:
+    """Gives each image its width; writes two `<image_soft_token>` for each `[img]`, or does not."""
+
+    def __init__(self, *, applies_updates: bool) -> None:
+        self.applies_updates = applies_updates
+
+    def __call__(
+        self,
+        text: str,
+        images: Sequence[Any] | None = None,
+        return_tensors: str = "np",
+        add_special_tokens: bool = True,
+        scale: int = 1,
+    ) -> BatchFeature:
+        if images is not None and text.count("[img]") not in (0, len(images)):
+            raise RuntimeError("bad number of tags")
+        if self.applies_updates:
+            text = text.replace("[img]", "<image_soft_token>" * 2)
+        token_ids = TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+        outputs: dict[str, Any] = {"input_ids": np.array([token_ids])}
+        if images is not None:
+            outputs["width"] = np.array([[image.width * scale] for image in images])
+        return BatchFeature(outputs)
+
+
+class Info(BaseProcessingInfo):
+    hf_applies_updates = True
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 5}
+
+    def load_hf_processor(self) -> Any:
+        return FakeHFProcessor(applies_updates=self.hf_applies_updates)
+
+
+class DummyInputs(BaseDummyInputsBuilder[Info]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return "[img]" * mm_counts.get("image", 0)
+
+    def get_dummy_mm_data(self, seq_len: int, mm_counts: Any, mm_options: Any = None) -> Any:
+        images = self._get_dummy_images(
+            width=9,
+            height=4,
+            num_images=mm_counts["image"],
+            overrides=(mm_options or {}).get("image"),
+        )
+        return {"image": images}
+
+
+class Processor(BaseMultiModalProcessor[Info]):
+    updates: Sequence[PromptUpdate] = (
+        PromptReplacement("image", "[img]", PromptUpdateDetails.select_token_id([SOFT] * 2, SOFT)),
+    )
+    fields: Mapping[str, MultiModalFieldConfig] = {"width": MultiModalFieldConfig.batched("image")}
+
+    def _get_mm_fields_config(self, hf_inputs: Any, hf_processor_mm_kwargs: Any) -> Any:
+        return self.fields
+
+    def _get_prompt_updates(
+        self, mm_items: Any, hf_processor_mm_kwargs: Any, out_mm_kwargs: Any
+    ) -> Sequence[PromptUpdate]:
+        return self.updates
+
+    def _hf_processor_applies_updates(
+        self, prompt: Any, mm_items: Any, hf_processor_mm_kwargs: Any, tokenization_kwargs: Any
+    ) -> bool:
+        return self.info.hf_applies_updates
+
+
+def make(
+    processor_cache: ProcessorCache | None = None,
+    *,
+    hf_applies_updates: bool = True,
+    **changes: Any,
+) -> Processor:
+    """Make a processor of a subclass with other class attributes."""
+    hf_config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=len(TOKENIZER)))
+    config = ModelConfig(
+        model="fake",
+        path=gemma3.directory(),
+        hf_config=hf_config,
+        architecture="Fake",
+        max_model_len=100,
+        mm=MultiModalConfig(),
+    )
+    info = Info(InputProcessingContext(model_config=config, tokenizer=TOKENIZER))
+    info.hf_applies_updates = hf_applies_updates
+    changed = type("Changed", (Processor,), changes)
+    return changed(info, DummyInputs(info), cache=processor_cache)
+
+
+def cache() -> MultiModalProcessorOnlyCache:
+    return MultiModalProcessorOnlyCache(10_000)
+
+
+def ids(text: str, *, special: bool = True) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=special)
+
+
+@pytest.mark.parametrize("processor_cache", [None, cache()])
+@pytest.mark.parametrize("hf_applies_updates", [True, False])
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_both_ways_give_the_same_prompt(
+    processor_cache: ProcessorCache | None, hf_applies_updates: bool, as_tokens: bool
+):
+    processor = make(processor_cache, hf_applies_updates=hf_applies_updates)
+    prompt: Any = ids("a [img]b[img]") if as_tokens else "a [img]b[img]"
+    inputs = processor.apply(prompt, {"image": [draw(3, 2), draw(7, 2)]})
+    start = len(ids("a "))
+    assert inputs.prompt_token_ids == [*ids("a "), SOFT, SOFT, *ids("b", special=False), SOFT, SOFT]
+    mask = np.array([True, True])
+    assert inputs.mm_placeholders["image"] == [
+        PlaceholderRange(start, 2, mask),
+        PlaceholderRange(start + 3, 2, mask),
+    ]
+    assert inputs.mm_kwargs.get_data()["width"].tolist() == [[3], [7]]
+    assert inputs.prompt == (None if as_tokens else prompt)
+    assert [one.mm_hash for one in inputs.to_features()] == inputs.mm_hashes["image"]
+
+
+def test_insertions_need_no_placeholder():
+    insertion = PromptInsertion("image", PromptIndexTargets.start(), [SOFT] * 3)
+    processor = make(updates=[insertion], processor_cache=cache())
+    inputs = processor.apply("hello", {"image": [draw(2, 2)] * 2})
+    assert inputs.prompt_token_ids == [SOFT] * 6 + ids("hello")
+    assert [one.offset for one in inputs.mm_placeholders["image"]] == [0, 3]
+
+
+def test_a_target_hidden_in_other_tokens_is_found_in_the_text():
+    """`color` is one token, and `col` is none of its own: only the text has it."""
+    assert len(ids("color", special=False)) == 1
+    processor = make(updates=[PromptReplacement("image", "col", [SOFT])], processor_cache=cache())
+    inputs = processor.apply("color", {"image": draw(2, 2)})
+    assert inputs.prompt_token_ids == [TOKENIZER.bos_token_id, SOFT, *ids("or", special=False)]
+
+
+def test_a_declared_update_that_did_not_happen_is_an_error():
+    processor = make(updates=[PromptReplacement("image", "[img]", [SOFT] * 7)])
+    with pytest.raises(RuntimeError, match="Expected there to be 1 prompt placeholders"):
+        processor.apply("[img]", {"image": draw(2, 2)})
+
+
+def test_an_update_without_its_target_is_an_error():
+    with pytest.raises(AssertionError, match=r"prompt replacement for mm_items\['image'\]\[0\]"):
+        make(processor_cache=cache()).apply("no tag", {"image": draw(2, 2)})
+
+
+def test_items_without_tensors_or_updates_are_an_error():
+    request = ("[img]", {"image": draw(2, 2)})
+    with pytest.raises(RequestRuntimeError, match="1 image items in keyword arguments"):
+        make(fields={}).apply(*request)
+    with pytest.raises(RequestRuntimeError, match="1 prompt updates corresponding to 1 image"):
+        make(updates=[]).apply(*request)
+
+
+def test_what_hf_raises_is_the_requests_error():
+    with pytest.raises(RequestValueError, match="Failed to apply FakeHFProcessor") as caught:
+        make().apply("[img]", {"image": draw(2, 2)}, hf_processor_mm_kwargs={"unknown": 1})
+    assert isinstance(caught.value.__cause__, TypeError)
+    with pytest.raises(RequestValueError, match="bad number of tags"):
+        make().apply("[img]", {"image": [draw(2, 2)] * 2})
+
+
+def test_text_alone_and_no_items():
+    for processor in (make(), make(processor_cache=cache())):
+        for mm_data in (None, {}, {"image": None}, {"image": []}):
+            inputs = processor.apply("hello", mm_data)
+            assert inputs.prompt_token_ids == ids("hello")
+            assert inputs.to_features() == []
+        plain = processor.apply("hello", tokenization_kwargs={"add_special_tokens": False})
+        assert plain.prompt_token_ids == ids("hello", special=False)
+
+
+def test_the_hook_for_token_prompts_is_called():
+    def append_seven(self: Any, prompt_tokens: list[int]) -> list[int]:
+        return [*prompt_tokens, 7]
+
+    processor = make(_apply_hf_processor_tokens_only=append_seven)
+    assert processor.apply([5, 6]).prompt_token_ids == [5, 6, 7]
+
+
+class TestHashes:
+    def hashes(self, processor: Processor, **kwargs: Any) -> list[str]:
+        prompt = "[img]" * len(kwargs.get("mm_uuids", {"image": [0]})["image"])
+        images = [draw(2, 2)] * prompt.count("[img]")
+        return list(processor.apply(prompt, {"image": images}, **kwargs).mm_hashes["image"])
+
+    def test_content_and_kwargs_count(self):
+        processor = make()
+        (plain,) = self.hashes(processor)
+        assert [plain] == self.hashes(make(processor_cache=cache()))
+        (scaled,) = self.hashes(processor, hf_processor_mm_kwargs={"scale": 2})
+        assert plain != scaled
+
+    def test_a_uuid_stands_for_the_content_and_is_taken_as_it_is(self):
+        processor = make()
+        (plain,) = self.hashes(processor)
+        assert self.hashes(processor, mm_uuids={"image": ["me", None]}) == ["me", plain]
+        scaled = self.hashes(
+            processor, mm_uuids={"image": ["me"]}, hf_processor_mm_kwargs={"scale": 2}
+        )
+        assert scaled != ["me"]
+
+    def test_a_cached_item_needs_its_uuid_alone(self):
+        processor = make(processor_cache=cache())
+        uuids = {"image": ["me"]}
+        first = processor.apply("[img]", {"image": draw(5, 2)}, mm_uuids=uuids)
+        again = processor.apply("[img]", {"image": [None]}, mm_uuids=uuids)
+        assert again.mm_kwargs == first.mm_kwargs
+        for other in (make(processor_cache=cache()), make()):
+            with pytest.raises(ValueError, match="Cache miss for image at index 0"):
+                other.apply("[img]", {"image": [None]}, mm_uuids=uuids)
+
+
+class TestLimits:
+    def test_too_many_items(self):
+        with pytest.raises(RequestValueError, match=r"At most 5 image\(s\)") as caught:
+            make().apply("", {"image": [draw(1, 1)] * 6})
+        assert "limit-mm-per-prompt" not in str(caught.value)  # the model itself takes no more
+
+    def test_the_count_comes_before_the_decoding(self):
+        with pytest.raises(RequestValueError, match="At most 5"):
+            make().apply("", {"image": [b"broken"] * 6})
+
+    def test_other_modalities_and_embeddings(self):
+        with pytest.raises(RequestValueError, match="Unsupported modality: audio"):
+            make().apply("", {"audio": [1]})
+        import jax.numpy as jnp
+
+        with pytest.raises(RequestValueError, match="enable-mm-embeds"):
+            make().apply("", {"image": jnp.ones((2, 8, 16))})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "message"),
+    [
+        ([1, 10**6], RequestValueError, "prompt token 1 is 1000000"),
+        ([-1], RequestValueError, "prompt token 0 is -1"),
+        ([True], RequestTypeError, "prompt token 0 is True"),
+        ("a\ud800", RequestValueError, "lone surrogate .* at character 1"),
+    ],
+)
+def test_prompts_that_cannot_be(prompt: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        make().apply(prompt)
+
+
+@pytest.mark.parametrize("name", ["text", "images", "return_tensors"])
+def test_a_request_may_not_set_what_the_server_sets(name: str):
+    with pytest.raises(RequestError, match=f"has `{name}`, which the server sets"):
+        make().apply("hello", hf_processor_mm_kwargs={name: "x"})
+
+
+def test_the_maximum_is_measured_where_it_is_not_declared():
+    assert make(processor_cache=cache()).get_mm_max_tokens_per_item() == {"image": 2}
