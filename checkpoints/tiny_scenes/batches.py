@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,6 +22,20 @@ from scenes import NATIVE_SIDE, TRAINING, Scene, Style, draw, sample_number, sam
 
 EASE_STEPS = 700
 """Steps over which the smallest sizes fall to the style's own."""
+EMPHASIS_STEP = 1800
+"""From this step on, when the simple kinds are learned, targets weigh by `EMPHASIS`."""
+EMPHASIS = {
+    "color": 0.5,
+    "shape": 0.5,
+    "exist": 0.6,
+    "count": 3.0,
+    "count_shape": 1.2,
+    "count_color": 1.2,
+    "number": 1.5,
+    "left": 1.5,
+    "more": 2.5,
+    "same_number": 4.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,14 +124,16 @@ def sample_rows(rng: random.Random, plan: BatchPlan, scenes: list[Scene]) -> lis
     return rows
 
 
-def make_batch(rng: random.Random, plan: BatchPlan, style: Style) -> tuple[Batch, list[Row]]:
+def make_batch(
+    rng: random.Random, plan: BatchPlan, style: Style, emphasis: Mapping[str, float]
+) -> tuple[Batch, list[Row]]:
     """Draw a batch; the rows come too, for looking answers up by kind."""
     scenes = sample_scenes(rng, plan, style)
     rows = sample_rows(rng, plan, scenes)
     every = [label(scene) for scene in scenes]
     batch = Batch(
         pixels=np.stack([to_native(draw(scene)) for scene in scenes]),
-        rows=to_arrays(rows),
+        rows=to_arrays(rows, emphasis),
         labels={name: np.stack([getattr(one, name) for one in every]) for name in LABEL_CLASSES},
     )
     return batch, rows
@@ -126,7 +142,8 @@ def make_batch(rng: random.Random, plan: BatchPlan, style: Style) -> tuple[Batch
 def training_batch(seed: int, step: int, plan: BatchPlan) -> Batch:
     """The batch of a step."""
     rng = random.Random(f"train {seed} {step}")
-    return make_batch(rng, plan, ease_style(TRAINING, step))[0]
+    emphasis = EMPHASIS if step >= EMPHASIS_STEP else {}
+    return make_batch(rng, plan, ease_style(TRAINING, step), emphasis)[0]
 
 
 def prefetch(seed: int, start: int, stop: int, plan: BatchPlan) -> Iterator[Batch]:

@@ -3,8 +3,9 @@
     python checkpoints/tiny_scenes/evaluate.py [--questions 2000] [--seed 1] [--model FOLDER]
 
 Every question has scenes of its own, and every kind is asked equally often, so the overall numbers
-are also means over kinds. Beside each accuracy stand what the most frequent answer would get, and what the model gets when the pictures are shuffled among the questions: the picture must matter.
-Ends with status 1 if a target is missed.
+are also means over kinds. Beside each accuracy stand what the most frequent answer to a question of
+that form would get, and what the model gets when the pictures are shuffled among the questions: the
+picture must matter. Ends with status 1 if a target is missed.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 
 EMA_DECAY = 0.998
 WARM_UP_STEPS = 100
-DECAY_SHARE = 0.4
+DECAY_SHARE = 0.6
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
 
 
@@ -91,7 +91,8 @@ class Learner:
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         # short at the start, so that the random beginning is soon forgotten
-        decay = jnp.minimum(EMA_DECAY, (1.0 + state.step) / (10.0 + state.step))
+        step = state.step.astype(jnp.float32)
+        decay = jnp.minimum(EMA_DECAY, (1.0 + step) / (10.0 + step))
         average = jax.tree.map(
             lambda old, new: decay * old + (1 - decay) * new, state.average, params["model"]
         )

@@ -11,7 +11,7 @@ has the positions that it would have alone. A row may also hold whole chats side
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -255,11 +255,11 @@ class PackedRows:
     """int32[rows, MAX_TARGETS]"""
     target_id: np.ndarray
     target_weight: np.ndarray
-    """float32[rows, MAX_TARGETS]"""
+    """float32[rows, MAX_TARGETS]; 0 where there is no target."""
 
 
-def to_arrays(rows: Sequence[Row]) -> PackedRows:
-    """Pad the rows and stack them."""
+def to_arrays(rows: Sequence[Row], emphasis: Mapping[str, float]) -> PackedRows:
+    """Pad the rows and stack them; `emphasis` gives target weights other than 1, by kind."""
     shape = (len(rows), ROW_LENGTH)
     names = ("tokens", "positions", "segment", "run", "features")
     arrays = {name: np.zeros(shape, np.int32) for name in names}
@@ -279,5 +279,6 @@ def to_arrays(rows: Sequence[Row]) -> PackedRows:
         arrays["features"][r] = np.where(picture > 0, soft, -1)
         if num_targets:
             index[r, :num_targets], goal[r, :num_targets] = zip(*row.targets, strict=True)
-            weight[r, :num_targets] = 1.0
+        for question, start, stop in row.questions:
+            weight[r, start:stop] = emphasis.get(question.kind, 1.0)
     return PackedRows(**arrays, target_index=index, target_id=goal, target_weight=weight)

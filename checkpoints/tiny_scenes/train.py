@@ -64,14 +64,16 @@ def export(folder: Path, model_params: Any) -> None:
             if name.startswith(ours):
                 name = theirs + name.removeprefix(ours)
         tensors[name] = np.ascontiguousarray(np.asarray(leaf, np.float32))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors writes for the owner alone
 
 
 def evaluation_batches() -> list[tuple[Batch, list[Row]]]:
     """Fresh scenes of the evaluated distribution; the same ones at every check."""
     rng = random.Random(f"check {EVALUATION_SEED}")
     plan = BatchPlan()
-    return [make_batch(rng, plan, EVALUATION) for _ in range(EVALUATION_BATCHES)]
+    return [make_batch(rng, plan, EVALUATION, {}) for _ in range(EVALUATION_BATCHES)]
 
 
 def check(learner: Learner, model_params: Any, checks: list[tuple[Batch, list[Row]]]) -> str:
