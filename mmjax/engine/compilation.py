@@ -1,5 +1,6 @@
 """Compiled programs: where they are kept between runs, and whether serving made any."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,15 +32,17 @@ def enable_persistent_cache(directory: Path | None) -> None:
         directory = default_cache_dir()
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = directory.stat().st_mode
+        status = directory.stat()
     except OSError as error:
         logger.warning("no persistent compile cache: %s", error)
         return
-    if mode & 0o022:
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
         logger.warning(
-            "no persistent compile cache: others may write %s (mode %o); `chmod 700` it",
+            "no persistent compile cache: %s belongs to user %d with mode %o; it must be yours, "
+            "and nobody else may write it",
             directory,
-            mode & 0o777,
+            status.st_uid,
+            status.st_mode & 0o777,
         )
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))

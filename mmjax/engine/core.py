@@ -33,7 +33,10 @@ from mmjax.weights.load import load_params
 logger = get_logger(__name__)
 
 _MEMORY_SHARE = 0.9
-"""Of an accelerator's free memory, what the KV cache may take; on CPU half of this."""
+"""Of an accelerator's free memory, what the KV cache may take."""
+_CPU_MEMORY_SHARE = 0.45
+_CPU_MEMORY_LIMIT = 4 * 2**30
+"""On CPU memory is shared with others, and a container's limit is not visible here."""
 
 
 class EngineCore:
@@ -284,8 +287,8 @@ def free_memory(sharding: jax.sharding.SingleDeviceSharding) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * _MEMORY_SHARE)
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages * _MEMORY_SHARE / 2)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
 
 
 def _check_config(config: EngineConfig) -> None:

@@ -1,0 +1,76 @@
+"""Where compiled programs are kept, and who counts them."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
+
+CACHE_DIR = "jax_compilation_cache_dir"
+OPTIONS = (
+    CACHE_DIR,
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture(autouse=True)
+def restored_options() -> Iterator[None]:
+    before = {name: jax.config.values[name] for name in OPTIONS}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_the_cache_is_a_folder_of_this_user_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "xla"
+    enable_persistent_cache(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert jax.config.values[CACHE_DIR] == str(folder)
+
+
+def test_a_folder_that_others_may_write_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.engine.compilation.logger.propagate", True)
+    jax.config.update(CACHE_DIR, None)
+    tmp_path.chmod(0o777)
+    enable_persistent_cache(tmp_path)
+    assert "nobody else may write it" in caplog.text
+    assert jax.config.values[CACHE_DIR] is None
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_only(tmp_path: Path) -> None:
+    jax.config.update(CACHE_DIR, None)
+    (tmp_path / "file").touch()
+    enable_persistent_cache(tmp_path / "file" / "xla")
+    assert jax.config.values[CACHE_DIR] is None
+
+
+def test_a_cache_that_is_set_up_already_stays(tmp_path: Path) -> None:
+    jax.config.update(CACHE_DIR, str(tmp_path))
+    enable_persistent_cache(None)
+    assert jax.config.values[CACHE_DIR] == str(tmp_path)
+
+
+def compile_something(size: int) -> None:
+    # Each call makes a function of its own: nothing is cached from call to call.
+    jax.jit(lambda x: x * 3 + size)(jnp.zeros(size, jnp.int32))
+
+
+def test_compilations_count_while_watched_in_this_thread() -> None:
+    counter = CompilationCounter()
+    compile_something(3)
+    assert counter.count == 0
+    with counter.watching():
+        compile_something(5)
+        seen = counter.count
+        other = threading.Thread(target=compile_something, args=(7,))
+        other.start()
+        other.join()
+    assert seen >= 1
+    assert counter.count == seen
