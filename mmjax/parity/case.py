@@ -35,11 +35,11 @@ class Parity:
         self.rules = model_class.RULES
         self.processor = create_processor(model_config)
         self.hf_processor = self.processor.info.get_hf_processor()
-        # First, since it says at once when torch is missing.
-        self.reference = load_reference(model_config.path, architecture)
+        # Ours first: it explains a directory that lacks files or tensors.
         self.ours = PagedModel.from_directory(
             model_config.path, model_class, model_config.hf_config, max_len=max_len
         )
+        self.reference = load_reference(model_config.path, architecture)
 
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn with the pictures before the text, by the chat template if any."""

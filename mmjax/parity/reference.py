@@ -34,7 +34,9 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     """Return HF's model of the directory, in float32, that generates without an end token."""
     import_torch()
     transformers = importlib.import_module("transformers")
-    model = getattr(transformers, architecture).from_pretrained(str(path), dtype="float32")
+    model_class = getattr(transformers, architecture)
+    # Safetensors only: HF would fall back to pickles.
+    model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Sampling defaults and end tokens of the checkpoint would make runs that cannot be compared.
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from transformers import AutoConfig
 
 from mmjax.layers.attention import DenseAttentionMetadata
-from mmjax.layers.module import bind
+from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
+from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import open_safetensors
 from tests.kit import tiny_gemma3_checkpoint
 from tests.oracle import (
@@ -120,6 +122,21 @@ def test_every_layout_of_a_directory_loads_to_the_same(
         jax.tree.leaves(ours.params), jax.tree.leaves(in_memory.params), strict=True
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("axes", [(1, 4), (2, 2)])
+def test_a_model_over_a_mesh_says_the_same(tiny_gemma3: Path, axes: tuple[int, int]):
+    config = AutoConfig.from_pretrained(tiny_gemma3)
+    alone = PagedModel.from_directory(
+        tiny_gemma3, Gemma3ForConditionalGeneration, config, max_len=128
+    )
+    _, abstract = build_abstract(Gemma3ForConditionalGeneration, config, dtype=jnp.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(axes), ("data", "model"))
+    params = load_params(tiny_gemma3, abstract, RULES, mesh=mesh, use_tqdm=False)
+    spread = PagedModel(Gemma3ForConditionalGeneration, config, params, 128)
+    assert len(jax.tree.leaves(params)[0].sharding.device_set) == 4
+    sample = draw_sample(config, (20, 5, 17))
+    assert_close(spread.run(sample), alone.run(sample))
 
 
 def test_what_the_engine_must_know_is_said():
