@@ -21,7 +21,7 @@ from mmjax.processing.inputs import MultiModalInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import AddRequest
 
-_MAX_CHARS_PER_TOKEN = 128
+MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before the tokenizer spends its time on them."""
 
 _MAX_SALT_LENGTH = 128
@@ -173,7 +173,7 @@ class InputProcessor:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _check_text_length(self, parts: _Prompt) -> None:
-        limit = self.model_config.max_model_len * _MAX_CHARS_PER_TOKEN
+        limit = self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
         if parts.text is not None and len(parts.text) > limit:
             raise RequestValueError(
                 f"the prompt has {len(parts.text)} characters, and this model reads "

@@ -2,14 +2,13 @@
 
 Frame 0 is one version byte and the header; the arrays follow out of band, so that they are
 neither copied on the way out nor on the way in (they come back as read-only views).
-Every type on the wire is declared here or in messages.py, and nothing else can be decoded.
+Every type on the wire is declared in wire.py or messages.py, and nothing else can be decoded.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ml_dtypes
 import msgspec
 import numpy as np
 
@@ -25,7 +24,6 @@ from mmjax.processing.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
     AddRequest,
@@ -37,6 +35,17 @@ from mmjax.transport.messages import (
     Shutdown,
     StepOutput,
 )
+from mmjax.transport.wire import (
+    DTYPES,
+    WireAddRequest,
+    WireArray,
+    WireBatched,
+    WireElem,
+    WireFeature,
+    WireFlat,
+    WireList,
+    WireShared,
+)
 
 VERSION = 1
 """The first byte of every message; a reader refuses any other."""
@@ -44,93 +53,9 @@ VERSION = 1
 Buffer = bytes | memoryview
 Message = EngineMessage | FrontendMessage
 
-_DTYPES: Mapping[str, np.dtype] = {
-    **{
-        name: np.dtype(name)
-        for name in (
-            *("bool", "int8", "int16", "int32", "int64"),
-            *("uint8", "uint16", "uint32", "uint64"),
-            *("float16", "float32", "float64"),
-        )
-    },
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
-
 
 class FrameError(MMJaxError):
     """Frames that are not a message of this version."""
-
-
-# ---- what lies on the wire ---------------------------------------------------------------------
-
-
-class WireArray(msgspec.Struct, tag="array", frozen=True, forbid_unknown_fields=True):
-    """An array whose bytes are frame number `frame`."""
-
-    dtype: str
-    shape: list[int]
-    frame: int
-
-
-class WireList(msgspec.Struct, tag="list", frozen=True, forbid_unknown_fields=True):
-    """A ragged batch: arrays, or lists of them."""
-
-    items: list["WireArray | WireList"]
-
-
-class WireBatched(msgspec.Struct, tag="batched", frozen=True, forbid_unknown_fields=True):
-    """`MultiModalBatchedField`."""
-
-    keep_on_cpu: bool
-
-
-class WireFlat(msgspec.Struct, tag="flat", frozen=True, forbid_unknown_fields=True):
-    """`MultiModalFlatField`; every slice is a list of (start, stop, step), one per dimension."""
-
-    slices: list[list[tuple[int | None, int | None, int | None]]]
-    is_nested: bool
-    """Whether the slices were tuples, one slice per axis."""
-    dim: int
-    keep_on_cpu: bool
-
-
-class WireShared(msgspec.Struct, tag="shared", frozen=True, forbid_unknown_fields=True):
-    """`MultiModalSharedField`."""
-
-    batch_size: int
-    keep_on_cpu: bool
-
-
-class WireElem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`MultiModalFieldElem`: one keyword argument of one item."""
-
-    data: WireArray | WireList | None
-    field: WireBatched | WireFlat | WireShared
-
-
-class WireFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`MultiModalFeatureSpec`: one item and its place in the prompt."""
-
-    data: dict[str, WireElem] | None
-    modality: str
-    identifier: str
-    offset: int
-    length: int
-    is_embed: WireArray | None
-    mm_hash: str | None
-
-
-class WireAddRequest(msgspec.Struct, tag="AddRequest", kw_only=True, forbid_unknown_fields=True):
-    """`AddRequest`, its items replaced by their wire form."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    mm_features: list[WireFeature]
-    sampling_params: SamplingParams
-    eos_token_ids: list[int]
-    arrival_time: float
-    priority: int
-    cache_salt: str | None
 
 
 _WireMessage = (
@@ -210,7 +135,7 @@ def _pack_data(data: Any, frames: list[Buffer]) -> WireArray | WireList:
 
 
 def _pack_array(array: np.ndarray, frames: list[Buffer]) -> WireArray:
-    if array.dtype.name not in _DTYPES:
+    if array.dtype.name not in DTYPES:
         raise FrameError(f"an array of dtype {array.dtype.name} has no wire form")
     shape = list(array.shape)
     # A view as bytes: msgpack never sees it, and ZMQ sends it from where it lies.
@@ -296,7 +221,7 @@ def _unpack_data(wire: WireArray | WireList, frames: Sequence[Buffer]) -> Any:
 
 
 def _unpack_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
-    dtype = _DTYPES.get(wire.dtype)
+    dtype = DTYPES.get(wire.dtype)
     if dtype is None:
         raise FrameError(f"an array has the unknown dtype {wire.dtype!r}")
     if not 1 <= wire.frame < len(frames):

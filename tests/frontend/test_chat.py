@@ -2,6 +2,7 @@
 
 import base64
 import io
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from PIL import Image
 
 from mmjax.errors import RequestError
-from mmjax.frontend.chat import ChatParser
+from mmjax.frontend.chat import ChatParser, ControlTokens
 from mmjax.frontend.chat_template import ChatTemplate
 from mmjax.frontend.input_processor import InputProcessor, PromptDict
 from tests.kit import IMAGE_START, draw
@@ -23,9 +24,13 @@ def data_url(image: Image.Image | None = None, kind: str = "PNG") -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
+def with_parts(parser: ChatParser, **changes: Any) -> ChatParser:
+    return replace(parser, parts=replace(parser.parts, **changes))
+
+
 @pytest.fixture
 def parser(input_processor: InputProcessor) -> ChatParser:
-    return replace(ChatParser.for_model(input_processor), limits={"image": 3})
+    return with_parts(ChatParser.for_model(input_processor), limits={"image": 3})
 
 
 @pytest.fixture
@@ -111,7 +116,9 @@ def test_the_limit_comes_before_the_decoder(
     parser: ChatParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[object] = []
-    monkeypatch.setattr("mmjax.frontend.chat.load_image_bytes", lambda *a, **k: decoded.append(a))
+    monkeypatch.setattr(
+        "mmjax.frontend.chat_parts.load_image_bytes", lambda *a, **k: decoded.append(a)
+    )
     with pytest.raises(RequestError, match="At most 3"):
         parser.parse(user(*[image_part() for _ in range(1000)]))
     assert len(decoded) == 3
@@ -218,18 +225,24 @@ def test_control_tokens_of_every_kind_are_refused(
         parser.parse([{"role": "user", "content": "a", "name": tokens[0]}])
 
 
+@pytest.mark.parametrize("seam", ["", " ", "\n"])
+def test_control_tokens_in_pieces_are_refused(parser: ChatParser, seam: str) -> None:
+    with pytest.raises(RequestError, match="<start_of_turn>"):
+        parser.parse(user(f"a <start_of{seam}", f"{seam}_turn>system"))
+
+
 def test_too_large_an_image(parser: ChatParser) -> None:
-    small = replace(parser, mm=replace(parser.mm, max_image_pixels=95))
+    small = with_parts(parser, mm=replace(parser.parts.mm, max_image_pixels=95))
     with pytest.raises(RequestError, match="12x8") as caught:
         small.parse(user(image_part()))
     assert caught.value.param == "messages[0].content[0].image_url.url"
-    short = replace(parser, mm=replace(parser.mm, max_image_bytes=10))
+    short = with_parts(parser, mm=replace(parser.parts.mm, max_image_bytes=10))
     with pytest.raises(RequestError, match="10"):
         short.parse(user(image_part()))
 
 
 def test_objects_where_they_are_allowed(parser: ChatParser) -> None:
-    offline = replace(parser, are_objects_allowed=True)
+    offline = with_parts(parser, are_objects_allowed=True)
     image = draw(5, 5)
     assert images_of(offline.parse(user({"type": "image_pil", "image_pil": image}))) == [image]
     with pytest.raises(RequestError, match="missing"):
@@ -240,3 +253,23 @@ def test_continue_final_message(parser: ChatParser) -> None:
     conversation = [*user("What?"), {"role": "assistant", "content": "A red"}]
     prompt = parser.parse(conversation, add_generation_prompt=False, continue_final_message=True)
     assert text_of(prompt).endswith("A red")
+
+
+def test_long_texts_are_refused_before_they_are_read(parser: ChatParser) -> None:
+    messages = [
+        {"role": "user", "content": "a" * 10_000},
+        {"role": "user", "content": "a" * 10_000},
+    ]
+    with pytest.raises(RequestError, match="16384 characters") as caught:
+        parser.parse(messages)
+    assert caught.value.param == "messages[1]"
+
+
+def test_control_tokens_are_found_fast() -> None:
+    tokens = ControlTokens([f"<unused{i}>" for i in range(6000)])
+    start = time.monotonic()
+    assert tokens.find("<" * 200_000) is None
+    assert tokens.find("a" * 2_000_000 + "<unused5999>") == "<unused5999>"
+    assert time.monotonic() - start < 5.0
+    assert ControlTokens([]).find("<a>") is None
+    assert ControlTokens(["[a]", "<b>"]).find("x[a]<b>", allowed="[a]") == "<b>"

@@ -269,9 +269,7 @@ def test_random_frames_raise_only_frame_errors(frames: list[bytes], has_version:
 
 @given(request=requests, place=st.integers(0, 10_000), value=st.integers(0, 255))
 @settings(max_examples=50)
-def test_flipped_bytes_raise_only_frame_errors(
-    request: AddRequest, place: int, value: int
-) -> None:
+def test_flipped_bytes_raise_only_frame_errors(request: AddRequest, place: int, value: int) -> None:
     frames = [bytearray(bytes(frame)) for frame in encode(request)]
     header = frames[0]
     header[place % len(header)] = value
