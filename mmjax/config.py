@@ -1,4 +1,7 @@
-"""What an operator may set: frozen dataclasses, one per subject. No logic beyond their validation."""
+"""What an operator may set: frozen dataclasses, one per subject.
+
+No logic beyond their validation.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 
 DEFAULT_MAX_IMAGES = 16
-"""Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, too many to be safe)."""
+"""Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, hardly safe)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
