@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ SIZES = [(1, 1), (37, 211), (640, 480), (56, 56), (520, 260)]
 CROPS = {"do_pan_and_scan": True}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
     """What the laws need to know of a family."""
 
@@ -28,8 +29,6 @@ class Family:
     placeholder: str
     extra_kwargs: tuple[dict[str, Any], ...] = ()
     """Processor kwargs under which the laws must hold too."""
-    crop_kwargs: dict[str, Any] | None = None
-    """Kwargs that make items larger; the dummy law covers them where requests are trusted."""
 
 
 FAMILIES = {
@@ -56,6 +55,13 @@ def expect_hf(family: Family, prompt: str, images: list[Any], kwargs: dict[str, 
     return family.hf_processor()(
         text=prompt, images=images or None, return_tensors="np", **(kwargs if images else {})
     )
+
+
+@cache
+def make_once(family: Family) -> tuple[Any, Any]:
+    """Return a processor without a cache and one with."""
+    warm = MultiModalProcessorOnlyCache(2**26)
+    return family.make_processor(), family.make_processor(processor_cache=warm)
 
 
 def assert_same(one: MultiModalInputs, other: MultiModalInputs) -> None:
@@ -117,8 +123,7 @@ def test_any_words_around_pictures_give_hf_tokens(
     images = [draw(*SIZES[-1 - (seed + i) % 2], seed=i) for i in range(len(pieces) - 1)]
     mm_data = {"image": images} if images else {}
     hf = expect_hf(family, prompt, images, kwargs)
-    uncached = family.make_processor()
-    cached = family.make_processor(processor_cache=MultiModalProcessorOnlyCache(2**26))
+    uncached, cached = make_once(family)
     text = uncached.apply(prompt, mm_data, hf_processor_mm_kwargs=kwargs)
     assert text.prompt_token_ids == hf["input_ids"][0].tolist()
     assert soft_positions(text) == np.flatnonzero(hf["token_type_ids"][0]).tolist()

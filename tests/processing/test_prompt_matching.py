@@ -239,7 +239,7 @@ def test_applying_is_linear_in_prompt_and_items(num_targets: int):
 
         return seconds(apply)
 
-    assert run(1000) < 3.5 * run(500) + 1e-3
+    assert run(1200) < 10 * run(300) + 1e-3
 
 
 def test_nothing_to_find_is_found_quickly():
@@ -257,4 +257,4 @@ def test_nothing_to_find_is_found_quickly():
 
         return seconds(apply)
 
-    assert run(40_000) < 3.5 * run(20_000) + 1e-3
+    assert run(40_000) < 10 * run(10_000) + 1e-3

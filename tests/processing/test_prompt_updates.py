@@ -27,12 +27,12 @@ tokens = st.lists(st.integers(0, 2), max_size=12)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """The best of several runs: the machine may be busy."""
+    """Processor time, the best of several runs: the machine may be busy."""
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     return best
 
 
@@ -75,7 +75,7 @@ def test_matching_is_linear_even_in_its_worst_case():
         prompt, pattern = [7] * size, [7] * (size // 2) + [8]
         return seconds(lambda: list(iter_token_matches(prompt, pattern)))
 
-    assert search(80_000) < 4 * search(40_000) + 1e-3
+    assert search(80_000) < 10 * search(20_000) + 1e-3
 
 
 @pytest.mark.parametrize(
