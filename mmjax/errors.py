@@ -47,9 +47,8 @@ class ModelNotFoundError(RequestValueError):
 
 
 class MediaError(RequestValueError):
-    """Media that could not be fetched or decoded."""
+    """Media that could not be decoded."""
 
-    status = 422
     code = "unprocessable_media"
 
 
