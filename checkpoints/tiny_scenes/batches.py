@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -22,20 +22,6 @@ from scenes import NATIVE_SIDE, TRAINING, Scene, Style, draw, sample_number, sam
 
 EASE_STEPS = 700
 """Steps over which the smallest sizes fall to the style's own."""
-EMPHASIS_STEP = 1800
-"""From this step on, when the simple kinds are learned, targets weigh by `EMPHASIS`."""
-EMPHASIS = {
-    "color": 0.5,
-    "shape": 0.5,
-    "exist": 0.6,
-    "count": 3.0,
-    "count_shape": 1.2,
-    "count_color": 1.2,
-    "number": 1.5,
-    "left": 1.5,
-    "more": 2.5,
-    "same_number": 4.0,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +29,59 @@ class BatchPlan:
     """How many pictures a step has, and how many rows of each sort."""
 
     pictures: int = 32
+    single_rows: int = 32
     pair_rows: int = 12
     chat_rows: int = 4
     number_share: float = 0.65
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """What a run does from step `start` on."""
+
+    start: int
+    plan: BatchPlan
+    emphasis: Mapping[str, float]
+    """Weights of targets by kind, where not 1."""
+
+
+PHASES = (
+    Phase(start=0, plan=BatchPlan(), emphasis={}),
+    # The simple kinds are learned: on with what is hard.
+    Phase(
+        start=1800,
+        plan=BatchPlan(),
+        emphasis={
+            "color": 0.5,
+            "shape": 0.5,
+            "exist": 0.6,
+            "count": 3.0,
+            "count_shape": 1.2,
+            "count_color": 1.2,
+            "number": 1.5,
+            "left": 1.5,
+            "more": 2.5,
+            "same_number": 4.0,
+        },
+    ),
+    # Single pictures are nearly right: on with pairs and long descriptions.
+    Phase(
+        start=3300,
+        plan=BatchPlan(single_rows=24, pair_rows=20),
+        emphasis={
+            "color": 0.5,
+            "shape": 0.5,
+            "exist": 0.6,
+            "count": 2.0,
+            "number": 2.0,
+            "describe": 1.5,
+            "more": 2.5,
+            "same_number": 6.0,
+            "one_of_two": 2.0,
+        },
+    ),
+)
+"""The phases of the run that made the checkpoint, found by its curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +142,9 @@ def sample_scenes(rng: random.Random, plan: BatchPlan, style: Style) -> list[Sce
 
 
 def sample_rows(rng: random.Random, plan: BatchPlan, scenes: list[Scene]) -> list[Row]:
-    """One row for each picture, then rows of pairs, then rows of other layouts."""
+    """Rows of one picture, then rows of pairs, those with two numbers first, then whole chats."""
     rows = []
-    for i, scene in enumerate(scenes):
+    for i, scene in enumerate(scenes[: plan.single_rows]):
         rows.append(pack_shared([i], one_question_source(scene, rng), tries=18))
     numbered = [
         2 * k
@@ -116,7 +152,7 @@ def sample_rows(rng: random.Random, plan: BatchPlan, scenes: list[Scene]) -> lis
         if scenes[2 * k].number is not None and scenes[2 * k + 1].number is not None
     ]
     others = [2 * k for k in range(len(scenes) // 2) if 2 * k not in numbered]
-    for i in sorted((numbered + others)[: plan.pair_rows]):
+    for i in sorted((numbered + others + numbered)[: plan.pair_rows]):
         pair = [i, i + 1] if rng.random() < 0.5 else [i + 1, i]
         source = pair_question_source(scenes[pair[0]], scenes[pair[1]], rng)
         rows.append(pack_shared(pair, source, tries=8))
@@ -139,22 +175,22 @@ def make_batch(
     return batch, rows
 
 
-def training_batch(seed: int, step: int, plan: BatchPlan) -> Batch:
+def training_batch(seed: int, step: int, phases: Sequence[Phase] = PHASES) -> Batch:
     """The batch of a step."""
     rng = random.Random(f"train {seed} {step}")
-    emphasis = EMPHASIS if step >= EMPHASIS_STEP else {}
-    return make_batch(rng, plan, ease_style(TRAINING, step), emphasis)[0]
+    phase = max((p for p in phases if p.start <= step), key=lambda p: p.start)
+    return make_batch(rng, phase.plan, ease_style(TRAINING, step), phase.emphasis)[0]
 
 
-def prefetch(seed: int, start: int, stop: int, plan: BatchPlan) -> Iterator[Batch]:
+def prefetch(seed: int, start: int, stop: int, phases: Sequence[Phase] = PHASES) -> Iterator[Batch]:
     """The batches of steps `start` to `stop`, drawn ahead in a thread."""
     with ThreadPoolExecutor(1) as pool:
         waiting = [
-            pool.submit(training_batch, seed, step, plan)
+            pool.submit(training_batch, seed, step, phases)
             for step in range(start, min(start + 4, stop))
         ]
         for step in range(start, stop):
             batch = waiting.pop(0).result()
             if step + 4 < stop:
-                waiting.append(pool.submit(training_batch, seed, step + 4, plan))
+                waiting.append(pool.submit(training_batch, seed, step + 4, phases))
             yield batch

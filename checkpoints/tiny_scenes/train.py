@@ -108,8 +108,7 @@ def train(args: argparse.Namespace) -> LearnerState:
     start = int(state.step)
     checks = evaluation_batches()
     began, spent = time.perf_counter(), []
-    plan = BatchPlan()
-    for step, batch in enumerate(prefetch(args.seed, start, args.steps, plan), start):
+    for step, batch in enumerate(prefetch(args.seed, start, args.steps), start):
         tick = time.perf_counter()
         state, losses = learner.update(state, to_device_arrays(batch))
         answer = float(losses["answer"])
@@ -117,7 +116,7 @@ def train(args: argparse.Namespace) -> LearnerState:
         done = step + 1
         if done % 50 == 0:
             shown = " ".join(f"{name} {float(value):.3f}" for name, value in losses.items())
-            rate = plan.pictures * len(spent[-50:]) / sum(spent[-50:])
+            rate = len(batch.pixels) * len(spent[-50:]) / sum(spent[-50:])
             minutes = (time.perf_counter() - began) / 60
             print(f"step {done} min {minutes:.1f} img/s {rate:.0f}  {shown}", flush=True)
         if not np.isfinite(answer):

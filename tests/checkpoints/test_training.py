@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from batches import BatchPlan, prefetch, training_batch
+from batches import BatchPlan, Phase, prefetch, training_batch
 from learner import Learner, LearnerState, to_device_arrays
 from muon import is_hidden_matrix, orthogonalize
 from products import with_bfloat16_products
@@ -21,7 +21,8 @@ from tests.checkpoints.conftest import TINY_SCENES
 
 pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
-PLAN = BatchPlan(pictures=4, pair_rows=1, chat_rows=1)
+PLAN = BatchPlan(pictures=4, single_rows=4, pair_rows=1, chat_rows=1)
+PHASES = (Phase(start=0, plan=PLAN, emphasis={}),)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def make_learner(num_steps: int = 30) -> Learner:
 
 
 def run(learner: Learner, state: LearnerState, start: int, stop: int) -> LearnerState:
-    for batch in prefetch(0, start, stop, PLAN):
+    for batch in prefetch(0, start, stop, PHASES):
         state, _ = learner.update(state, to_device_arrays(batch))
     return state
 
@@ -65,7 +66,7 @@ def test_a_cut_run_goes_on_to_the_same_result(tmp_path: Path):
 
 def test_steps_lower_the_loss():
     learner = make_learner(num_steps=300)
-    state, arrays = learner.initial_state, to_device_arrays(training_batch(0, 0, PLAN))
+    state, arrays = learner.initial_state, to_device_arrays(training_batch(0, 0, PHASES))
     losses = []
     for _ in range(30):
         state, parts = learner.update(state, arrays)
@@ -74,7 +75,7 @@ def test_steps_lower_the_loss():
 
 
 def test_batches_are_the_seeds():
-    one, two, other = (training_batch(seed, 5, PLAN) for seed in (0, 0, 1))
+    one, two, other = (training_batch(seed, 5, PHASES) for seed in (0, 0, 1))
     np.testing.assert_array_equal(one.pixels, two.pixels)
     np.testing.assert_array_equal(one.rows.tokens, two.rows.tokens)
     assert (one.pixels != other.pixels).any()
