@@ -22,6 +22,11 @@ from tests.kit import draw
 
 ROOT = Path(__file__).parents[1]
 START_S = 240.0
+SMALL = (
+    *("--served-model-name", "tiny", "--max-model-len", "256"),
+    *("--max-num-seqs", "2", "--max-num-batched-tokens", "64"),
+)
+"""Few programs to compile; the second start finds them in the compile cache."""
 
 
 class Served:
@@ -67,11 +72,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny_gemma3: Path) -> Iterator[Served]:
-    server = Served(
-        str(tiny_gemma3),
-        *("--served-model-name", "tiny", "--max-model-len", "256", "--max-num-seqs", "4"),
-        *("--max-num-batched-tokens", "128"),
-    )
+    server = Served(str(tiny_gemma3), *SMALL)
     try:
         yield server
     finally:
@@ -144,8 +145,7 @@ def test_a_crash_of_the_engine_is_survived(url: str, served: Served) -> None:
 
 
 def test_sigterm_drains(tiny_gemma3: Path) -> None:
-    server = Served(str(tiny_gemma3), "--served-model-name", "tiny", "--max-model-len", "256",
-                    "--max-num-seqs", "2", "--max-num-batched-tokens", "128")  # fmt: skip
+    server = Served(str(tiny_gemma3), *SMALL)
     try:
         address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
         pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))
