@@ -59,6 +59,15 @@ class ModelShape(NamedTuple):
         return cls(graphdef, logits.shape[1], embeds.shape[1], embeds.dtype)
 
 
+class StepState(NamedTuple):
+    """What `step` consumes and returns: donated, so that nothing is copied."""
+
+    kv_cache: KVCache
+    hidden: Float[Array, "rows D"]
+    """States after the final norm, of the size of the largest bucket: a step of T tokens fills the
+    first T rows, so that `sample` compiles once for all of them."""
+
+
 # ---- the three jitted functions ----------------------------------------------------------------
 
 
@@ -79,22 +88,18 @@ def step(
     graphdef: Any,
     layout: Layout,
     params: Params,
-    kv_cache: KVCache,
-    hidden: Float[Array, "rows D"],
+    state: StepState,
     pool: Float[Array, "outputs D"],
     packed: Int[Array, " size"],
-) -> tuple[Float[Array, "rows D"], KVCache]:
-    """Compute a bucket of tokens; their states go to the first T rows of `hidden`.
-
-    `hidden` has the size of the largest bucket, so that `sample` compiles once for all of them.
-    """
+) -> StepState:
+    """Compute a bucket of tokens: text, and embeddings out of the pool."""
     model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
     text = model.embed_input_ids(batch.token_ids)
     is_embed = (batch.src_index >= 0)[:, None]
     merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
-    states, kv_cache = model(merged, batch.positions, kv_cache, batch.metadata)
-    return jax.lax.dynamic_update_slice(hidden, states, (0, 0)), kv_cache
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, batch.metadata)
+    return StepState(kv_cache, jax.lax.dynamic_update_slice(state.hidden, states, (0, 0)))
 
 
 def sample(
@@ -160,7 +165,7 @@ class ModelRunner:
         self._step = jax.jit(
             partial(step, graphdef),
             static_argnames="layout",
-            donate_argnames=("kv_cache", "hidden"),
+            donate_argnames="state",
         )
         self._sample = jax.jit(partial(sample, graphdef), static_argnames=("layout", "is_plain"))
         self._step_layouts = {
@@ -172,12 +177,11 @@ class ModelRunner:
         """Make all caches anew: at the start, and after a step that failed half-way."""
         shape = self._shape
         self.rows.reset()
-        arrays = (
-            self._new_cache(),
-            jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype),
-            jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype),
+        hidden = jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype)
+        pool = jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype)
+        self._state, self._pool = jax.device_put(
+            (StepState(self._new_cache(), hidden), pool), self._sharding
         )
-        self._kv_cache, self._hidden, self._pool = jax.device_put(arrays, self._sharding)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -203,11 +207,10 @@ class ModelRunner:
         return _read(sampled, jax.device_get(drawn))
 
     def _run_step(self, bucket: StepBucket, packed: Array) -> None:
-        self._hidden, self._kv_cache = self._step(
+        self._state = self._step(
             layout=self._step_layouts[bucket],
             params=self._params,
-            kv_cache=self._kv_cache,
-            hidden=self._hidden,
+            state=self._state,
             pool=self._pool,
             packed=packed,
         )
@@ -217,7 +220,7 @@ class ModelRunner:
             layout=self._sample_layouts[size],
             is_plain=is_plain,
             params=self._params,
-            hidden=self._hidden,
+            hidden=self._state.hidden,
             packed=packed,
         )
 
@@ -280,7 +283,7 @@ class ModelRunner:
         packed, fields = self._builder.empty_step(bucket)
         fields["num_blocks_bound"][...] = 1
         self._run_step(bucket, jax.device_put(packed, self._sharding))
-        return self._hidden
+        return self._state.hidden
 
     def _warm_up_sample(self, size: int, is_plain: bool) -> Any:
         packed = np.zeros(self._sample_layouts[size].size, np.int32)
