@@ -17,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 from openai import OpenAI
+from PIL import Image, ImageDraw
 
 from tests.kit import draw
 
@@ -85,12 +86,16 @@ def url(served: Served) -> str:
     return found.group(1)
 
 
-def image_message(seed: int) -> Any:
+def message_about(picture: Image.Image, question: str) -> Any:
     buffer = io.BytesIO()
-    draw(30 + seed, 20, seed).save(buffer, "PNG")
+    picture.save(buffer, "PNG")
     encoded = base64.b64encode(buffer.getvalue()).decode()
     image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
-    return {"role": "user", "content": [image, {"type": "text", "text": "What color?"}]}
+    return {"role": "user", "content": [image, {"type": "text", "text": question}]}
+
+
+def image_message(seed: int) -> Any:
+    return message_about(draw(30 + seed, 20, seed), "What color?")
 
 
 def ask(url: str, seed: int, **fields: Any) -> Any:
@@ -214,3 +219,24 @@ def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:
     assert done.returncode == 1
     assert "in use" in done.stderr
     assert "engine process" not in done.stderr
+
+
+def test_the_embedded_default_reads_a_picture(default_checkpoint: Path) -> None:
+    if not (default_checkpoint / "model.safetensors").is_file():
+        pytest.skip("the default has no weights yet: train it")
+    picture = Image.new("RGB", (320, 240), "white")
+    ImageDraw.Draw(picture).ellipse((90, 60, 210, 180), fill="red")
+    server = Served("--max-model-len", "256", *SMALL[-4:])
+    try:
+        address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
+        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        with client:
+            answer = client.chat.completions.create(
+                model="tiny_scenes",
+                temperature=0,
+                messages=[message_about(picture, "What color is the circle?")],
+            )
+        assert answer.choices[0].message.content == "red"
+        assert answer.choices[0].finish_reason == "stop"
+    finally:
+        server.end()
