@@ -50,7 +50,12 @@ def with_supervisor(
     *,
     heartbeat_timeout_s: float = 60.0,
 ) -> Supervisor:
-    supervisor = Supervisor(engine_config(mood), main=ECHO, heartbeat_timeout_s=heartbeat_timeout_s)
+    supervisor = Supervisor(
+        engine_config(mood),
+        main=ECHO,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        shutdown_timeout_s=1.0,
+    )
     listener = Listener()
 
     async def run() -> None:
