@@ -10,6 +10,7 @@ import argparse
 import json
 import re
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,11 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Gemma 3's config.json, a thousandth of the size."""
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    text = {
+def text_config(vocab_size: int, ids: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the language model's part of config.json."""
+    return {
         "model_type": "gemma3_text",
-        "vocab_size": tokenizer.get_vocab_size(),
+        "vocab_size": vocab_size,
         "hidden_size": 160,
         "intermediate_size": 320,
         "num_hidden_layers": 4,
@@ -184,7 +184,11 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": ids["<eos>"],
         "bos_token_id": ids["<bos>"],
     }
-    vision = {
+
+
+def vision_config() -> dict[str, Any]:
+    """Return the tower's part of config.json."""
+    return {
         "model_type": "siglip_vision_model",
         "image_size": NATIVE_SIDE,
         "patch_size": 8,
@@ -198,6 +202,11 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "vision_use_head": False,
     }
+
+
+def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Gemma 3's config.json, a thousandth of the size."""
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
     return {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -209,8 +218,8 @@ def model_config(tokenizer: Tokenizer) -> dict[str, Any]:
         "eos_token_id": [ids["<eos>"], ids["<end_of_turn>"]],
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
-        "text_config": text,
-        "vision_config": vision,
+        "text_config": text_config(tokenizer.get_vocab_size(), ids),
+        "vision_config": vision_config(),
     }
 
 

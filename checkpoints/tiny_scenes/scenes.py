@@ -153,7 +153,9 @@ def sample_scene(rng: random.Random, style: Style, number_text: str | None) -> S
     while True:
         crowd = min(1.0, attempt / 12)
         number = _sample_number(rng, style, number_text, side=side, canvas=canvas, crowd=crowd)
-        things = _sample_things(rng, style, num_things, number, canvas, crowd, plain)
+        things = _sample_things(
+            rng, style, num_things, number, canvas=canvas, crowd=crowd, plain=plain
+        )
         if things is not None:
             break
         attempt += 1
@@ -230,6 +232,7 @@ def _sample_things(
     style: Style,
     count: int,
     number: Number | None,
+    *,
     canvas: tuple[float, float],
     crowd: float,
     plain: bool,
@@ -242,7 +245,15 @@ def _sample_things(
         shape = rng.choice(SHAPES)
         size = rng.uniform(style.min_size, max_size - (max_size - style.min_size) * crowd)
         reach = REACH[shape] * size + MARGIN
-        place = _find_place(rng, reach, things, number, canvas, style, MIN_GAP[count])
+        place = _find_place(
+            rng,
+            reach,
+            things,
+            number,
+            canvas=canvas,
+            closeness=style.closeness,
+            min_gap=MIN_GAP[count],
+        )
         if place is None:
             return None
         things.append(
@@ -265,8 +276,9 @@ def _find_place(
     reach: float,
     things: list[Thing],
     number: Number | None,
+    *,
     canvas: tuple[float, float],
-    style: Style,
+    closeness: float,
     min_gap: float,
 ) -> tuple[float, float] | None:
     for _ in range(25):
@@ -276,7 +288,7 @@ def _find_place(
             continue
         if all(
             abs(other.x - x) >= min_gap
-            and math.hypot(other.x - x, other.y - y) >= (other.reach + reach) * style.closeness
+            and math.hypot(other.x - x, other.y - y) >= (other.reach + reach) * closeness
             for other in things
         ):
             return x, y
