@@ -1,6 +1,7 @@
 """Draw the README's picture: a fresh scene, questions about it, and what the model answers.
 
-`python docs/make_picture.py [SEED]` writes docs/question.png. The answers are the model's own.
+`.venv/bin/python docs/make_picture.py [SEED]` writes docs/question.png; the answers are the
+model's own.
 """
 
 import random
