@@ -241,7 +241,8 @@ class EngineCore:
             }
         except (KeyError, TypeError, ValueError) as error:
             raise RequestRuntimeError(
-                f"item {feature.identifier} lacks what the model encodes: {error!r}",
+                f"item {feature.identifier} lacks what the model encodes; each needs "
+                f"{', '.join(sorted(spec.inputs))}",
                 param="multi_modal_data",
             ) from error
         _check_units(feature, arrays, spec)
