@@ -80,6 +80,21 @@ PHASES = (
             "one_of_two": 2.0,
         },
     ),
+    # The second, short leg: numbers in pairs were the weak spot of the first.
+    Phase(
+        start=4800,
+        plan=BatchPlan(single_rows=18, pair_rows=26, number_share=0.85),
+        emphasis={
+            "color": 0.5,
+            "shape": 0.5,
+            "exist": 0.6,
+            "number": 2.0,
+            "describe": 1.5,
+            "more": 1.5,
+            "same_number": 6.0,
+            "one_of_two": 3.0,
+        },
+    ),
 )
 """The phases of the run that made the checkpoint, found by its curve."""
 

@@ -20,6 +20,8 @@ EMA_DECAY = 0.998
 WARM_UP_STEPS = 100
 DECAY_SHARE = 0.6
 MUON_RATE, ADAM_RATE = 0.02, 3e-3
+SECOND_LEG_RATE = 0.35
+"""Where the learning rate starts anew for the second leg, as a share of the first's."""
 
 
 class Arrays(NamedTuple):
@@ -62,14 +64,22 @@ class Learner:
     """The model's graph with its optimiser: jitted functions over `LearnerState`."""
 
     def __init__(
-        self, hf_config: Any, *, num_steps: int, seed: int, use_bfloat16_products: bool
+        self,
+        hf_config: Any,
+        *,
+        num_steps: int,
+        num_more_steps: int = 0,
+        seed: int,
+        use_bfloat16_products: bool,
     ) -> None:
         self.graph, abstract = build_abstract(
             Gemma3ForConditionalGeneration, hf_config, dtype=jnp.float32
         )
         params = {"model": initialize(abstract, seed), "heads": _initialize_heads(hf_config, seed)}
         self.optimizer = make_optimizer(
-            params, _schedule(MUON_RATE, num_steps), _schedule(ADAM_RATE, num_steps)
+            params,
+            _schedule(MUON_RATE, num_steps, num_more_steps),
+            _schedule(ADAM_RATE, num_steps, num_more_steps),
         )
         gradients = jax.value_and_grad(self._loss, has_aux=True)
         self.gradients = with_bfloat16_products(gradients) if use_bfloat16_products else gradients
@@ -153,15 +163,16 @@ def _cross_entropy(logits: jax.Array, goals: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=-1) - picked.sum(-1)
 
 
-def _schedule(peak: float, num_steps: int) -> optax.Schedule:
-    """Warm up, stay, fall linearly over the last DECAY_SHARE of the steps."""
+def _schedule(peak: float, num_steps: int, num_more_steps: int) -> optax.Schedule:
+    """Warm up, stay, fall linearly over the last DECAY_SHARE; then once more, from lower."""
     decay = round(num_steps * DECAY_SHARE)
     parts = [
         optax.linear_schedule(0.0, peak, WARM_UP_STEPS),
         optax.constant_schedule(peak),
         optax.linear_schedule(peak, 0.0, decay),
+        optax.linear_schedule(SECOND_LEG_RATE * peak, 0.0, max(1, num_more_steps)),
     ]
-    return optax.join_schedules(parts, [WARM_UP_STEPS, num_steps - decay])
+    return optax.join_schedules(parts, [WARM_UP_STEPS, num_steps - decay, num_steps])
 
 
 def initialize(abstract: Any, seed: int) -> dict[Any, Any]:

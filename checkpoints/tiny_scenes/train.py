@@ -1,6 +1,6 @@
 """Train tiny_scenes from nothing, with mmjax's own modules: reproducible by steps and seed.
 
-    python checkpoints/tiny_scenes/train.py --steps 6000
+    python checkpoints/tiny_scenes/train.py
 
 Snapshots go to `runs/`; a run that was cut goes on from its last one with `--resume`, to the same
 result. `--steps` may be lowered on resuming as long as the learning rate had not begun to fall: the
@@ -98,6 +98,7 @@ def train(args: argparse.Namespace) -> LearnerState:
     learner = Learner(
         config,
         num_steps=args.steps,
+        num_more_steps=args.more_steps,
         seed=args.seed,
         use_bfloat16_products=args.products == "bfloat16",
     )
@@ -105,10 +106,10 @@ def train(args: argparse.Namespace) -> LearnerState:
     latest = RUNS_FOLDER / "latest.safetensors"
     if args.resume:
         state = load_snapshot(latest, state)
-    start = int(state.step)
+    start, num_steps = int(state.step), args.steps + args.more_steps
     checks = evaluation_batches()
     began, spent = time.perf_counter(), []
-    for step, batch in enumerate(prefetch(args.seed, start, args.steps), start):
+    for step, batch in enumerate(prefetch(args.seed, start, num_steps), start):
         tick = time.perf_counter()
         state, losses = learner.update(state, to_device_arrays(batch))
         answer = float(losses["answer"])
@@ -121,7 +122,7 @@ def train(args: argparse.Namespace) -> LearnerState:
             print(f"step {done} min {minutes:.1f} img/s {rate:.0f}  {shown}", flush=True)
         if not np.isfinite(answer):
             raise FloatingPointError(f"the loss is {answer} at step {done}")
-        if done % args.every == 0 or done == args.steps:
+        if done % args.every == 0 or done == num_steps:
             save_snapshot(latest, state)
             if done % (5 * args.every) == 0:
                 shutil.copy(latest, RUNS_FOLDER / f"step_{done}.safetensors")
@@ -131,7 +132,8 @@ def train(args: argparse.Namespace) -> LearnerState:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train tiny_scenes from nothing.")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4800)
+    parser.add_argument("--more-steps", type=int, default=800, help="steps of the second leg")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=400, help="steps between checks and snapshots")
     parser.add_argument(
