@@ -48,7 +48,7 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/pyright --level error
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/lint-imports --no-cache --no-logo
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "mmjax needs Python 3.11 or newer, and found none as python3," \
