@@ -67,7 +67,9 @@ class AsyncEngineClient:
         scheduler: SchedulerConfig,
         *,
         num_workers: int = 2,
+        max_start_wait_s: float = 300.0,
     ) -> None:
+        """Serve through `supervisor`; requests that come during the start wait for its end."""
         self.input_processor = input_processor
         self.supervisor = supervisor
         # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
@@ -76,6 +78,7 @@ class AsyncEngineClient:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._streams: dict[str, RequestStream] = {}
         self._num_processing = 0
+        self._max_start_wait_s = max_start_wait_s
         self._outbox: asyncio.Queue[EngineMessage] = asyncio.Queue()
         self._mailer: asyncio.Task[None] | None = None
 
@@ -107,10 +110,10 @@ class AsyncEngineClient:
         continues_prompt: bool = True,
     ) -> RequestStream:
         """Admit and process a request; raises RequestError before anything is streamed."""
-        self._check_ready()
         self._admit(sampling_params.n)
         self._num_processing += 1
         try:
+            await self._wait_for_start()
             loop = asyncio.get_running_loop()
             request = await loop.run_in_executor(
                 self._pool, self._process, request_id, prompt, sampling_params, continues_prompt
@@ -212,6 +215,14 @@ class AsyncEngineClient:
             sampling_params,
             continues_prompt=continues_prompt,
         )
+
+    async def _wait_for_start(self) -> None:
+        """Hold a request while the first P1 compiles, rather than send an early client away."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._max_start_wait_s
+        while self.supervisor.state == "starting" and clock() < deadline:
+            await asyncio.sleep(0.05)
+        self._check_ready()
 
     def _check_ready(self) -> None:
         if self.supervisor.state != "ready":

@@ -22,11 +22,17 @@ def with_client(
     body: Callable[[AsyncEngineClient, EchoSupervisor], Awaitable[None]],
     *,
     scheduler: SchedulerConfig | None = None,
+    max_start_wait_s: float = 60.0,
     **supervisor_fields: Any,
 ) -> None:
     async def run() -> None:
         supervisor = EchoSupervisor(**supervisor_fields)
-        client = AsyncEngineClient(input_processor, supervisor, scheduler or SchedulerConfig())
+        client = AsyncEngineClient(
+            input_processor,
+            supervisor,
+            scheduler or SchedulerConfig(),
+            max_start_wait_s=max_start_wait_s,
+        )
         await client.start()
         try:
             await asyncio.wait_for(body(client, supervisor), 60.0)
@@ -157,14 +163,25 @@ def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> No
     with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
 
-def test_no_engine_yet_is_503(input_processor: InputProcessor) -> None:
+def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        early = asyncio.create_task(client.add_request("r", "red", SamplingParams(max_tokens=2)))
+        await asyncio.sleep(0.2)
+        assert not early.done()
+        assert client.num_requests == 1
+        supervisor.become_ready()
+        await text_of(await early)
+
+    with_client(input_processor, body, is_started_ready=False)
+
+
+def test_a_start_that_takes_too_long_is_503(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         with pytest.raises(EngineUnavailableError, match="starting"):
             await client.add_request("r", "red", SamplingParams())
-        supervisor.become_ready()
-        await text_of(await client.add_request("r", "red", SamplingParams(max_tokens=2)))
+        assert client.num_requests == 0
 
-    with_client(input_processor, body, is_started_ready=False)
+    with_client(input_processor, body, is_started_ready=False, max_start_wait_s=0.1)
 
 
 def test_a_crash_replays_what_has_shown_nothing(input_processor: InputProcessor) -> None:
