@@ -89,7 +89,7 @@ def load_image_bytes(
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestValueError(
-            f"image is too large: {error}; at most {limits.max_image_pixels} pixels are accepted",
+            f"image is too large; at most {limits.max_image_pixels} pixels are accepted: shrink it",
             param=param,
         ) from error
     # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, and more.
