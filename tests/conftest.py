@@ -61,7 +61,4 @@ def tiny_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def default_checkpoint() -> Path:
     """The trained default that the repository carries."""
-    path = Path(__file__).parent.parent / "checkpoints" / "tiny_scenes" / "model"
-    if not (path / "config.json").is_file():
-        pytest.skip(f"no checkpoint at {path}: train it with checkpoints/tiny_scenes/train.py")
-    return path
+    return Path(__file__).parent.parent / "checkpoints" / "tiny_scenes" / "model"
