@@ -154,15 +154,20 @@ def test_sigterm_drains(tiny_gemma3: Path) -> None:
     try:
         address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
         pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(ask, address, 3, max_tokens=200, extra_body={"ignore_eos": True})
-            deadline = time.monotonic() + START_S
-            while httpx2.get(f"{address}/ready").json().get("num_running") != 1:
-                assert time.monotonic() < deadline
-                assert not answer.done(), answer.exception()
-                time.sleep(0.01)
+        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            chunks = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "red"}],
+                max_tokens=200,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            next(iter(chunks))
             server.process.send_signal(signal.SIGTERM)
-            assert answer.result(60).usage.completion_tokens == 200
+            usage = list(chunks)[-1].usage
+        assert usage is not None
+        assert usage.completion_tokens == 200
         assert server.process.wait(30) == 0
         assert not Path(f"/proc/{pid}").exists()
     finally:
