@@ -47,8 +47,9 @@ class ModelNotFoundError(RequestValueError):
 
 
 class MediaError(RequestValueError):
-    """Media that could not be decoded."""
+    """Media that could not be fetched or decoded."""
 
+    status = 422
     code = "unprocessable_media"
 
 
@@ -77,7 +78,7 @@ class EngineUnavailableError(RequestError):
     code = "engine_unavailable"
 
 
-class CacheMissError(MMJaxError):
+class MultiModalCacheMissError(MMJaxError):
     """P1 lacks the tensors of `mm_hashes`; P0 resends them, and no client sees it."""
 
     def __init__(self, mm_hashes: list[str]) -> None:

@@ -16,7 +16,7 @@ from mmjax.frontend.supervisor import EngineListener, EngineState
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.messages import (
     AbortRequests,
-    AddRequest,
+    EngineCoreRequest,
     EngineMessage,
     Heartbeat,
     Ready,
@@ -33,7 +33,7 @@ REFUSED_TOKEN = 7
 
 @dataclass
 class _Running:
-    request: AddRequest
+    request: EngineCoreRequest
     script: list[int]
     num_sent: int = 0
 
@@ -43,10 +43,10 @@ class EchoEngine:
 
     def __init__(self) -> None:
         self.running: dict[str, _Running] = {}
-        self.added: list[AddRequest] = []
+        self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
 
-    def add_request(self, request: AddRequest) -> None:
+    def add_request(self, request: EngineCoreRequest) -> None:
         if request.prompt_token_ids[-1] == REFUSED_TOKEN:
             raise RequestValueError("the engine does not like this prompt", param="prompt")
         self.added.append(request)
@@ -144,7 +144,7 @@ class EchoSupervisor:
 
     async def send(self, message: EngineMessage) -> None:
         match message:
-            case AddRequest():
+            case EngineCoreRequest():
                 try:
                     self.engine.add_request(message)
                 except RequestValueError as error:
@@ -196,7 +196,7 @@ def run_echo_engine(config: EngineConfig, address_in: str, address_out: str) -> 
                 break
             case AbortRequests():
                 engine.abort(message.request_ids)
-            case AddRequest():
+            case EngineCoreRequest():
                 if mood == "dies on requests":
                     os._exit(9)
                 engine.add_request(message)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.config import MultiModalConfig
-from mmjax.errors import CacheMissError
+from mmjax.errors import MultiModalCacheMissError
 from mmjax.logger import get_logger
 from mmjax.processing.fields import MultiModalFieldElem
 from mmjax.processing.inputs import MultiModalKwargsItem
@@ -63,13 +63,13 @@ class MultiModalProcessorOnlyCache:
             self._cache.touch(mm_hash)
 
     def get_and_update_item(self, mm_item: CachedItem | None, mm_hash: str) -> CachedItem:
-        """Return the held item; else store and return `mm_item`; else raise CacheMissError."""
+        """Return the held item; else store `mm_item`; else raise MultiModalCacheMissError."""
         with self._lock:
             cached = self._cache.get(mm_hash)
             if cached is not None:
                 return cached
             if mm_item is None:
-                raise CacheMissError([mm_hash])
+                raise MultiModalCacheMissError([mm_hash])
             if self._cache.fits(mm_item):
                 self._cache[mm_hash] = mm_item
             elif not self._has_warned:

@@ -27,7 +27,7 @@ from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec
 from mmjax.models.registry import load_model_class
 from mmjax.processing.inputs import MultiModalFeatureSpec
-from mmjax.transport.messages import AddRequest, Heartbeat, RequestOutputDelta
+from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 from mmjax.weights.load import load_params
 
 logger = get_logger(__name__)
@@ -161,7 +161,7 @@ class EngineCore:
 
     # ---- serving -------------------------------------------------------------------------------
 
-    def add_request(self, message: AddRequest) -> None:
+    def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request; raise `RequestError`, and keep nothing of it, where it cannot be served.
 
         All that could fail on a client's data fails here: a step holds many clients' requests.

@@ -11,7 +11,7 @@ from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
     AbortRequests,
-    AddRequest,
+    EngineCoreRequest,
     Ready,
     RequestFailed,
     Shutdown,
@@ -82,7 +82,7 @@ class EngineLoop:
     def _take(self, message: Message) -> None:
         if isinstance(message, AbortRequests):
             self.core.abort(message.request_ids)
-        elif isinstance(message, AddRequest):
+        elif isinstance(message, EngineCoreRequest):
             try:
                 self.core.add_request(message)
             except RequestError as error:

@@ -132,7 +132,7 @@ class PartReader:
             return load_image_bytes(decode_data_url(url, limits, param=place), limits, param=place)
         except MediaError as error:
             # The decoder's own words may tell of its memory; these do not.
-            raise RequestValueError(
+            raise MediaError(
                 f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
                 f"of one of the formats {', '.join(IMAGE_FORMATS)}",
                 param=place,

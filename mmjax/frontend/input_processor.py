@@ -19,7 +19,7 @@ from mmjax.model_source import load_generation_defaults
 from mmjax.models.registry import create_processor
 from mmjax.processing.inputs import MultiModalInputs
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import AddRequest
+from mmjax.transport.messages import EngineCoreRequest
 
 MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before the tokenizer spends its time on them."""
@@ -50,7 +50,7 @@ class ProcessedRequest:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    messages: list[AddRequest]
+    messages: list[EngineCoreRequest]
     num_image_tokens: int
     continues_prompt: bool
     """Whether the output reads on from the prompt (a completion) or begins anew (a chat)."""
@@ -67,7 +67,7 @@ class _Prompt(NamedTuple):
 
 
 class InputProcessor:
-    """Turns prompts into AddRequest messages, or refuses them with the field that is wrong."""
+    """Turns prompts into messages for P1, or refuses them with the field that is wrong."""
 
     def __init__(self, model_config: ModelConfig) -> None:
         self.model_config = model_config
@@ -124,7 +124,7 @@ class InputProcessor:
         features = inputs.to_features()
         self._check_prompt(token_ids)
         params = self._complete(params, num_prompt_tokens=len(token_ids))
-        template = AddRequest(
+        template = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             mm_features=features,
@@ -266,7 +266,7 @@ def _salt(value: Any) -> str | None:
     return value
 
 
-def _fan_out(request: AddRequest) -> list[AddRequest]:
+def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     params = request.sampling_params
     if params.n == 1:
         return [request]

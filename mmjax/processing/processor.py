@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from transformers import BatchFeature
 
-from mmjax.errors import CacheMissError, RequestValueError
+from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hasher import MultiModalHasher
 from mmjax.processing.hooks import InfoT, ProcessorCall, ProcessorHooks
@@ -62,7 +62,7 @@ class ProcessorCache(Protocol):
     def get_and_update_item(
         self, mm_item: ProcessedItem | None, mm_hash: str
     ) -> tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]:
-        """Return the held item, or store and return `mm_item`; CacheMissError without both."""
+        """Return the held item, or store `mm_item`; MultiModalCacheMissError without both."""
         ...
 
 
@@ -198,7 +198,7 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
             for index, mm_hash in enumerate(hashes):
                 try:
                     rows.append(cache.get_and_update_item(fresh.get(mm_hash), mm_hash))
-                except CacheMissError:
+                except MultiModalCacheMissError:
                     # Evicted since we looked (another thread, or a cache smaller than a request).
                     fresh[mm_hash] = self._process_one(call, modality, index)
                     rows.append(cache.get_and_update_item(fresh[mm_hash], mm_hash))

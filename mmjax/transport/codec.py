@@ -26,7 +26,7 @@ from mmjax.processing.inputs import (
 )
 from mmjax.transport.messages import (
     AbortRequests,
-    AddRequest,
+    EngineCoreRequest,
     EngineMessage,
     FrontendMessage,
     Heartbeat,
@@ -37,10 +37,10 @@ from mmjax.transport.messages import (
 )
 from mmjax.transport.wire import (
     DTYPES,
-    WireAddRequest,
     WireArray,
     WireBatched,
     WireElem,
+    WireEngineCoreRequest,
     WireFeature,
     WireFlat,
     WireList,
@@ -59,7 +59,13 @@ class FrameError(MMJaxError):
 
 
 _WireMessage = (
-    WireAddRequest | AbortRequests | Shutdown | StepOutput | RequestFailed | Ready | Heartbeat
+    WireEngineCoreRequest
+    | AbortRequests
+    | Shutdown
+    | StepOutput
+    | RequestFailed
+    | Ready
+    | Heartbeat
 )
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(_WireMessage)
@@ -71,15 +77,15 @@ _DECODER = msgspec.msgpack.Decoder(_WireMessage)
 def encode(message: Message) -> list[Buffer]:
     """Return the frames of `message`; the array frames share memory with the arrays."""
     frames: list[Buffer] = [b""]
-    wire = _pack_request(message, frames) if isinstance(message, AddRequest) else message
+    wire = _pack_request(message, frames) if isinstance(message, EngineCoreRequest) else message
     frames[0] = bytes([VERSION]) + _ENCODER.encode(wire)
     return frames
 
 
-def _pack_request(request: AddRequest, frames: list[Buffer]) -> WireAddRequest:
-    fields = {name: getattr(request, name) for name in AddRequest.__struct_fields__}
+def _pack_request(request: EngineCoreRequest, frames: list[Buffer]) -> WireEngineCoreRequest:
+    fields = {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
     fields["mm_features"] = [_pack_feature(item, frames) for item in request.mm_features]
-    return WireAddRequest(**fields)
+    return WireEngineCoreRequest(**fields)
 
 
 def _pack_feature(feature: MultiModalFeatureSpec, frames: list[Buffer]) -> WireFeature:
@@ -156,15 +162,15 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise FrameError(f"the message has version {header[0]}; expected {VERSION}")
     try:
         wire = _DECODER.decode(header[1:])
-        return _unpack_request(wire, frames) if isinstance(wire, WireAddRequest) else wire
+        return _unpack_request(wire, frames) if isinstance(wire, WireEngineCoreRequest) else wire
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise FrameError(f"the message cannot be decoded: {error}") from error
 
 
-def _unpack_request(wire: WireAddRequest, frames: Sequence[Buffer]) -> AddRequest:
-    fields = {name: getattr(wire, name) for name in WireAddRequest.__struct_fields__}
+def _unpack_request(wire: WireEngineCoreRequest, frames: Sequence[Buffer]) -> EngineCoreRequest:
+    fields = {name: getattr(wire, name) for name in WireEngineCoreRequest.__struct_fields__}
     fields["mm_features"] = [_unpack_feature(item, frames) for item in wire.mm_features]
-    return AddRequest(**fields)
+    return EngineCoreRequest(**fields)
 
 
 def _unpack_feature(wire: WireFeature, frames: Sequence[Buffer]) -> MultiModalFeatureSpec:

@@ -8,7 +8,7 @@ from mmjax.sampling_params import SamplingParams
 # ---- to P1 -------------------------------------------------------------------------------------
 
 
-class AddRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """One request, processed: token ids with placeholders in place, and the items' tensors."""
 
     request_id: str
@@ -33,7 +33,7 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """Leave the loop and end the process."""
 
 
-EngineMessage = AddRequest | AbortRequests | Shutdown
+EngineMessage = EngineCoreRequest | AbortRequests | Shutdown
 
 # ---- to P0 -------------------------------------------------------------------------------------
 

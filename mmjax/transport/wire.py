@@ -78,8 +78,10 @@ class WireFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mm_hash: str | None
 
 
-class WireAddRequest(msgspec.Struct, tag="AddRequest", kw_only=True, forbid_unknown_fields=True):
-    """`AddRequest`, its items replaced by their wire form."""
+class WireEngineCoreRequest(
+    msgspec.Struct, tag="EngineCoreRequest", kw_only=True, forbid_unknown_fields=True
+):
+    """`EngineCoreRequest`, its items replaced by their wire form."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -10,7 +10,7 @@ from mmjax.cache.processor_cache import (
     processor_cache_from_config,
 )
 from mmjax.config import MultiModalConfig
-from mmjax.errors import CacheMissError
+from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing import MultiModalKwargsItem, ProcessorCache, PromptReplacement
 
 
@@ -32,7 +32,7 @@ def test_a_hit_returns_what_was_stored():
     assert cache.get_and_update([None, first], ["a", "b"]) == [first, first]
     assert cache.is_cached(["a", "x", "b"]) == [True, False, True]
     assert cache.make_stats() == CacheInfo(3, 5)
-    with pytest.raises(CacheMissError, match="x") as caught:
+    with pytest.raises(MultiModalCacheMissError, match="x") as caught:
         cache.get_and_update_item(None, "x")
     assert caught.value.mm_hashes == ["x"]
     assert cache.make_stats(delta=True) == CacheInfo(3, 6)

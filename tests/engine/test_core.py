@@ -11,7 +11,7 @@ from mmjax.config import CacheConfig
 from mmjax.engine.core import EngineCore, choose_num_blocks, resolve_dtype
 from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.processing.inputs import MultiModalFeatureSpec
-from mmjax.transport.messages import AddRequest
+from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
     answer,
@@ -67,7 +67,7 @@ MIXED: list[tuple[Any, ...]] = [
 """Text; pictures first, in the middle, at chunk borders, of several crops, the same one twice."""
 
 
-def requests(prefix: str, **sampling: Any) -> list[AddRequest]:
+def requests(prefix: str, **sampling: Any) -> list[EngineCoreRequest]:
     return [message(f"{prefix} {n}", parts, **sampling) for n, parts in enumerate(MIXED)]
 
 
@@ -222,9 +222,9 @@ def broken_feature(**changes: Any) -> MultiModalFeatureSpec:
     return feature
 
 
-def with_feature(feature: MultiModalFeatureSpec) -> AddRequest:
+def with_feature(feature: MultiModalFeatureSpec) -> EngineCoreRequest:
     good = message("bad", ((1, 1), [5]))
-    return AddRequest(
+    return EngineCoreRequest(
         request_id="bad",
         prompt_token_ids=good.prompt_token_ids,
         mm_features=[feature],

@@ -16,7 +16,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import (
     AbortRequests,
-    AddRequest,
+    EngineCoreRequest,
     Heartbeat,
     Ready,
     RequestFailed,
@@ -191,7 +191,7 @@ def test_run_engine_serves_a_checkpoint(frontend: Frontend, tiny_gemma3: Path) -
     assert ready.num_programs == 5
     assert set(ready.startup_seconds) == {"load_weights", "allocate", "warm_up"}
     frontend.sender.send(
-        AddRequest(
+        EngineCoreRequest(
             request_id="a",
             prompt_token_ids=[2, 50, 60],
             sampling_params=SamplingParams(temperature=0.0, max_tokens=5),

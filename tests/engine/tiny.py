@@ -18,7 +18,7 @@ from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import AddRequest, RequestOutputDelta
+from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 
 VOCAB_SIZE = 96
 IMAGE_TOKEN = 95
@@ -107,7 +107,7 @@ def image_feature(seed: int, offset: int, units: int = 1) -> MultiModalFeatureSp
 
 def message(
     request_id: str, parts: Sequence[Any], *, eos: Sequence[int] = (), **sampling: Any
-) -> AddRequest:
+) -> EngineCoreRequest:
     """Build a request: a part is a list of token ids, or (picture seed, units)."""
     token_ids: list[int] = []
     features = []
@@ -119,7 +119,7 @@ def message(
         else:
             token_ids += part
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
-    return AddRequest(
+    return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
         mm_features=features,
@@ -180,7 +180,7 @@ def tokens_of(news: Sequence[RequestOutputDelta]) -> list[int]:
     return [token for delta in news for token in delta.new_token_ids]
 
 
-def answer(core: EngineCore, request: AddRequest) -> list[int]:
+def answer(core: EngineCore, request: EngineCoreRequest) -> list[int]:
     """Serve one request alone."""
     core.add_request(request)
     return tokens_of(drain(core)[request.request_id])
@@ -189,7 +189,7 @@ def answer(core: EngineCore, request: AddRequest) -> list[int]:
 # ---- the oracle: the whole sequence anew for every token, no cache -------------------------------
 
 
-def dense_greedy(request: AddRequest) -> list[int]:
+def dense_greedy(request: EngineCoreRequest) -> list[int]:
     """Return the greedy answer by dense forward passes."""
     token_ids = list(request.prompt_token_ids)
     answer: list[int] = []

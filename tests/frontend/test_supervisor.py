@@ -14,7 +14,7 @@ import pytest
 from mmjax.config import EngineConfig, ModelConfig
 from mmjax.frontend.supervisor import EngineStartError, Supervisor
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import AddRequest, RequestFailed, StepOutput
+from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
 
 ECHO = "tests.echo_engine:run_echo_engine"
 DEADLINE_S = 60.0
@@ -84,9 +84,9 @@ def is_alive(pid: int | None) -> bool:
     return True
 
 
-def echo_request() -> AddRequest:
+def echo_request() -> EngineCoreRequest:
     params = SamplingParams(max_tokens=3)
-    return AddRequest(
+    return EngineCoreRequest(
         request_id="r", prompt_token_ids=[4, 5, 6], sampling_params=params, eos_token_ids=[1]
     )
 

@@ -12,6 +12,7 @@ from mmjax.processing import PlaceholderRange
 from tests.processing import gemma3
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "gemma3"
+IMAGES = GOLDEN.parent
 CASES = json.loads((GOLDEN / "expected.json").read_text())["cases"]
 GOOD = {name: case for name, case in CASES.items() if "error" not in case}
 
@@ -36,7 +37,7 @@ def test_tokens_ranges_and_shapes_are_vllms(processor: Any, case: dict[str, Any]
     prompt = case["prompt"]
     if case["kind"] == "tokens":
         prompt = processor.info.get_tokenizer().encode(prompt)
-    images = [GOLDEN / image for image in case["images"]]
+    images = [IMAGES / image for image in case["images"]]
     inputs = processor.apply(prompt, {"image": images} if images else None)
 
     assert inputs.prompt_token_ids == case["prompt_token_ids"]
@@ -58,4 +59,4 @@ def test_tokens_ranges_and_shapes_are_vllms(processor: Any, case: dict[str, Any]
 def test_a_picture_without_placeholder_is_refused(processor: Any):
     case = CASES["sq/bad_no_placeholder"]
     with pytest.raises(AssertionError, match="0 `<start_of_image>` placeholders but 1 image"):
-        processor.apply(case["prompt"], {"image": GOLDEN / case["images"][0]})
+        processor.apply(case["prompt"], {"image": IMAGES / case["images"][0]})

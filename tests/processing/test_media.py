@@ -122,7 +122,7 @@ class TestLimits:
     def test_pixels_are_counted_before_decoding(self):
         with pytest.raises(RequestValueError, match="5000x2000 = 10000000 pixels") as caught:
             load_image_bytes(png_header(5000, 2000), LIMITS, param="messages")
-        assert caught.value.status == 400
+        assert caught.value.status == 422
         assert caught.value.param == "messages"
 
     def test_pillows_own_bomb_check_is_a_clients_error_too(self):
@@ -139,7 +139,7 @@ class TestLimits:
     def test_other_formats_are_not_even_tried(self, kind: str):
         with pytest.raises(MediaError, match="PNG, JPEG, WEBP, GIF, BMP, TIFF") as caught:
             load_image_bytes(encode(draw(16, 16), kind), LIMITS)
-        assert caught.value.status == 400
+        assert caught.value.status == 422
 
     @pytest.mark.parametrize("data", [b"", b"not a picture", encode(draw(30, 30))[:200]])
     def test_broken_files(self, data: bytes):

@@ -133,22 +133,24 @@ def test_completion_mistakes(server: Server, fields: dict, param: str | None) ->
     assert server.engine_client.num_requests == 0
 
 
-def bad_images() -> Iterator[tuple[str, str]]:
+def bad_images() -> Iterator[tuple[str, str, int]]:
     good = base64.b64decode(data_url().partition(",")[2])
     buffer = io.BytesIO()
     Image.new("1", (8000, 8000)).save(buffer, "PNG")
-    yield "truncated", base64.b64encode(good[:60]).decode()
-    yield "empty", ""
-    yield "text", base64.b64encode(b"this is no image at all").decode()
-    yield "not base64", "####"
-    yield "64 megapixels in few bytes", base64.b64encode(buffer.getvalue()).decode()
-    yield "another format", base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n").decode()
+    yield "truncated", base64.b64encode(good[:60]).decode(), 422
+    yield "empty", "", 422
+    yield "text", base64.b64encode(b"this is no image at all").decode(), 422
+    yield "not base64", "####", 422
+    yield "64 megapixels in few bytes", base64.b64encode(buffer.getvalue()).decode(), 400
+    yield "another format", base64.b64encode(b"%!PS-Adobe-3.0 EPSF-3.0\n").decode(), 422
 
 
-@pytest.mark.parametrize("payload", [pytest.param(p, id=name) for name, p in bad_images()])
-def test_bad_images(server: Server, payload: str) -> None:
+@pytest.mark.parametrize(
+    ("payload", "status"), [pytest.param(*case, id=name) for name, *case in bad_images()]
+)
+def test_bad_images(server: Server, payload: str, status: int) -> None:
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{payload}"}}
-    error = error_of(server.chat(messages=[{"role": "user", "content": [part]}]))
+    error = error_of(server.chat(messages=[{"role": "user", "content": [part]}]), status)
     assert error["param"] == "messages[0].content[0].image_url.url"
 
 

@@ -23,7 +23,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
-    AddRequest,
+    EngineCoreRequest,
     Heartbeat,
     Ready,
     RequestFailed,
@@ -79,7 +79,7 @@ features = st.builds(
     mm_hash=st.none() | st.text(max_size=8),
 )
 requests = st.builds(
-    AddRequest,
+    EngineCoreRequest,
     request_id=st.text(max_size=8),
     prompt_token_ids=st.lists(st.integers(0, 2**31), max_size=8),
     mm_features=st.lists(features, max_size=2),
@@ -98,9 +98,9 @@ def over_the_wire(message: Message) -> Message:
 
 @given(request=requests)
 @settings(max_examples=50)
-def test_requests_come_back_equal(request: AddRequest) -> None:
+def test_requests_come_back_equal(request: EngineCoreRequest) -> None:
     back = over_the_wire(request)
-    assert isinstance(back, AddRequest)
+    assert isinstance(back, EngineCoreRequest)
     assert back == request
     for mine, theirs in zip(request.mm_features, back.mm_features, strict=True):
         assert _fields_of(mine) == _fields_of(theirs)
@@ -140,14 +140,14 @@ def test_other_messages_come_back_equal(message: Message) -> None:
     assert over_the_wire(message) == message
 
 
-def _request(array: np.ndarray) -> AddRequest:
+def _request(array: np.ndarray) -> EngineCoreRequest:
     item = MultiModalKwargsItem(
         {"pixel_values": MultiModalFieldElem(array, MultiModalBatchedField())}
     )
     feature = MultiModalFeatureSpec(
         data=item, modality="image", identifier="x", mm_position=PlaceholderRange(0, 2)
     )
-    return AddRequest(
+    return EngineCoreRequest(
         request_id="a",
         prompt_token_ids=[0, 0],
         mm_features=[feature],
@@ -156,7 +156,7 @@ def _request(array: np.ndarray) -> AddRequest:
 
 
 def _array_of(message: Message) -> np.ndarray:
-    assert isinstance(message, AddRequest)
+    assert isinstance(message, EngineCoreRequest)
     data = message.mm_features[0].data
     assert data is not None
     return data["pixel_values"].data
@@ -269,7 +269,9 @@ def test_random_frames_raise_only_frame_errors(frames: list[bytes], has_version:
 
 @given(request=requests, place=st.integers(0, 10_000), value=st.integers(0, 255))
 @settings(max_examples=50)
-def test_flipped_bytes_raise_only_frame_errors(request: AddRequest, place: int, value: int) -> None:
+def test_flipped_bytes_raise_only_frame_errors(
+    request: EngineCoreRequest, place: int, value: int
+) -> None:
     frames = [bytearray(bytes(frame)) for frame in encode(request)]
     header = frames[0]
     header[place % len(header)] = value
