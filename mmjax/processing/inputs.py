@@ -206,6 +206,8 @@ class MultiModalInputs:
     prompt: str | None = None
     """The prompt as text, where it came as text."""
     cache_salt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    """With every placeholder in place, where the model has an encoder for text; None elsewhere."""
 
     def to_features(self) -> list[MultiModalFeatureSpec]:
         """Return the items as features, sorted by their place in the prompt."""

@@ -10,7 +10,7 @@ from mmjax.models.registry import (
     get_placeholder_str,
     load_model_class,
 )
-from tests.processing import gemma3
+from tests.processing.families import gemma3
 
 
 @pytest.mark.parametrize("architecture", MODELS)

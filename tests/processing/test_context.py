@@ -7,7 +7,7 @@ from PIL import Image
 
 from mmjax.processing import MULTIMODAL_REGISTRY, ImageDummyOptions, InputProcessingContext
 from mmjax.processing.context import merge_mm_kwargs
-from tests.processing import gemma3
+from tests.processing.families import gemma3
 from tests.processing.test_processor import DummyInputs, Info, Processor, make
 
 

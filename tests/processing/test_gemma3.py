@@ -10,7 +10,7 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.gemma3.processor import PanAndScan
 from mmjax.processing import ImageSize, PromptUpdateError
 from tests.kit import draw
-from tests.processing import gemma3
+from tests.processing.families import gemma3
 
 BOI = "<start_of_image>"
 

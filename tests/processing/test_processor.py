@@ -26,7 +26,7 @@ from mmjax.processing import (
     PromptUpdateDetails,
 )
 from tests.kit import draw, gemma_tokenizer
-from tests.processing import gemma3
+from tests.processing.families import gemma3
 
 TOKENIZER = gemma_tokenizer()
 SOFT = TOKENIZER.image_token_id

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.processing import gemma3
+from tests.processing.families import gemma3
 
 SCRIPT = """
 import sys

@@ -1,5 +1,6 @@
 """A tiny Gemma 3 directory without weights, our processor for it, and HF's as the oracle."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -13,6 +14,7 @@ from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.models.registry import create_processor
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from tests.kit import gemma_tokenizer, save_gemma3_processor, tiny_gemma3_config
+from tests.processing.families.family import Family, HFInputs
 
 ARCHITECTURE = "Gemma3ForConditionalGeneration"
 
@@ -56,3 +58,22 @@ def hf_processor() -> Any:
         AutoTokenizer.from_pretrained(path),
         image_seq_length=AutoConfig.from_pretrained(path).mm_tokens_per_image,
     )
+
+
+def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    outputs = hf_processor()(
+        text=prompt, images=images or None, return_tensors="np", **(kwargs if images else {})
+    )
+    return HFInputs(outputs["input_ids"][0].tolist(), outputs)
+
+
+CROPS = {"do_pan_and_scan": True}
+FAMILY = Family(
+    name="gemma3",
+    make_processor=make_processor,
+    call_hf=call_hf,
+    embed_token_ids=lambda processor: [processor.info.get_tokenizer().image_token_id],
+    placeholder="<start_of_image>",
+    extra_kwargs=({}, CROPS),
+    mm_configs=({}, {"mm_processor_kwargs": CROPS}, {"trust_request_mm_kwargs": True}),
+)

@@ -1,0 +1,80 @@
+"""What laws and goldens need to know of a family, and how its golden processor is made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoConfig
+
+from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.models.registry import create_processor
+from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
+from mmjax.processing.processor import ProcessorCache
+
+GOLDEN = Path(__file__).parent.parent.parent / "golden"
+
+
+class HFInputs(NamedTuple):
+    """What the HF processor makes of a prompt and its images."""
+
+    input_ids: list[int]
+    tensors: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """One row of the laws."""
+
+    name: str
+    """The folder in `mmjax/models` and in `tests/golden`."""
+    make_processor: Callable[..., BaseMultiModalProcessor[Any]]
+    """(processor_cache=None, **MultiModalConfig fields) -> our processor."""
+    call_hf: Callable[[str, list[Any], Mapping[str, Any]], HFInputs]
+    """(prompt, images, processor kwargs) -> what HF makes of them."""
+    embed_token_ids: Callable[[BaseMultiModalProcessor[Any]], Sequence[int]]
+    """The ids that stand where embeddings go, and nowhere else."""
+    placeholder: str = ""
+    """What a text prompt has for each image; empty where it has nothing."""
+    max_images: int = 8
+    extra_kwargs: tuple[dict[str, Any], ...] = ({},)
+    """Processor kwargs under which the laws must hold too."""
+    mm_configs: tuple[dict[str, Any], ...] = ({}, {"trust_request_mm_kwargs": True})
+    """Operators' settings under which the dummy inputs have the declared maximum."""
+    tensors: Mapping[str, float] = field(default_factory=lambda: {"pixel_values": 0.0})
+    """Tensors that equal HF's, each with its largest absolute difference."""
+    updates_encoder_prompt: bool = False
+    """Whether images stand in the encoder's prompt (encoder-decoder models)."""
+    takes_size: Callable[[int, int], bool] = lambda width, height: True
+    """Whether HF's processor itself takes a picture of (width, height): some refuse slivers."""
+    words: tuple[str, ...] = (
+        *("what", " ", "\n", "\n\n", "the car", "Here", " Here", "ü日", "\t", "!", "  ", "<eos>"),
+    )
+    """Pieces of text that prompts are made of."""
+
+    def prompt_ids(self, inputs: MultiModalInputs) -> list[int]:
+        """Return the token ids in which the placeholders stand."""
+        if self.updates_encoder_prompt:
+            assert inputs.encoder_prompt_token_ids is not None
+            return inputs.encoder_prompt_token_ids
+        return inputs.prompt_token_ids
+
+
+def golden_processor(
+    name: str,
+    *,
+    processor_cache: ProcessorCache | None = None,
+    **mm: Any,
+) -> BaseMultiModalProcessor[Any]:
+    """Return our processor for the tiny checkpoint in `tests/golden/<name>`."""
+    path = GOLDEN / name
+    hf_config = AutoConfig.from_pretrained(path)
+    config = ModelConfig(
+        model=f"tiny-{name}",
+        path=path,
+        hf_config=hf_config,
+        architecture=hf_config.architectures[0],
+        max_model_len=4096,
+        mm=MultiModalConfig(**mm),
+    )
+    return create_processor(config, cache=processor_cache)
