@@ -84,9 +84,9 @@ def test_a_none_item_stands_for_a_cached_one():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        ({"a": 1}, RequestTypeError, "image 0 has the type `dict`"),
-        ([draw(2, 2), 7], RequestTypeError, "image 1 has the type `int`"),
-        ([[draw(2, 2)]], RequestTypeError, "image 0 has the type `list`"),
+        ({"a": 1}, RequestTypeError, r"image\[0\] has the type `dict`"),
+        ([draw(2, 2), 7], RequestTypeError, r"image\[1\] has the type `int`"),
+        ([[draw(2, 2)]], RequestTypeError, r"image\[0\] has the type `list`"),
         ("http://host/a.png", RequestValueError, "not fetched by this version"),
         ("file:///etc/passwd", RequestValueError, "not fetched by this version"),
         ("no such file.png", RequestValueError, "cannot be read"),

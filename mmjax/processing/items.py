@@ -1,0 +1,196 @@
+"""The items of one request by modality: counted, sized, ready to hash and process."""
+
+from abc import ABC, abstractmethod
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from PIL import Image
+
+from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
+from mmjax.processing.media import MediaWithBytes
+
+
+class ImageSize(NamedTuple):
+    width: int
+    height: int
+
+
+class ModalityDataItems(ABC):
+    """The items of one modality of one request."""
+
+    def __init__(self, data: Any, modality: str) -> None:
+        self.data = data
+        self.modality = modality
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(modality={self.modality!r}, len={len(self)})"
+
+    def __len__(self) -> int:
+        return self.get_count()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.get_all())
+
+    @abstractmethod
+    def get_count(self) -> int: ...
+
+    @abstractmethod
+    def get(self, index: int) -> Any:
+        """Return an item as the HF processor takes it."""
+
+    def get_all(self) -> list[Any]:
+        return [self.get(index) for index in range(self.get_count())]
+
+    def get_item_for_hash(self, index: int) -> Any:
+        """Return what stands for the item's content: the encoded bytes where there are any."""
+        return self.get(index)
+
+    def get_all_items_for_hash(self) -> list[Any]:
+        return [self.get_item_for_hash(index) for index in range(self.get_count())]
+
+    @abstractmethod
+    def select(self, indices: Sequence[int]) -> "ModalityDataItems":
+        """Return the items at `indices` alone."""
+
+    @abstractmethod
+    def get_processor_data(self) -> Mapping[str, Any]:
+        """Return what the HF processor receives."""
+
+    @abstractmethod
+    def get_passthrough_data(self) -> Mapping[str, Any]:
+        """Return what goes round the HF processor (embeddings)."""
+
+
+class ProcessorBatchItems(ModalityDataItems):
+    """Items that the HF processor takes as a list; None where only a uuid was given."""
+
+    def get_count(self) -> int:
+        return len(self.data)
+
+    def get(self, index: int) -> Any:
+        item = self.data[index]
+        return item.media if isinstance(item, MediaWithBytes) else item
+
+    def get_item_for_hash(self, index: int) -> Any:
+        return self.data[index]
+
+    def select(self, indices: Sequence[int]) -> "ProcessorBatchItems":
+        return type(self)([self.data[index] for index in indices], self.modality)
+
+    def get_processor_data(self) -> Mapping[str, Any]:
+        return {f"{self.modality}s": self.get_all()}
+
+    def get_passthrough_data(self) -> Mapping[str, Any]:
+        return {}
+
+
+class ImageProcessorItems(ProcessorBatchItems):
+    def __init__(self, data: Sequence[Any], modality: str = "image") -> None:
+        super().__init__(data, modality)
+
+    def get_image_size(self, index: int) -> ImageSize:
+        """Return (width, height); channels last wins where an array's layout is ambiguous."""
+        image = self.get(index)
+        if image is None:
+            raise RequestValueError(
+                f"image {index} was given by its uuid alone, so its size is cached, not known here",
+                param="multi_modal_data",
+            )
+        if isinstance(image, Image.Image):
+            return ImageSize(*image.size)
+        shape = image.shape
+        if shape[-1] in (1, 3, 4):
+            return ImageSize(width=shape[1], height=shape[0])
+        return ImageSize(width=shape[2], height=shape[1])
+
+
+class EmbeddingItems(ModalityDataItems):
+    """Precomputed embeddings: one 3-D array, or a list of 2-D arrays."""
+
+    def __init__(self, data: Any, modality: str, expected_hidden_size: int | None = None) -> None:
+        super().__init__(data, modality)
+        entries = data if isinstance(data, list) else [data]
+        allowed = (2,) if isinstance(data, list) else (2, 3)
+        for entry in entries:
+            if entry.ndim not in allowed:
+                raise RequestValueError(
+                    f"{modality} embeddings have shape {tuple(entry.shape)}; "
+                    "they must be 2D (list entries) or 3D (one array)",
+                    param="multi_modal_data",
+                )
+        for entry in entries:
+            if expected_hidden_size is not None and entry.shape[-1] != expected_hidden_size:
+                raise RequestValueError(
+                    f"{modality} embeddings hidden dimension mismatch: got {entry.shape[-1]}, "
+                    f"the model has {expected_hidden_size}",
+                    param="multi_modal_data",
+                )
+
+    def get_count(self) -> int:
+        return len(self.data)
+
+    def get(self, index: int) -> Any:
+        return self.data[index]
+
+    def get_feature_size(self, index: int) -> int:
+        """Return how many rows an item has."""
+        return len(self.get(index))
+
+    def select(self, indices: Sequence[int]) -> "EmbeddingItems":
+        return type(self)([self.data[index] for index in indices], self.modality)
+
+    def get_processor_data(self) -> Mapping[str, Any]:
+        return {}
+
+    def get_passthrough_data(self) -> Mapping[str, Any]:
+        return {f"{self.modality}_embeds": self.data}
+
+
+class ImageEmbeddingItems(EmbeddingItems):
+    def __init__(
+        self, data: Any, modality: str = "image", expected_hidden_size: int | None = None
+    ) -> None:
+        super().__init__(data, modality, expected_hidden_size)
+
+
+ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)
+
+
+class MultiModalDataItems(UserDict[str, ModalityDataItems]):
+    """All items of one request, by modality."""
+
+    def select(self, modalities: Sequence[str]) -> "MultiModalDataItems":
+        return MultiModalDataItems({m: items for m, items in self.items() if m in modalities})
+
+    def get_count(self, modality: str, *, strict: bool = True) -> int:
+        """Return the number of items; an absent modality raises, or counts 0 without `strict`."""
+        if modality in self:
+            return self[modality].get_count()
+        if strict:
+            raise self._absent(modality)
+        return 0
+
+    def get_all_counts(self) -> dict[str, int]:
+        return {modality: items.get_count() for modality, items in self.items()}
+
+    def get_items(self, modality: str, typ: type[ItemsT] | tuple[type[ItemsT], ...]) -> ItemsT:
+        """Return a modality's items; raise where they are absent or of another kind."""
+        if modality not in self:
+            raise self._absent(modality)
+        items = self[modality]
+        if not isinstance(items, typ):
+            raise RequestTypeError(
+                f"{modality} items are {type(items).__name__}, expected {typ}",
+                param="multi_modal_data",
+            )
+        return items
+
+    def _absent(self, modality: str) -> RequestKeyError:
+        available = ", ".join(f"`{name}`" for name in self) or "none"
+        return RequestKeyError(
+            f"modality `{modality}` not found; available: {available}", param="multi_modal_data"
+        )
