@@ -26,6 +26,7 @@ from mmjax.processing.inputs import (
 )
 from mmjax.transport.messages import (
     AbortRequests,
+    CacheMiss,
     EngineCoreRequest,
     EngineMessage,
     FrontendMessage,
@@ -47,7 +48,7 @@ from mmjax.transport.wire import (
     WireShared,
 )
 
-VERSION = 1
+VERSION = 2
 """The first byte of every message; a reader refuses any other."""
 
 Buffer = bytes | memoryview
@@ -64,6 +65,7 @@ _WireMessage = (
     | Shutdown
     | StepOutput
     | RequestFailed
+    | CacheMiss
     | Ready
     | Heartbeat
 )
@@ -76,19 +78,45 @@ _DECODER = msgspec.msgpack.Decoder(_WireMessage)
 
 def encode(message: Message) -> list[Buffer]:
     """Return the frames of `message`; the array frames share memory with the arrays."""
-    frames: list[Buffer] = [b""]
-    wire = _pack_request(message, frames) if isinstance(message, EngineCoreRequest) else message
-    frames[0] = bytes([VERSION]) + _ENCODER.encode(wire)
-    return frames
+    frames = _Frames()
+    try:
+        wire = _pack_request(message, frames) if isinstance(message, EngineCoreRequest) else message
+        header = _ENCODER.encode(wire)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+        raise FrameError(f"the message cannot be encoded: {error}") from error
+    return [bytes([VERSION]) + header, *frames.arrays]
 
 
-def _pack_request(request: EngineCoreRequest, frames: list[Buffer]) -> WireEngineCoreRequest:
+class _Frames:
+    """The frames behind the header; an array that stands in a message twice is sent once."""
+
+    def __init__(self) -> None:
+        self.arrays: list[Buffer] = []
+        self._wire_by_id: dict[int, WireArray] = {}
+        self._packed: list[np.ndarray] = []  # held, so that no id is given away
+
+    def add(self, array: np.ndarray) -> WireArray:
+        known = self._wire_by_id.get(id(array))
+        if known is not None:
+            return known
+        if array.dtype.name not in DTYPES:
+            raise FrameError(f"an array of dtype {array.dtype.name} has no wire form")
+        # A view as bytes: msgpack never sees it, and ZMQ sends it from where it lies.
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self.arrays.append(flat.data if flat.size else b"")
+        self._packed.append(array)
+        wire = WireArray(dtype=array.dtype.name, shape=list(array.shape), frame=len(self.arrays))
+        self._wire_by_id[id(array)] = wire
+        return wire
+
+
+def _pack_request(request: EngineCoreRequest, frames: _Frames) -> WireEngineCoreRequest:
     fields = {name: getattr(request, name) for name in EngineCoreRequest.__struct_fields__}
     fields["mm_features"] = [_pack_feature(item, frames) for item in request.mm_features]
     return WireEngineCoreRequest(**fields)
 
 
-def _pack_feature(feature: MultiModalFeatureSpec, frames: list[Buffer]) -> WireFeature:
+def _pack_feature(feature: MultiModalFeatureSpec, frames: _Frames) -> WireFeature:
     position = feature.mm_position
     data = feature.data
     return WireFeature(
@@ -97,12 +125,12 @@ def _pack_feature(feature: MultiModalFeatureSpec, frames: list[Buffer]) -> WireF
         identifier=feature.identifier,
         offset=position.offset,
         length=position.length,
-        is_embed=None if position.is_embed is None else _pack_array(position.is_embed, frames),
+        is_embed=None if position.is_embed is None else frames.add(position.is_embed),
         mm_hash=feature.mm_hash,
     )
 
 
-def _pack_elem(elem: MultiModalFieldElem, frames: list[Buffer]) -> WireElem:
+def _pack_elem(elem: MultiModalFieldElem, frames: _Frames) -> WireElem:
     data = None if elem.data is None else _pack_data(elem.data, frames)
     return WireElem(data=data, field=_pack_field(elem.field))
 
@@ -134,20 +162,10 @@ def _plain(index: Any) -> int | None:
     return None if index is None else int(index)
 
 
-def _pack_data(data: Any, frames: list[Buffer]) -> WireArray | WireList:
+def _pack_data(data: Any, frames: _Frames) -> WireArray | WireList:
     if isinstance(data, list | tuple):
         return WireList([_pack_data(item, frames) for item in data])
-    return _pack_array(np.asarray(data), frames)
-
-
-def _pack_array(array: np.ndarray, frames: list[Buffer]) -> WireArray:
-    if array.dtype.name not in DTYPES:
-        raise FrameError(f"an array of dtype {array.dtype.name} has no wire form")
-    shape = list(array.shape)
-    # A view as bytes: msgpack never sees it, and ZMQ sends it from where it lies.
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    frames.append(flat.data if flat.size else b"")
-    return WireArray(dtype=array.dtype.name, shape=shape, frame=len(frames) - 1)
+    return frames.add(np.asarray(data))
 
 
 # ---- in ----------------------------------------------------------------------------------------
@@ -238,6 +256,8 @@ def _unpack_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
     if math.prod(wire.shape) * dtype.itemsize != buffer.nbytes:
         raise FrameError(f"an array of shape {wire.shape} has a frame of {buffer.nbytes} bytes")
     flat = np.frombuffer(buffer, dtype=dtype) if buffer.nbytes else np.empty(0, dtype)
+    if dtype == np.bool_ and (flat.view(np.uint8) > 1).any():
+        raise FrameError("an array of bools has bytes other than 0 and 1")
     array = flat.reshape(wire.shape)
     array.flags.writeable = False
     return array

@@ -14,13 +14,17 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     request_id: str
     prompt_token_ids: list[int]
     mm_features: list[MultiModalFeatureSpec] = []
-    """Sorted by `mm_position.offset`."""
+    """Sorted by `mm_position.offset`; without data where P1 holds it, or an earlier one has it."""
     sampling_params: SamplingParams
     eos_token_ids: list[int] = []
     """Tokens that end the text unless `ignore_eos`."""
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    lora_name: str | None = None
+    """The adapter to serve with."""
+    encoder_prompt_token_ids: list[int] | None = None
+    """An encoder-decoder model's encoder prompt, in which the features lie; None for the others."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -76,6 +80,13 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     status: int = 500
 
 
+class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """The request was not taken in: it names items that P1 does not hold. Send it with them."""
+
+    request_id: str
+    mm_hashes: list[str]
+
+
 class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """P1 has warmed up."""
 
@@ -95,4 +106,4 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Compilations since warm-up: 0 unless something is wrong."""
 
 
-FrontendMessage = StepOutput | RequestFailed | Ready | Heartbeat
+FrontendMessage = StepOutput | RequestFailed | CacheMiss | Ready | Heartbeat

@@ -91,3 +91,5 @@ class WireEngineCoreRequest(
     arrival_time: float
     priority: int
     cache_salt: str | None
+    lora_name: str | None
+    encoder_prompt_token_ids: list[int] | None

@@ -1,0 +1,153 @@
+"""Whatever happens to frames on their way: a FrameError, and nothing worse."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmjax.processing.fields import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+)
+from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
+from mmjax.transport.messages import (
+    AbortRequests,
+    CacheMiss,
+    EngineCoreRequest,
+    Heartbeat,
+    Ready,
+    RequestFailed,
+    RequestOutputDelta,
+    Shutdown,
+    StepOutput,
+    TokenLogprobs,
+)
+
+
+def _a_request() -> EngineCoreRequest:
+    fields = {
+        "pixel_values": (np.ones((2, 3), np.float32), MultiModalBatchedField()),
+        "sizes": (
+            [np.zeros(2, np.int64), np.zeros((0, 3), np.uint8)],
+            MultiModalFlatField(slices=[slice(0, 1), slice(1, 2)], dim=0),
+        ),
+        "kind": (np.array(True), MultiModalSharedField(batch_size=1)),
+    }
+    item = MultiModalKwargsItem(
+        {key: MultiModalFieldElem(data, field) for key, (data, field) in fields.items()}
+    )
+    mask = np.array([False, True, True])
+    features = [
+        MultiModalFeatureSpec(
+            data=data,
+            modality="image",
+            identifier="x",
+            mm_position=PlaceholderRange(offset, 3, mask),
+            mm_hash="x",
+        )
+        for offset, data in ((1, item), (5, None))
+    ]
+    return EngineCoreRequest(
+        request_id="a",
+        prompt_token_ids=list(range(9)),
+        mm_features=features,
+        sampling_params=SamplingParams(stop=["."], logprobs=2),
+        cache_salt="s",
+    )
+
+
+_DELTA = RequestOutputDelta(
+    request_id="a",
+    new_token_ids=[1],
+    new_logprobs=[TokenLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], sampled_rank=1)],
+)
+MESSAGES: list[Message] = [
+    _a_request(),
+    AbortRequests(request_ids=["a", "b"]),
+    Shutdown(),
+    StepOutput(deltas=[_DELTA]),
+    RequestFailed(request_id="a", message="no", param="prompt", status=400),
+    CacheMiss(request_id="a", mm_hashes=["b", "c"]),
+    Ready(num_kv_blocks=3, num_programs=4, startup_seconds={"load": 0.5}),
+    Heartbeat(num_running=1, num_waiting=2, kv_cache_usage=0.5, num_compilations=0),
+]
+
+
+def _damage(frames: list[bytes], rng: random.Random) -> list[bytes]:
+    """Do one thing to the frames that no sender would."""
+    place = rng.randrange(len(frames))
+    frame = bytearray(frames[place])
+    at = rng.randrange(len(frame) + 1)
+    match rng.randrange(8):
+        case 0 if frame:
+            frame[at % len(frame)] = rng.randrange(256)
+        case 1 if frame:
+            frame[at % len(frame)] ^= 1 << rng.randrange(8)
+        case 2:
+            del frame[at:]
+        case 3:
+            frame[at:at] = rng.randbytes(rng.randrange(1, 9))
+        case 4:
+            frame[at : at + rng.randrange(1, 9)] = b""
+        case 5:
+            return frames[:place] + frames[place + 1 :]
+        case 6:
+            return [*frames[:place], rng.randbytes(rng.randrange(9)), *frames[place:]]
+        case _:
+            return rng.sample(frames, len(frames))
+    return [*frames[:place], bytes(frame), *frames[place + 1 :]]
+
+
+def _decode_or_frame_error(frames: list[bytes]) -> bool:
+    """Return whether the frames were a message; any exception but FrameError fails the test."""
+    try:
+        decode(frames)
+    except FrameError as error:
+        assert str(error)  # noqa: PT017 (any other exception fails the test, and must)
+        return False
+    return True
+
+
+def _damage_often(num_rounds: int, seed: int) -> int:
+    rng = random.Random(seed)
+    originals = [[bytes(frame) for frame in encode(message)] for message in MESSAGES]
+    num_refused = 0
+    for _ in range(num_rounds):
+        frames = rng.choice(originals)
+        for _ in range(rng.choice((1, 1, 1, 2, 5))):
+            frames = _damage(frames, rng) if frames else frames
+        num_refused += not _decode_or_frame_error(frames)
+    return num_refused
+
+
+def test_damaged_frames_raise_only_frame_errors() -> None:
+    assert _damage_often(20_000, seed=0) > 10_000
+
+
+@pytest.mark.slow
+def test_a_million_damaged_frames() -> None:
+    assert _damage_often(1_000_000, seed=1) > 500_000
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_byte_of_every_header(message: Message) -> None:
+    header, *rest = (bytes(frame) for frame in encode(message))
+    for at in range(len(header)):
+        for value in (0x00, 0x7F, 0x80, 0xC0, 0xC1, 0xC6, 0xCF, 0xDD, 0xDF, 0xFF):
+            frames = [header[:at] + bytes([value]) + header[at + 1 :], *rest]
+            _decode_or_frame_error(frames)
+        assert not _decode_or_frame_error([header[:at], *rest])
+
+
+@given(frames=st.lists(st.binary(max_size=64), max_size=3), has_version=st.booleans())
+@settings(max_examples=300)
+def test_random_frames_raise_only_frame_errors(frames: list[bytes], has_version: bool) -> None:
+    if has_version and frames:
+        frames[0] = bytes([VERSION]) + frames[0]
+    _decode_or_frame_error(frames)
