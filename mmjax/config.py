@@ -3,15 +3,20 @@
 No logic beyond their validation.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mmjax.errors import ConfigError
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
+ProcessorCacheType = Literal["lru", "shm", "processor_only"]
+
+DEFAULT_SHM_OBJECT_SIZE_MB = 128
+"""The largest item that shared memory takes, when the operator does not say."""
 
 DEFAULT_MAX_IMAGES = 16
 """Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, hardly safe)."""
@@ -24,8 +29,15 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Defaults for the HF processor; a request's own win where they are trusted."""
+    mm_processor_cache_type: ProcessorCacheType = "lru"
+    """Where processed items are kept: lru: in P1, and P0 knows which; shm: in memory that both
+    share; processor_only: in P0, which sends them every time."""
     mm_processor_cache_gb: float = 4.0
     """0 switches the processor cache off."""
+    mm_shm_cache_max_object_size_mb: int = DEFAULT_SHM_OBJECT_SIZE_MB
+    """A larger item goes to P1 by message; for the type shm alone."""
+    mm_shm_name: str | None = None
+    """The segment that P0 made and P1 attaches; for the type shm alone."""
     mm_hasher_algorithm: HasherAlgorithm = "blake3"
     max_image_pixels: int = 50_000_000
     """An image with more pixels is refused before it is decoded."""
@@ -33,6 +45,29 @@ class MultiModalConfig:
     """An encoded image with more bytes is refused."""
     trust_request_mm_kwargs: bool = False
     """Whether HTTP clients may send `mm_processor_kwargs`."""
+
+    def __post_init__(self) -> None:
+        if self.mm_processor_cache_type not in get_args(ProcessorCacheType):
+            raise ConfigError(
+                f"`mm_processor_cache_type` is {self.mm_processor_cache_type!r}; "
+                f"give one of {', '.join(get_args(ProcessorCacheType))}"
+            )
+        if not math.isfinite(self.mm_processor_cache_gb):
+            raise ConfigError(
+                f"`mm_processor_cache_gb` is {self.mm_processor_cache_gb}; give a size, or 0"
+            )
+        max_object_size_mb = self.mm_shm_cache_max_object_size_mb
+        if max_object_size_mb < 1:
+            raise ConfigError(
+                f"`mm_shm_cache_max_object_size_mb` is {max_object_size_mb}; give at least 1"
+            )
+        is_set = max_object_size_mb != DEFAULT_SHM_OBJECT_SIZE_MB
+        if is_set and self.mm_processor_cache_type != "shm":
+            raise ConfigError(
+                f"`mm_shm_cache_max_object_size_mb` is {max_object_size_mb}, but "
+                f"`mm_processor_cache_type` is {self.mm_processor_cache_type!r}; set it to shm, or "
+                "leave the size out"
+            )
 
     def limit(self, modality: str) -> int:
         """Return how many items of `modality` the operator allows in one prompt."""

@@ -12,11 +12,13 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from mmjax.config import (
+    DEFAULT_SHM_OBJECT_SIZE_MB,
     CacheConfig,
     DtypeName,
     EngineConfig,
     HasherAlgorithm,
     MultiModalConfig,
+    ProcessorCacheType,
     SchedulerConfig,
 )
 from mmjax.engine.core import EngineCore
@@ -51,7 +53,9 @@ class LLM:
         max_num_batched_tokens: int = 2048,
         limit_mm_per_prompt: Mapping[str, int] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_cache_type: ProcessorCacheType = "lru",
         mm_processor_cache_gb: float = 4.0,
+        mm_shm_cache_max_object_size_mb: int = DEFAULT_SHM_OBJECT_SIZE_MB,
         mm_hasher_algorithm: HasherAlgorithm = "blake3",
         seed: int = 0,
         revision: str | None = None,
@@ -74,7 +78,9 @@ class LLM:
             mm=MultiModalConfig(
                 limit_mm_per_prompt=limit_mm_per_prompt or {},
                 mm_processor_kwargs=mm_processor_kwargs or {},
+                mm_processor_cache_type=mm_processor_cache_type,
                 mm_processor_cache_gb=mm_processor_cache_gb,
+                mm_shm_cache_max_object_size_mb=mm_shm_cache_max_object_size_mb,
                 mm_hasher_algorithm=mm_hasher_algorithm,
             ),
         )

@@ -1,1 +1,31 @@
 """Bookkeeping of what is held where: ids, hashes and sizes; no device arrays, no requests."""
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.lru import CacheInfo, LRUCache
+from mmjax.cache.mirrored import (
+    MultiModalProcessorCacheItemMetadata,
+    MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
+)
+from mmjax.cache.processor_cache import (
+    BaseMultiModalProcessorCache,
+    BaseMultiModalReceiverCache,
+    MultiModalProcessorOnlyCache,
+)
+from mmjax.cache.selection import engine_receiver_cache_from_config, processor_cache_from_config
+from mmjax.errors import MultiModalCacheMissError
+
+__all__ = [
+    "BaseMultiModalProcessorCache",
+    "BaseMultiModalReceiverCache",
+    "CacheInfo",
+    "EncoderCacheManager",
+    "LRUCache",
+    "MultiModalCacheMissError",
+    "MultiModalProcessorCacheItemMetadata",
+    "MultiModalProcessorOnlyCache",
+    "MultiModalProcessorSenderCache",
+    "MultiModalReceiverCache",
+    "engine_receiver_cache_from_config",
+    "processor_cache_from_config",
+]

@@ -116,6 +116,14 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._sizes[key] = size
         self._size += size
 
+    def put_if_fits(self, key: K, value: V) -> bool:
+        """Replace a key's value; without room the old one goes all the same. Returns if it fits."""
+        self.pop(key, None)
+        if not self.fits(value):
+            return False
+        self[key] = value
+        return True
+
     def __delitem__(self, key: K) -> None:
         del self._values[key]
         self._size -= self._sizes.pop(key)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from mmjax.cache.processor_cache import processor_cache_from_config
+from mmjax.cache import processor_cache_from_config
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.model_source import load_generation_defaults
@@ -71,9 +71,9 @@ class InputProcessor:
 
     def __init__(self, model_config: ModelConfig) -> None:
         self.model_config = model_config
-        self._processor = create_processor(
-            model_config, cache=processor_cache_from_config(model_config.mm)
-        )
+        # As for several senders: every request brings its tensors along.
+        cache = processor_cache_from_config(model_config.mm, num_api_processes=2)
+        self._processor = create_processor(model_config, cache=cache)
         self.tokenizer = self._processor.info.get_tokenizer()
         self.generation_defaults = load_generation_defaults(model_config)
         # HF tokenizers keep state while they encode: one thread at a time.

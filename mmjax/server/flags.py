@@ -13,6 +13,7 @@ from mmjax.config import (
     HasherAlgorithm,
     ModelConfig,
     MultiModalConfig,
+    ProcessorCacheType,
     SchedulerConfig,
     ServerConfig,
 )
@@ -35,8 +36,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--no-enable-chunked-prefill --enforce-eager --generation-config "
         "--override-generation-config --structured-outputs-config --load-format "
         "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
-        "--enable-fault-tolerance --mm-processor-cache-type "
-        "--mm-shm-cache-max-object-size-mb --media-io-kwargs --mm-encoder-tp-mode "
+        "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
         "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
         "--language-model-only --disable-chunked-mm-input --allowed-local-media-path "
         "--allowed-media-domains --renderer-num-workers --enable-mm-embeds --config "
@@ -107,7 +107,9 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
         mm=MultiModalConfig(
             limit_mm_per_prompt=_limits(flags.limit_mm_per_prompt),
             mm_processor_kwargs=flags.mm_processor_kwargs,
+            mm_processor_cache_type=flags.mm_processor_cache_type,
             mm_processor_cache_gb=flags.mm_processor_cache_gb,
+            mm_shm_cache_max_object_size_mb=flags.mm_shm_cache_max_object_size_mb,
             mm_hasher_algorithm=flags.mm_hasher_algorithm,
             max_image_pixels=flags.max_image_pixels,
             max_image_bytes=flags.max_image_bytes,
@@ -217,10 +219,22 @@ def _add_media_flags(group: Any) -> None:
     add("--limit-mm-per-prompt", type=_json_object, default={}, help='JSON, as {"image": 4}')
     add("--mm-processor-kwargs", type=_json_object, default={}, help="JSON, for HF's processor")
     add(
+        "--mm-processor-cache-type",
+        choices=get_args(ProcessorCacheType),
+        default=defaults.mm_processor_cache_type,
+        help="processed images stay in P1 (lru), in shared memory, or in P0",
+    )
+    add(
         "--mm-processor-cache-gb",
         type=float,
         default=defaults.mm_processor_cache_gb,
         help="of processed images; 0: none",
+    )
+    add(
+        "--mm-shm-cache-max-object-size-mb",
+        type=_positive,
+        default=defaults.mm_shm_cache_max_object_size_mb,
+        help="of one image in shared memory; a larger one goes to P1 by message",
     )
     add(
         "--mm-hasher-algorithm",

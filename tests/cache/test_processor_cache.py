@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from mmjax.cache.lru import CacheInfo
-from mmjax.cache.processor_cache import (
+from mmjax.cache import (
+    CacheInfo,
     MultiModalProcessorOnlyCache,
-    get_item_size,
+    MultiModalProcessorSenderCache,
     processor_cache_from_config,
 )
+from mmjax.cache.processor_cache import get_item_size
 from mmjax.config import MultiModalConfig
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing import MultiModalKwargsItem, ProcessorCache, PromptReplacement
@@ -72,5 +73,9 @@ def test_tensors_are_what_weighs():
 
 def test_the_config_decides():
     assert processor_cache_from_config(MultiModalConfig(mm_processor_cache_gb=0.0)) is None
-    cache = processor_cache_from_config(MultiModalConfig(mm_processor_cache_gb=0.5))
-    assert isinstance(cache, MultiModalProcessorOnlyCache)
+    for kind, expected in (
+        ("processor_only", MultiModalProcessorOnlyCache),
+        ("lru", MultiModalProcessorSenderCache),
+    ):
+        config = MultiModalConfig(mm_processor_cache_gb=0.5, mm_processor_cache_type=kind)
+        assert type(processor_cache_from_config(config)) is expected
