@@ -33,7 +33,10 @@ from mmjax.processing.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
     ProcessorBatchItems,
+    VideoEmbeddingItems,
+    VideoProcessorItems,
 )
+from mmjax.processing.prepared import PreparedInputs, ProcessedItem
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from mmjax.processing.prompt_matching import (
     apply_text_matches,
@@ -82,6 +85,8 @@ __all__ = [
     "MultiModalRegistry",
     "PlaceholderFeaturesInfo",
     "PlaceholderRange",
+    "PreparedInputs",
+    "ProcessedItem",
     "ProcessorBatchItems",
     "ProcessorCache",
     "ProcessorFactories",
@@ -94,6 +99,8 @@ __all__ = [
     "PromptUpdateError",
     "ResolvedPromptUpdate",
     "UpdateMode",
+    "VideoEmbeddingItems",
+    "VideoProcessorItems",
     "apply_text_matches",
     "apply_token_matches",
     "argsort_mm_positions",

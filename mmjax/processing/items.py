@@ -9,6 +9,7 @@ from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
 from mmjax.processing.media import MediaWithBytes
+from mmjax.processing.parse_video import video_as_uint8
 
 
 class ImageSize(NamedTuple):
@@ -72,8 +73,7 @@ class ProcessorBatchItems(ModalityDataItems):
         return len(self.data)
 
     def get(self, index: int) -> Any:
-        item = self.data[index]
-        return item.media if isinstance(item, MediaWithBytes) else item
+        return _unwrap(self.data[index])
 
     def get_item_for_hash(self, index: int) -> Any:
         return self.data[index]
@@ -96,16 +96,103 @@ class ImageProcessorItems(ProcessorBatchItems):
         """Return (width, height); channels last wins where an array's layout is ambiguous."""
         image = self.get(index)
         if image is None:
+            raise _only_cached(self.modality, index, "size")
+        return _picture_size(image)
+
+
+class VideoProcessorItems(ProcessorBatchItems):
+    """Videos as frames; an item is `(frames, metadata)` where the model needs the metadata.
+
+    `metadata` has one mapping, or None, per video, whether or not the items carry it.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[Any],
+        metadata: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        super().__init__(data, "video")
+        if metadata is None or isinstance(metadata, Mapping):
+            metadata = [metadata] * len(data)
+        if len(metadata) != len(data):
             raise RequestValueError(
-                f"image {index} was given by its uuid alone, so its size is cached, not known here",
+                f"{len(metadata)} metadata were given for {len(data)} videos; "
+                "give one, or None, for each",
                 param="multi_modal_data",
             )
-        if isinstance(image, Image.Image):
-            return ImageSize(*image.size)
-        shape = image.shape
-        if shape[-1] in (1, 3, 4):
-            return ImageSize(width=shape[1], height=shape[0])
-        return ImageSize(width=shape[2], height=shape[1])
+        self.metadata = list(metadata)
+
+    def get(self, index: int) -> Any:
+        item = self.data[index]
+        return (_unwrap(item[0]), item[1]) if _is_pair(item) else _unwrap(item)
+
+    def get_item_for_hash(self, index: int) -> Any:
+        """Return the item; with its metadata where encoded bytes alone would not say the frames."""
+        item, metadata = self.data[index], self.metadata[index]
+        if isinstance(item, MediaWithBytes) and metadata is not None:
+            return item, metadata
+        return item
+
+    def get_frames(self, index: int) -> Any:
+        """Return the frames alone, as they were given."""
+        item = self.get(index)
+        frames = item[0] if _is_pair(item) else item
+        if frames is None:
+            raise _only_cached(self.modality, index, "length")
+        return frames
+
+    def get_num_frames(self, index: int) -> int:
+        return len(self.get_frames(index))
+
+    def get_frame_size(self, index: int) -> ImageSize:
+        """Return the (width, height) of the first frame."""
+        frames = self.get_frames(index)
+        if len(frames) == 0:
+            raise RequestValueError(
+                f"video {index} has no frames, so its size is not known; give at least one",
+                param="multi_modal_data",
+            )
+        return _picture_size(frames[0])
+
+    def select(self, indices: Sequence[int]) -> "VideoProcessorItems":
+        return type(self)(
+            [self.data[index] for index in indices], [self.metadata[index] for index in indices]
+        )
+
+    def get_processor_data(self) -> Mapping[str, Any]:
+        """Return `videos`: each uint8[frames, height, width, 3], with its metadata if needed."""
+        videos = []
+        for item in self.get_all():
+            if _is_pair(item):
+                videos.append((video_as_uint8(item[0]), item[1]))
+            else:
+                videos.append(None if item is None else video_as_uint8(item))
+        return {"videos": videos}
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether a video's item is `(frames, metadata)`."""
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Mapping)
+
+
+def _unwrap(item: Any) -> Any:
+    return item.media if isinstance(item, MediaWithBytes) else item
+
+
+def _picture_size(picture: Any) -> ImageSize:
+    if isinstance(picture, Image.Image):
+        return ImageSize(*picture.size)
+    shape = picture.shape
+    if shape[-1] in (1, 3, 4):
+        return ImageSize(width=shape[1], height=shape[0])
+    return ImageSize(width=shape[2], height=shape[1])
+
+
+def _only_cached(modality: str, index: int, what: str) -> RequestValueError:
+    return RequestValueError(
+        f"{modality} {index} was given by its uuid alone, so its {what} is cached, not known here",
+        param="multi_modal_data",
+    )
 
 
 class EmbeddingItems(ModalityDataItems):
@@ -153,6 +240,13 @@ class EmbeddingItems(ModalityDataItems):
 class ImageEmbeddingItems(EmbeddingItems):
     def __init__(
         self, data: Any, modality: str = "image", expected_hidden_size: int | None = None
+    ) -> None:
+        super().__init__(data, modality, expected_hidden_size)
+
+
+class VideoEmbeddingItems(EmbeddingItems):
+    def __init__(
+        self, data: Any, modality: str = "video", expected_hidden_size: int | None = None
     ) -> None:
         super().__init__(data, modality, expected_hidden_size)
 

@@ -31,6 +31,11 @@ class MediaLimits:
 
     max_image_bytes: int = 64 * 2**20
     max_image_pixels: int = 50_000_000
+    max_video_frames: int = 2048
+    max_video_pixels: int = 500_000_000
+    """Over all frames of one video."""
+    max_audio_samples: int = 100_000_000
+    """Of one item, over all channels, before and after resampling."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,9 +12,12 @@ from mmjax.processing.items import (
     ModalityDataItems,
     MultiModalDataItems,
     ProcessorBatchItems,
+    VideoEmbeddingItems,
+    VideoProcessorItems,
 )
 from mmjax.processing.media import MediaLimits, as_numpy, is_array_like
 from mmjax.processing.parse_image import parse_image
+from mmjax.processing.parse_video import parse_video, split_videos
 from mmjax.processing.uuids import MultiModalUUIDDict, parse_mm_uuids, validate_mm_uuids
 
 __all__ = [
@@ -28,6 +31,8 @@ __all__ = [
     "MultiModalDataParser",
     "MultiModalUUIDDict",
     "ProcessorBatchItems",
+    "VideoEmbeddingItems",
+    "VideoProcessorItems",
     "parse_mm_uuids",
     "validate_mm_uuids",
 ]
@@ -40,24 +45,48 @@ class MultiModalDataParser:
     """Turns the user's media into items; families that take more override `_get_subparsers`."""
 
     def __init__(
-        self, *, limits: MediaLimits | None = None, expected_hidden_size: int | None = None
+        self,
+        *,
+        target_sr: float | None = None,
+        target_channels: int | None = None,
+        audio_resample_method: str = "scipy",
+        video_needs_metadata: bool = False,
+        expected_hidden_size: int | None = None,
+        allow_missing_mm_embeddings: bool = False,
+        limits: MediaLimits | None = None,
     ) -> None:
-        self.limits = limits or MediaLimits()
+        self.target_sr = target_sr
+        self.target_channels = target_channels
+        self.audio_resample_method = audio_resample_method
+        self.video_needs_metadata = video_needs_metadata
         self.expected_hidden_size = expected_hidden_size
+        self.allow_missing_mm_embeddings = allow_missing_mm_embeddings
+        self.limits = limits or MediaLimits()
 
     @staticmethod
     def is_embeddings(data: object) -> bool:
         """Return whether `data` holds embeddings: a 3-D float array, or a list of 2-D arrays.
 
-        A numpy array never does, nor a 3-D array that looks like a picture.
+        A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
         """
         if isinstance(data, list | tuple) and data:
-            return _is_foreign_array(data[0]) and len(data[0].shape) == 2
-        shape: tuple[int, ...] = getattr(data, "shape", ())
-        return _is_foreign_array(data) and len(shape) == 3 and not {shape[0], shape[-1]} & {1, 3, 4}
+            return _is_foreign_floats(data[0], 2)
+        return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)  # pyright: ignore
+
+    def _is_image_embeddings(self, data: Any) -> bool:
+        """Tell `[items, rows, hidden]` from a picture `[channels, height, width]` of floats.
+
+        Only the model's width can tell, where the first axis may be either; unknown, the array
+        holds embeddings, as one item's do: `[1, rows, hidden]`.
+        """
+        if not self.is_embeddings(data):
+            return False
+        if isinstance(data, list | tuple) or self.expected_hidden_size is None:
+            return True
+        return data.shape[0] not in (1, 3, 4) or data.shape[-1] == self.expected_hidden_size
 
     def _get_subparsers(self) -> Mapping[str, Callable[[Any], ModalityDataItems | None]]:
-        return {"image": self._parse_image_data}
+        return {"image": self._parse_image_data, "video": self._parse_video_data}
 
     def parse_mm_data(self, mm_data: MultiModalDataDict) -> MultiModalDataItems:
         """Parse every modality; one whose data is None is dropped, an empty list stays."""
@@ -78,7 +107,7 @@ class MultiModalDataParser:
     def _parse_image_data(self, data: Any) -> ModalityDataItems | None:
         if data is None:
             return None
-        if self.is_embeddings(data):
+        if self._is_image_embeddings(data):
             return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
         if is_array_like(data) and len(data.shape) == 4:
             entries: Sequence[Any] = list(as_numpy(data))
@@ -93,7 +122,34 @@ class MultiModalDataParser:
             ]
         )
 
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if self.is_embeddings(data):
+            return VideoEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        videos: list[Any] = []
+        metadatas: list[Mapping[str, Any] | None] = []
+        for index, entry in enumerate(split_videos(data)):
+            param = f"multi_modal_data.video[{index}]"
+            frames, metadata = parse_video(entry, self.limits, param=param)
+            if self.video_needs_metadata and frames is not None:
+                if metadata is None:
+                    raise RequestValueError(
+                        f"video metadata is required but not found in {param}; "
+                        "give a pair (frames, metadata)",
+                        param=param,
+                    )
+                frames = (frames, metadata)
+            videos.append(frames)
+            metadatas.append(metadata)
+        return VideoProcessorItems(videos, metadatas)
 
-def _is_foreign_array(data: Any) -> bool:
-    """Whether `data` is an array of a library other than numpy (jax, torch)."""
-    return type(data).__module__.partition(".")[0] != "numpy" and is_array_like(data)
+
+def _is_foreign_floats(data: Any, ndim: int) -> bool:
+    """Whether `data` is a float array of a library other than numpy (jax, torch)."""
+    return (
+        type(data).__module__.partition(".")[0] != "numpy"
+        and is_array_like(data)
+        and len(data.shape) == ndim
+        and "float" in str(data.dtype)
+    )

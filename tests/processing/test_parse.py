@@ -107,8 +107,8 @@ def test_other_things_are_refused(data: Any, error: type[Exception], message: st
 
 
 def test_an_unknown_modality_is_named():
-    with pytest.raises(RequestValueError, match="Unsupported modality: video"):
-        parser.parse_mm_data({"video": []})
+    with pytest.raises(RequestValueError, match="Unsupported modality: smell"):
+        parser.parse_mm_data({"smell": []})
     items = MultiModalDataItems({"image": ImageProcessorItems([])})
     assert items.get_count("audio", strict=False) == 0
     with pytest.raises(RequestKeyError, match="`audio` not found"):
