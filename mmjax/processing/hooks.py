@@ -6,7 +6,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transformers import BatchFeature
 
@@ -15,6 +15,7 @@ from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import EmbeddingItems, MultiModalDataItems
+from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.prompt_matching import (
     MultiModalPromptUpdatesApplyResult,
     apply_text_matches,
@@ -30,15 +31,6 @@ from mmjax.processing.prompt_updates import (
 from mmjax.processing.validation import PromptUpdateError
 
 InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)
-
-
-class ProcessorCall(NamedTuple):
-    """What travels unchanged through one `apply`."""
-
-    mm_items: MultiModalDataItems
-    hashes: Mapping[str, list[str]]
-    mm_kwargs: Mapping[str, object]
-    tok_kwargs: Mapping[str, object]
 
 
 class ProcessorHooks(ABC, Generic[InfoT]):
@@ -114,9 +106,12 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         self, prompt: str | list[int], call: ProcessorCall, *, enable_hf_prompt_update: bool
     ) -> tuple[list[int], Mapping[str, Any], bool]:
         """Return token ids, the HF processor's tensors, and whether it updated the prompt."""
-        if isinstance(prompt, str) and enable_hf_prompt_update and call.mm_items:
-            return self._apply_hf_processor_text_mm(prompt, call)
+        # HF's processors count the prompt's placeholders against their own items: embeddings,
+        # which they never see, must not be among them.
+        has_passthrough = any(items.get_passthrough_data() for items in call.mm_items.values())
         if isinstance(prompt, str):
+            if enable_hf_prompt_update and call.mm_items and not has_passthrough:
+                return self._apply_hf_processor_text_mm(prompt, call)
             token_ids = self._apply_hf_processor_text_only(prompt, call.tok_kwargs)
         else:
             token_ids = self._apply_hf_processor_tokens_only(list(prompt))
@@ -126,17 +121,15 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         self, prompt: str, call: ProcessorCall
     ) -> tuple[list[int], Mapping[str, Any], bool]:
         mm_data: dict[str, object] = {}
-        passthrough: dict[str, Any] = {}
         for items in call.mm_items.values():
             if len(items):
                 mm_data.update(items.get_processor_data())
-                passthrough.update(items.get_passthrough_data())
         outputs = dict(self._call_hf_processor(prompt, mm_data, call.mm_kwargs, call.tok_kwargs))
-        (token_ids,) = outputs.pop("input_ids").tolist()
+        token_ids = _only_row(outputs.pop("input_ids"))
         is_update_applied = self._hf_processor_applies_updates(
             prompt, call.mm_items, call.mm_kwargs, call.tok_kwargs
         )
-        return token_ids, {**outputs, **passthrough}, is_update_applied
+        return token_ids, outputs, is_update_applied
 
     def _apply_hf_processor_text_only(
         self, prompt: str, tok_kwargs: Mapping[str, object]
@@ -148,13 +141,22 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         self, mm_items: MultiModalDataItems, call: ProcessorCall
     ) -> Mapping[str, Any]:
         """Process items without the prompt: dummy text satisfies the HF processor."""
-        counts = mm_items.get_all_counts()
-        if not any(counts.values()):
-            return {}
-        dummy_text = self.dummy_inputs.get_dummy_text(counts)
-        dummy_call = call._replace(mm_items=mm_items, tok_kwargs={})
+        passthrough: dict[str, Any] = {}
+        for items in mm_items.values():
+            passthrough.update(items.get_passthrough_data())
+        processed = MultiModalDataItems(
+            {
+                modality: items
+                for modality, items in mm_items.items()
+                if len(items) and items.get_processor_data()
+            }
+        )
+        if not processed:
+            return passthrough
+        dummy_text = self.dummy_inputs.get_dummy_text(processed.get_all_counts())
+        dummy_call = call._replace(mm_items=processed, tok_kwargs={})
         _, hf_inputs, _ = self._apply_hf_processor_text_mm(dummy_text, dummy_call)
-        return hf_inputs
+        return {**hf_inputs, **passthrough}
 
     def _bind_and_group_updates(
         self, prompt_updates: Sequence[PromptUpdate], mm_item_counts: Mapping[str, int]
@@ -191,6 +193,11 @@ class ProcessorHooks(ABC, Generic[InfoT]):
                 param="prompt",
             )
         return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
+
+
+def _only_row(input_ids: Any) -> list[int]:
+    (row,) = input_ids  # a batch of one prompt
+    return row.tolist() if hasattr(row, "tolist") else list(row)
 
 
 def _is_any_unapplied(result: MultiModalPromptUpdatesApplyResult) -> tuple[str, int] | None:
