@@ -7,6 +7,7 @@ from mmjax.processing.dummy_inputs import (
     ImageDummyOptions,
     ProcessorInputs,
 )
+from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.fields import (
     MultiModalFieldConfig,
     MultiModalFieldElem,
@@ -65,6 +66,7 @@ __all__ = [
     "BaseMultiModalProcessor",
     "BaseProcessingInfo",
     "EmbeddingItems",
+    "EncDecMultiModalProcessor",
     "ImageDummyOptions",
     "ImageEmbeddingItems",
     "ImageProcessorItems",

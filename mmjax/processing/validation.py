@@ -13,32 +13,37 @@ class PromptUpdateError(RequestRuntimeError, AssertionError):
     """Placeholders in the prompt and items in the request do not go together."""
 
 
-def validate_prompt(prompt: object, vocab_size: int) -> None:
+def validate_prompt(prompt: object, vocab_size: int, *, param: str = "prompt") -> None:
     """Refuse what is neither text that can be tokenized nor ids of the vocabulary."""
     if isinstance(prompt, str):
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise RequestValueError(
-                f"prompt has the lone surrogate {prompt[error.start]!r} at character "
+                f"{param} has the lone surrogate {prompt[error.start]!r} at character "
                 f"{error.start}; send valid Unicode",
-                param="prompt",
+                param=param,
             ) from error
         return
     if not isinstance(prompt, list):
         raise RequestTypeError(
-            f"prompt has the type `{type(prompt).__name__}`; give a str or a list of token ids",
-            param="prompt",
+            f"{param} has the type `{type(prompt).__name__}`; give a str or a list of token ids",
+            param=param,
         )
+    # Long prompts are checked at C's speed; only a wrong one is walked through.
+    if not prompt or (
+        set(map(type, prompt)) == {int} and 0 <= min(prompt) <= max(prompt) < vocab_size
+    ):
+        return
     for index, token_id in enumerate(prompt):
         if type(token_id) is not int:
             raise RequestTypeError(
-                f"prompt token {index} is {token_id!r}; token ids are integers", param="prompt"
+                f"{param} token {index} is {token_id!r}; token ids are integers", param=param
             )
         if not 0 <= token_id < vocab_size:
             raise RequestValueError(
-                f"prompt token {index} is {token_id}; token ids are 0 to {vocab_size - 1}",
-                param="prompt",
+                f"{param} token {index} is {token_id}; token ids are 0 to {vocab_size - 1}",
+                param=param,
             )
 
 

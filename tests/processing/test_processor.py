@@ -105,6 +105,7 @@ def make(
     processor_cache: ProcessorCache | None = None,
     *,
     hf_applies_updates: bool = True,
+    base: type[Processor] = Processor,
     **changes: Any,
 ) -> Processor:
     """Make a processor of a subclass with other class attributes."""
@@ -119,7 +120,7 @@ def make(
     )
     info = Info(InputProcessingContext(model_config=config, tokenizer=TOKENIZER))
     info.hf_applies_updates = hf_applies_updates
-    changed = type("Changed", (Processor,), changes)
+    changed = type("Changed", (base,), changes)
     return changed(info, DummyInputs(info), cache=processor_cache)
 
 

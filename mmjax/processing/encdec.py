@@ -1,0 +1,63 @@
+"""The processor of encoder-decoder models: media stand in the encoder's prompt."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mmjax.processing.hooks import InfoT
+from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems, MultiModalUUIDDict
+from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates import as_ids
+from mmjax.processing.validation import validate_prompt
+
+
+class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
+    """Makes two prompts: HF and the prompt updates work on the encoder's alone."""
+
+    @abstractmethod
+    def create_encoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> str | list[int]:
+        """Return the encoder's prompt, placeholders not yet expanded."""
+
+    def create_decoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> str | list[int]:
+        """Return the decoder's prompt, where the caller gives none."""
+        return prompt
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        mm_data: MultiModalDataDict | MultiModalDataItems | None = None,
+        *,
+        mm_uuids: MultiModalUUIDDict | None = None,
+        hf_processor_mm_kwargs: Mapping[str, object] | None = None,
+        tokenization_kwargs: Mapping[str, object] | None = None,
+        decoder_prompt: str | list[int] | None = None,
+    ) -> PreparedInputs:
+        """Prepare the encoder's prompt, and tokenize the decoder's without special tokens.
+
+        `prompt` is the encoder's where `decoder_prompt` is given too; else both are made of it.
+        """
+        vocab_size = self.info.vocab_size
+        validate_prompt(prompt, vocab_size)
+        if decoder_prompt is not None:
+            validate_prompt(decoder_prompt, vocab_size, param="decoder_prompt")
+        mm_items = self._to_mm_items(mm_data)
+        prepared = super().prepare(
+            self.create_encoder_prompt(prompt, mm_items),
+            mm_items,
+            mm_uuids=mm_uuids,
+            hf_processor_mm_kwargs=hf_processor_mm_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+        if decoder_prompt is None:
+            decoder_prompt = self.create_decoder_prompt(prompt, mm_items)
+        return replace(
+            prepared,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(as_ids(decoder_prompt, self.info.get_tokenizer())),
+            encoder_prompt_token_ids=prepared.prompt_token_ids,
+        )
