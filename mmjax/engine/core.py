@@ -11,16 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
 from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
+from mmjax.engine.features import check_places, resolve_features
 from mmjax.engine.request import EncoderItem, Request
 from mmjax.engine.runner import ModelRunner, ModelShape
 from mmjax.engine.scheduler import Scheduler
-from mmjax.errors import ConfigError, RequestRuntimeError
+from mmjax.errors import ConfigError, RequestRuntimeError, RequestValueError
 from mmjax.layers.kv_cache import block_bytes
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
@@ -80,6 +82,7 @@ class EngineCore:
             self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
         self.num_preemptions = 0
+        self._receiver_cache = engine_receiver_cache_from_config(config.model.mm)
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
         logger.info(
@@ -165,8 +168,13 @@ class EngineCore:
         """Queue a request; raise `RequestError`, and keep nothing of it, where it cannot be served.
 
         All that could fail on a client's data fails here: a step holds many clients' requests.
+        MultiModalCacheMissError names items that came without tensors and are not here.
         """
-        items = [self._to_item(feature) for feature in message.mm_features]
+        # First of all: P0 noted these items when it sent them, whatever becomes of the request.
+        features = resolve_features(message.mm_features, self._receiver_cache)
+        _check_is_served(message)
+        check_places(features)
+        items = [self._to_item(feature) for feature in features]
         self._limits.check_prompt(message.prompt_token_ids, items)
         request = Request(
             request_id=message.request_id,
@@ -199,6 +207,11 @@ class EngineCore:
         """Whether any request waits or runs."""
         return self._scheduler.has_unfinished()
 
+    def close(self) -> None:
+        """Give back what is held outside of Python. Idempotent."""
+        if self._receiver_cache is not None:
+            self._receiver_cache.close()
+
     def recover(self) -> list[str]:
         """Drop all requests and caches after a step that failed; return the lost requests."""
         request_ids = self._scheduler.request_ids
@@ -228,11 +241,7 @@ class EngineCore:
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
         """Cut a feature into units, and check them against what `encode` was compiled for."""
-        if feature.data is None:
-            raise RequestRuntimeError(
-                f"item {feature.identifier} comes without tensors; send them with the request",
-                param="multi_modal_data",
-            )
+        assert feature.data is not None, "resolved already"
         spec = self._encoder_spec
         try:
             units = self._model_class.encoder_units(feature.data.get_data())
@@ -299,6 +308,20 @@ def _check_config(config: EngineConfig) -> None:
             f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
             f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
             "first or lower the second"
+        )
+
+
+def _check_is_served(message: EngineCoreRequest) -> None:
+    if message.lora_name is not None:
+        raise RequestValueError(
+            f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; "
+            "leave it out",
+            param="lora_name",
+        )
+    if message.encoder_prompt_token_ids is not None:
+        raise RequestValueError(
+            "the request has an encoder's prompt, but the model is a decoder alone; leave it out",
+            param="encoder_prompt",
         )
 
 

@@ -1,16 +1,18 @@
 """P1's main: messages in, steps, messages out. The only process that initialises a device."""
 
+import contextlib
 import threading
 import time
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.errors import RequestError
+from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.logger import configure_logging, get_logger
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
     AbortRequests,
+    CacheMiss,
     EngineCoreRequest,
     Ready,
     RequestFailed,
@@ -45,7 +47,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
             )
         )
         loop = EngineLoop(core, receiver, sender)
-        with Heart(loop, address_out):
+        with Heart(loop, address_out), contextlib.closing(core):
             loop.run()
     finally:
         receiver.close()
@@ -85,6 +87,11 @@ class EngineLoop:
         elif isinstance(message, EngineCoreRequest):
             try:
                 self.core.add_request(message)
+            except MultiModalCacheMissError as miss:
+                logger.info("request %s: %s; asked for again", message.request_id, miss)
+                self._sender.send(
+                    CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
+                )
             except RequestError as error:
                 self._fail(message.request_id, str(error), error.param, error.status)
             except Exception:

@@ -4,13 +4,21 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from mmjax.config import CacheConfig
 from mmjax.engine.core import EngineCore, choose_num_blocks, resolve_dtype
-from mmjax.errors import ConfigError, RequestError, RequestValueError
+from mmjax.engine.features import resolve_features
+from mmjax.errors import (
+    ConfigError,
+    MultiModalCacheMissError,
+    RequestError,
+    RequestValueError,
+)
 from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
@@ -235,11 +243,10 @@ def with_feature(feature: MultiModalFeatureSpec) -> EngineCoreRequest:
 @pytest.mark.parametrize(
     ("feature", "words"),
     [
-        (broken_feature(data=None), "without tensors"),
         (broken_feature(data=type(image_feature(1, 0).data)()), "lacks what the model encodes"),
         (broken_feature(data=image_feature(1, 0, units=2).data), "2.* units of 4"),
     ],
-    ids=["no data", "no pixels", "too many units"],
+    ids=["no pixels", "too many units"],
 )
 def test_a_bad_item_fails_alone(
     core: EngineCore, feature: MultiModalFeatureSpec, words: str, expected: list[list[int]]
@@ -260,6 +267,85 @@ def test_what_can_never_fit_is_refused(core: EngineCore, cramped: EngineCore) ->
         cramped.add_request(message("a", [text(1, 110)], max_tokens=10))
     with pytest.raises(RequestValueError, match="16 embeddings"):
         cramped.add_request(message("a", [(1, 4)]))
+
+
+# ---- items that P1 holds -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgetful(core: EngineCore) -> EngineCore:
+    """The engine, holding no tensors of earlier requests."""
+    assert core._receiver_cache is not None
+    core._receiver_cache.clear_cache()
+    return core
+
+
+def sent(place: int, *, with_data: set[int]) -> EngineCoreRequest:
+    """Build a request of which only some items carry tensors."""
+    request = message("sent", MIXED[place])
+    for number, feature in enumerate(request.mm_features):
+        feature.data = feature.data if number in with_data else None
+    return request
+
+
+def test_tensors_come_once(forgetful: EngineCore, expected: list[list[int]]) -> None:
+    assert answer(forgetful, sent(5, with_data={0, 1})) == expected[5], "the third is the first"
+    assert answer(forgetful, sent(5, with_data=set())) == expected[5]
+    assert answer(forgetful, sent(8, with_data={0})) == expected[8]
+
+
+def test_a_miss_names_all_that_lack_and_keeps_the_rest(
+    forgetful: EngineCore, expected: list[list[int]]
+) -> None:
+    with pytest.raises(MultiModalCacheMissError) as caught:
+        forgetful.add_request(sent(5, with_data=set()))
+    assert caught.value.mm_hashes == ["picture-1-1", "picture-2-1"]
+    with pytest.raises(MultiModalCacheMissError) as caught:
+        forgetful.add_request(sent(5, with_data={1}))
+    assert caught.value.mm_hashes == ["picture-1-1"]
+    assert not forgetful.has_unfinished()
+    assert answer(forgetful, sent(5, with_data={0})) == expected[5]
+
+
+def test_a_refused_request_leaves_its_tensors(
+    forgetful: EngineCore, expected: list[list[int]]
+) -> None:
+    request = sent(3, with_data={0})
+    changes: list[dict[str, Any]] = [
+        {"prompt_token_ids": request.prompt_token_ids * 20},
+        {"prompt_token_ids": []},
+        {"lora_name": "poet"},
+        {"encoder_prompt_token_ids": [2]},
+        {"sampling_params": SamplingParams(min_tokens=1, stop_token_ids=list(range(40)))},
+    ]
+    for change in changes:
+        assert forgetful._receiver_cache is not None
+        forgetful._receiver_cache.clear_cache()
+        with pytest.raises(RequestValueError):
+            forgetful.add_request(msgspec.structs.replace(sent(3, with_data={0}), **change))
+        assert answer(forgetful, sent(3, with_data=set())) == expected[3]
+
+
+def test_without_a_cache_an_item_may_stand_twice(expected: list[list[int]]) -> None:
+    features = sent(5, with_data={0, 1}).mm_features
+    resolved = resolve_features(features, None)
+    assert resolved[2].data is resolved[0].data is not None
+    with pytest.raises(MultiModalCacheMissError):
+        resolve_features(sent(5, with_data={1}).mm_features, None)
+
+
+def test_places_must_be_sorted_and_apart(core: EngineCore) -> None:
+    good = message("bad", MIXED[5])
+    backwards = msgspec.structs.replace(good, mm_features=good.mm_features[::-1])
+    with pytest.raises(RequestError, match="sorted"):
+        core.add_request(backwards)
+    twice = msgspec.structs.replace(good, mm_features=good.mm_features[:1] * 2)
+    with pytest.raises(RequestError, match="two items"):
+        core.add_request(twice)
+    outside = msgspec.structs.replace(good, prompt_token_ids=good.prompt_token_ids[:10])
+    with pytest.raises(RequestError, match="must lie in the prompt"):
+        core.add_request(outside)
+    assert not core.has_unfinished()
 
 
 def test_an_aborted_request_leaves_the_others_alone(

@@ -1,10 +1,13 @@
 """P1's loop over real pipes: what goes in, what comes out, and what a fault does."""
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -12,10 +15,18 @@ from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, run_engine
 from mmjax.logger import get_logger
+from mmjax.processing.fields import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+)
+from mmjax.processing.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import (
     AbortRequests,
+    CacheMiss,
     EngineCoreRequest,
     Heartbeat,
     Ready,
@@ -139,6 +150,84 @@ def test_a_bad_request_fails_alone(serving: Frontend) -> None:
     assert "200 tokens" in failure.message
     serving.sender.send(good := message("again", ([2, 5], (1, 1), [7])))
     assert serving.answer_of("again") == dense_greedy(good)
+
+
+def test_a_miss_is_said_and_the_request_may_come_again(serving: Frontend) -> None:
+    request = message("a", ([2, 5], (7, 1), [7], (8, 1)))
+    tensors = [feature.data for feature in request.mm_features]
+    for feature in request.mm_features:
+        feature.data = None
+    serving.sender.send(request)
+    miss = serving.receive(CacheMiss, RequestFailed, StepOutput)
+    assert miss == CacheMiss(request_id="a", mm_hashes=["picture-7-1", "picture-8-1"])
+    for feature, data in zip(request.mm_features, tensors, strict=True):
+        feature.data = data
+    serving.sender.send(request)
+    assert serving.answer_of("a") == dense_greedy(request)
+
+
+def test_any_request_that_can_be_read_is_answered(serving: Frontend) -> None:
+    rng = random.Random(5)
+    for number in range(300):
+        serving.sender.send(contradictory(f"r{number}", rng))
+        news = serving.receive(CacheMiss, RequestFailed, StepOutput)
+        if isinstance(news, StepOutput):
+            serving.sender.send(AbortRequests(request_ids=[f"r{number}"]))
+        else:
+            assert news.request_id == f"r{number}"
+            assert not isinstance(news, RequestFailed) or news.message
+    request = message("good", ([2, 5], (1, 1), [7]))
+    serving.sender.send(request)
+    assert serving.answer_of("good") == dense_greedy(request)
+
+
+def contradictory(request_id: str, rng: random.Random) -> EngineCoreRequest:
+    """Build a request of the right types in which nothing need fit together."""
+    good = message(request_id, ([2, 5], (rng.randrange(3), 1), [7], (rng.randrange(3), 2)))
+    arrays = [
+        np.zeros((1, 3, 7, 7), np.float32),
+        np.zeros((), np.int64),
+        np.full((2, 3, 14, 14), np.nan, np.float16),
+        np.zeros((1, 3, 14, 14), np.bool_),
+        [np.zeros(2), np.zeros((0, 3))],
+        None,
+    ]
+    fields = [
+        MultiModalBatchedField(),
+        MultiModalSharedField(batch_size=rng.choice((0, -1, 2**40))),
+        MultiModalFlatField(slices=[slice(None, -3, rng.choice((None, 0, 7)))], dim=9),
+    ]
+    for feature in good.mm_features:
+        length = rng.choice((0, 1, 6, 12, 10**12))
+        mask = np.array([rng.random() < 0.5 for _ in range(length)]) if 0 < length < 99 else None
+        elem = MultiModalFieldElem(data=rng.choice(arrays), field=rng.choice(fields))
+        key = rng.choice(("pixel_values", "other"))
+        for change in rng.sample(range(5), rng.randrange(4)):
+            match change:
+                case 0:
+                    feature.data = rng.choice((None, MultiModalKwargsItem({key: elem})))
+                case 1:
+                    feature.mm_position = PlaceholderRange(
+                        rng.choice((0, 3, 9, 10**12)), length, mask
+                    )
+                case 2:
+                    feature.mm_hash = rng.choice((None, "", "picture-1-1", "unknown"))
+                case 3:
+                    feature.identifier = rng.choice(("", "picture-1-1", "x" * 1000))
+                case 4:
+                    feature.modality = "smell"
+    changes: dict[str, Any] = {
+        "prompt_token_ids": rng.choice(([], [2], [2**40] * 5, [-1] * 9, [2] * 20)),
+        "eos_token_ids": [2**60],
+        "mm_features": rng.choice((good.mm_features[::-1], good.mm_features * 3)),
+        "cache_salt": "\0",
+        "lora_name": "",
+        "encoder_prompt_token_ids": [],
+        "priority": -(2**60),
+        "arrival_time": float("nan"),
+    }
+    kept = {name: value for name, value in changes.items() if rng.random() < 0.2}
+    return msgspec.structs.replace(good, **kept)
 
 
 def test_an_aborted_request_says_nothing_more(serving: Frontend) -> None:
