@@ -26,6 +26,9 @@ from mmjax.processing.inputs import (
 )
 from mmjax.processing.media import MediaLimits, MediaWithBytes
 from mmjax.processing.parse import (
+    AudioEmbeddingItems,
+    AudioProcessorItems,
+    DictEmbeddingItems,
     EmbeddingItems,
     ImageEmbeddingItems,
     ImageProcessorItems,
@@ -36,6 +39,7 @@ from mmjax.processing.parse import (
     ProcessorBatchItems,
     VideoEmbeddingItems,
     VideoProcessorItems,
+    VisionChunkProcessorItems,
 )
 from mmjax.processing.prepared import PreparedInputs, ProcessedItem
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
@@ -56,15 +60,24 @@ from mmjax.processing.prompt_updates import (
     iter_token_matches,
     replace_token_matches,
 )
-from mmjax.processing.registry import MULTIMODAL_REGISTRY, MultiModalRegistry, ProcessorFactories
+from mmjax.processing.registry import (
+    MULTIMODAL_REGISTRY,
+    MultiModalRegistry,
+    NotMultiModalError,
+    ProcessorFactories,
+    create_processor,
+)
 from mmjax.processing.validation import PromptUpdateError
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
+    "AudioEmbeddingItems",
+    "AudioProcessorItems",
     "BaseDummyInputsBuilder",
     "BaseDummyOptions",
     "BaseMultiModalProcessor",
     "BaseProcessingInfo",
+    "DictEmbeddingItems",
     "EmbeddingItems",
     "EncDecMultiModalProcessor",
     "ImageDummyOptions",
@@ -85,6 +98,7 @@ __all__ = [
     "MultiModalKwargsItem",
     "MultiModalKwargsItems",
     "MultiModalRegistry",
+    "NotMultiModalError",
     "PlaceholderFeaturesInfo",
     "PlaceholderRange",
     "PreparedInputs",
@@ -103,10 +117,12 @@ __all__ = [
     "UpdateMode",
     "VideoEmbeddingItems",
     "VideoProcessorItems",
+    "VisionChunkProcessorItems",
     "apply_text_matches",
     "apply_token_matches",
     "argsort_mm_positions",
     "batched_tensors_equal",
+    "create_processor",
     "find_mm_placeholders",
     "group_and_batch_mm_items",
     "iter_token_matches",

@@ -17,6 +17,14 @@ class ImageSize(NamedTuple):
     height: int
 
 
+def only_cached(modality: str, index: int, what: str) -> RequestValueError:
+    """Return the error of asking an item that has no data for its measure."""
+    return RequestValueError(
+        f"{modality} {index} was given by its uuid alone, so its {what} is cached, not known here",
+        param="multi_modal_data",
+    )
+
+
 class ModalityDataItems(ABC):
     """The items of one modality of one request."""
 
@@ -96,7 +104,7 @@ class ImageProcessorItems(ProcessorBatchItems):
         """Return (width, height); channels last wins where an array's layout is ambiguous."""
         image = self.get(index)
         if image is None:
-            raise _only_cached(self.modality, index, "size")
+            raise only_cached(self.modality, index, "size")
         return _picture_size(image)
 
 
@@ -138,7 +146,7 @@ class VideoProcessorItems(ProcessorBatchItems):
         item = self.get(index)
         frames = item[0] if _is_pair(item) else item
         if frames is None:
-            raise _only_cached(self.modality, index, "length")
+            raise only_cached(self.modality, index, "length")
         return frames
 
     def get_num_frames(self, index: int) -> int:
@@ -188,67 +196,37 @@ def _picture_size(picture: Any) -> ImageSize:
     return ImageSize(width=shape[2], height=shape[1])
 
 
-def _only_cached(modality: str, index: int, what: str) -> RequestValueError:
-    return RequestValueError(
-        f"{modality} {index} was given by its uuid alone, so its {what} is cached, not known here",
-        param="multi_modal_data",
-    )
+class AudioProcessorItems(ProcessorBatchItems):
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data, "audio")
+
+    def get_audio_length(self, index: int) -> int:
+        """Return the number of samples in time, at the model's rate."""
+        audio = self.get(index)
+        if audio is None:
+            raise only_cached(self.modality, index, "length")
+        return max(audio.shape) if hasattr(audio, "shape") else len(audio)
+
+    def select(self, indices: Sequence[int]) -> "AudioProcessorItems":
+        return type(self)([self.data[index] for index in indices])
 
 
-class EmbeddingItems(ModalityDataItems):
-    """Precomputed embeddings: one 3-D array, or a list of 2-D arrays."""
+class VisionChunkProcessorItems(ProcessorBatchItems):
+    """Pictures and pieces of videos in one list, for models that take both alike.
 
-    def __init__(self, data: Any, modality: str, expected_hidden_size: int | None = None) -> None:
-        super().__init__(data, modality)
-        entries = data if isinstance(data, list) else [data]
-        allowed = (2,) if isinstance(data, list) else (2, 3)
-        for entry in entries:
-            if entry.ndim not in allowed:
-                raise RequestValueError(
-                    f"{modality} embeddings have shape {tuple(entry.shape)}; "
-                    "they must be 2D (list entries) or 3D (one array)",
-                    param="multi_modal_data",
-                )
-        for entry in entries:
-            if expected_hidden_size is not None and entry.shape[-1] != expected_hidden_size:
-                raise RequestValueError(
-                    f"{modality} embeddings hidden dimension mismatch: got {entry.shape[-1]}, "
-                    f"the model has {expected_hidden_size}",
-                    param="multi_modal_data",
-                )
+    An item is `{"type": "image", "image": ...}` or `{"type": "video_chunk", "video_chunk":
+    [frame, ...], "prompt": ...}`.
+    """
 
-    def get_count(self) -> int:
-        return len(self.data)
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data, "vision_chunk")
 
     def get(self, index: int) -> Any:
-        return self.data[index]
+        item = self.data[index]
+        return None if item is None else {key: _unwrap(value) for key, value in item.items()}
 
-    def get_feature_size(self, index: int) -> int:
-        """Return how many rows an item has."""
-        return len(self.get(index))
-
-    def select(self, indices: Sequence[int]) -> "EmbeddingItems":
-        return type(self)([self.data[index] for index in indices], self.modality)
-
-    def get_processor_data(self) -> Mapping[str, Any]:
-        return {}
-
-    def get_passthrough_data(self) -> Mapping[str, Any]:
-        return {f"{self.modality}_embeds": self.data}
-
-
-class ImageEmbeddingItems(EmbeddingItems):
-    def __init__(
-        self, data: Any, modality: str = "image", expected_hidden_size: int | None = None
-    ) -> None:
-        super().__init__(data, modality, expected_hidden_size)
-
-
-class VideoEmbeddingItems(EmbeddingItems):
-    def __init__(
-        self, data: Any, modality: str = "video", expected_hidden_size: int | None = None
-    ) -> None:
-        super().__init__(data, modality, expected_hidden_size)
+    def select(self, indices: Sequence[int]) -> "VisionChunkProcessorItems":
+        return type(self)([self.data[index] for index in indices])
 
 
 ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)

@@ -1,26 +1,40 @@
 """The user's media, in any accepted form -> items."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Literal
 
-from mmjax.errors import RequestValueError
-from mmjax.processing.items import (
+from mmjax.errors import ConfigError, RequestTypeError, RequestValueError
+from mmjax.processing.embeddings import (
+    AudioEmbeddingItems,
+    DictEmbeddingItems,
     EmbeddingItems,
+    FieldsFactory,
     ImageEmbeddingItems,
+    VideoEmbeddingItems,
+    check_hidden_size,
+)
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.items import (
+    AudioProcessorItems,
     ImageProcessorItems,
     ImageSize,
     ModalityDataItems,
     MultiModalDataItems,
     ProcessorBatchItems,
-    VideoEmbeddingItems,
     VideoProcessorItems,
+    VisionChunkProcessorItems,
 )
 from mmjax.processing.media import MediaLimits, as_numpy, is_array_like
+from mmjax.processing.parse_audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
 from mmjax.processing.parse_image import parse_image
-from mmjax.processing.parse_video import parse_video, split_videos
+from mmjax.processing.parse_video import parse_video, parse_vision_chunk, split_videos
 from mmjax.processing.uuids import MultiModalUUIDDict, parse_mm_uuids, validate_mm_uuids
 
 __all__ = [
+    "AudioEmbeddingItems",
+    "AudioProcessorItems",
+    "DictEmbeddingItems",
     "EmbeddingItems",
     "ImageEmbeddingItems",
     "ImageProcessorItems",
@@ -33,6 +47,7 @@ __all__ = [
     "ProcessorBatchItems",
     "VideoEmbeddingItems",
     "VideoProcessorItems",
+    "VisionChunkProcessorItems",
     "parse_mm_uuids",
     "validate_mm_uuids",
 ]
@@ -42,12 +57,27 @@ MultiModalDataDict = Mapping[str, Any]
 
 
 class MultiModalDataParser:
-    """Turns the user's media into items; families that take more override `_get_subparsers`."""
+    """Turns the user's media into items; families that take more override `_get_subparsers`.
+
+    Args:
+        target_sr: The sampling rate that audio is resampled to.
+        target_channels: The channels that audio is mixed to.
+        audio_resample_method: How; "scipy" is what there is.
+        video_needs_metadata: Whether videos come as `(frames, metadata)`, and stay that.
+        expected_hidden_size: The width that embeddings must have.
+        allow_missing_mm_embeddings: Whether a dict of embeddings may lack the values, and bring
+            the metadata alone.
+        limits: What is refused before work is done on it.
+    """
+
+    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {}
+    """Per modality, the tensors of a dict of embeddings: the embeddings, and what says how they
+    divide. A family that takes dicts overrides this and `_get_embedding_fields_config`."""
 
     def __init__(
         self,
         *,
-        target_sr: float | None = None,
+        target_sr: int | float | None = None,
         target_channels: int | None = None,
         audio_resample_method: str = "scipy",
         video_needs_metadata: bool = False,
@@ -55,6 +85,13 @@ class MultiModalDataParser:
         allow_missing_mm_embeddings: bool = False,
         limits: MediaLimits | None = None,
     ) -> None:
+        if audio_resample_method not in RESAMPLE_METHODS:
+            known = ", ".join(f"`{name}`" for name in RESAMPLE_METHODS)
+            raise ConfigError(
+                f"audio resample method `{audio_resample_method}` is unknown; choose {known}"
+            )
+        if target_sr is not None and not (target_sr >= 1 and target_sr == int(target_sr)):
+            raise ConfigError(f"target_sr is {target_sr}; it must be a whole number, 1 or more")
         self.target_sr = target_sr
         self.target_channels = target_channels
         self.audio_resample_method = audio_resample_method
@@ -70,7 +107,8 @@ class MultiModalDataParser:
         A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
         """
         if isinstance(data, list | tuple) and data:
-            return _is_foreign_floats(data[0], 2)
+            first = next((entry for entry in data if entry is not None), None)
+            return _is_foreign_floats(first, 2)
         return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)  # pyright: ignore
 
     def _is_image_embeddings(self, data: Any) -> bool:
@@ -86,7 +124,18 @@ class MultiModalDataParser:
         return data.shape[0] not in (1, 3, 4) or data.shape[-1] == self.expected_hidden_size
 
     def _get_subparsers(self) -> Mapping[str, Callable[[Any], ModalityDataItems | None]]:
-        return {"image": self._parse_image_data, "video": self._parse_video_data}
+        return {
+            "audio": self._parse_audio_data,
+            "image": self._parse_image_data,
+            "video": self._parse_video_data,
+            "vision_chunk": self._parse_vision_chunk_data,
+        }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        """Return how each of `embedding_fields[modality]` divides among items."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing of {modality} embeddings")
 
     def parse_mm_data(self, mm_data: MultiModalDataDict) -> MultiModalDataItems:
         """Parse every modality; one whose data is None is dropped, an empty list stays."""
@@ -107,6 +156,8 @@ class MultiModalDataParser:
     def _parse_image_data(self, data: Any) -> ModalityDataItems | None:
         if data is None:
             return None
+        if isinstance(data, Mapping) and "image" in self.embedding_fields:
+            return self._parse_dict_embeddings("image", data)
         if self._is_image_embeddings(data):
             return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
         if is_array_like(data) and len(data.shape) == 4:
@@ -122,9 +173,26 @@ class MultiModalDataParser:
             ]
         )
 
+    def _parse_audio_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if isinstance(data, Mapping) and "audio" in self.embedding_fields:
+            return self._parse_dict_embeddings("audio", data)
+        if self.is_embeddings(data):
+            return AudioEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        spec = AudioSpec(self.target_sr, self.target_channels)
+        return AudioProcessorItems(
+            [
+                parse_audio(entry, spec, self.limits, param=f"multi_modal_data.audio[{index}]")
+                for index, entry in enumerate(split_audios(data))
+            ]
+        )
+
     def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
         if data is None:
             return None
+        if isinstance(data, Mapping) and "video" in self.embedding_fields:
+            return self._parse_dict_embeddings("video", data)
         if self.is_embeddings(data):
             return VideoEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
         videos: list[Any] = []
@@ -143,6 +211,46 @@ class MultiModalDataParser:
             videos.append(frames)
             metadatas.append(metadata)
         return VideoProcessorItems(videos, metadatas)
+
+    def _parse_vision_chunk_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if self.is_embeddings(data):
+            raise RequestValueError(
+                "embeddings of vision chunks are not supported; give pictures and frames",
+                param="multi_modal_data.vision_chunk",
+            )
+        entries = data if isinstance(data, list | tuple) else [data]
+        return VisionChunkProcessorItems(
+            [
+                parse_vision_chunk(
+                    entry, self.limits, param=f"multi_modal_data.vision_chunk[{index}]"
+                )
+                for index, entry in enumerate(entries)
+            ]
+        )
+
+    def _parse_dict_embeddings(
+        self, modality: str, data: Mapping[str, Any], fields_factory: FieldsFactory | None = None
+    ) -> DictEmbeddingItems:
+        """Parse a dict of embeddings by `embedding_fields`."""
+        fields = self.embedding_fields[modality]
+        values = {key for key, kind in fields.items() if kind == "values"}
+        for key in values & data.keys():
+            if not is_array_like(data[key]) or not len(data[key].shape):
+                raise RequestTypeError(
+                    f"`{key}` has the type `{type(data[key]).__name__}`; it must be an array",
+                    param=f"multi_modal_data.{modality}",
+                )
+            check_hidden_size(data[key], self.expected_hidden_size, f"`{key}`")
+        optional = values if self.allow_missing_mm_embeddings else set()
+        return DictEmbeddingItems(
+            data,
+            modality,
+            required_fields=fields.keys() - optional,
+            fields_factory=fields_factory or partial(self._get_embedding_fields_config, modality),
+            optional_fields=optional,
+        )
 
 
 def _is_foreign_floats(data: Any, ndim: int) -> bool:

@@ -152,6 +152,27 @@ def _check_values(frames: Any, limits: MediaLimits, param: str) -> None:
             image_from_array(frame, limits, param=param)
 
 
+def parse_vision_chunk(entry: Any, limits: MediaLimits, *, param: str) -> Mapping[str, Any] | None:
+    """Return a picture, or a piece of a video as a list of pictures, with its other keys."""
+    if entry is None:
+        return None
+    if not isinstance(entry, Mapping):
+        raise RequestTypeError(
+            f"{param} has the type `{type(entry).__name__}`; give a dict with `type`", param=param
+        )
+    kind = entry.get("type")
+    if kind not in ("image", "video_chunk") or entry.get(kind) is None:
+        raise RequestValueError(
+            f"{param} has the type {kind!r} and the keys {sorted(entry)}; "
+            'give {"type": "image", "image": ...} or {"type": "video_chunk", "video_chunk": ...}',
+            param=param,
+        )
+    if kind == "image":
+        return {**entry, "image": parse_image(entry["image"], limits, param=param)}
+    frames = video_as_uint8(parse_video(entry["video_chunk"], limits, param=param).frames)
+    return {**entry, "video_chunk": [Image.fromarray(frame) for frame in frames]}
+
+
 def video_as_uint8(frames: Any) -> np.ndarray:
     """Return `frames` as uint8[frames, height, width, 3]: itself where it is that already."""
     pixels = as_numpy(frames)
