@@ -21,12 +21,12 @@ from mmjax.cache.processor_cache import (
     BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
     OversizeNotice,
-    ProcessedItem,
     SentItem,
     get_item_size,
 )
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
 
 
@@ -40,7 +40,8 @@ class MultiModalProcessorCacheItemMetadata(NamedTuple):
 class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
     """P0's half: says what P1 holds, without asking it.
 
-    True as long as requests reach P1 in the order of their `get_and_update`.
+    True as long as every request that changes it reaches P1, in the order of the changes
+    (`mmjax.processing.commit` makes those of one request).
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -96,9 +97,6 @@ class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         with self._lock:
             return self._cache.stat(delta=delta)
-
-    def _for_later_occurrence(self, sent: SentItem) -> SentItem:
-        return None, sent[1]  # P1 takes the tensors from the first one, cached or not
 
 
 class MultiModalReceiverCache(BaseMultiModalReceiverCache):

@@ -14,14 +14,13 @@ import numpy as np
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.logger import get_logger
+from mmjax.processing.commit import commit_items
 from mmjax.processing.fields import MultiModalFieldElem
 from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
 
 logger = get_logger(__name__)
-
-ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
-"""An item's tensors, and the alternatives of its prompt update."""
 
 SentItem = tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]
 """What goes to P1 in place of the tensors (None: P1 holds them), and the prompt update."""
@@ -64,7 +63,7 @@ class BaseMultiModalProcessorCache(ABC):
     """A cache of processed items in P0. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        # Re-entrant: `get_and_update` holds it over the calls for its single items.
+        # Re-entrant: `get_and_update` holds it over the questions for its single items.
         self._lock = threading.RLock()
 
     @abstractmethod
@@ -108,41 +107,20 @@ class BaseMultiModalProcessorCache(ABC):
     ) -> list[SentItem]:
         """Look up and store the items of one request, in the order of the prompt, as one change.
 
-        Touches all, resolves the held ones, then stores the fresh ones: P1 does the same in this
-        order, so that both sides evict alike. An item that another thread has stored by now is a
-        held one. Before any change, MultiModalCacheMissError names all that are neither.
+        An item that another thread has stored by now is a held one. Before any change,
+        MultiModalCacheMissError names all that are neither held nor given.
         """
+        fresh: dict[str, ProcessedItem] = {}
+        for item, mm_hash in zip(mm_items, mm_hashes, strict=True):
+            if item is not None:
+                fresh.setdefault(mm_hash, item)
         with self._lock:
-            fresh: dict[str, ProcessedItem] = {}
-            missing: dict[str, None] = {}
-            for item, mm_hash in zip(mm_items, mm_hashes, strict=True):
-                if self.is_cached_item(mm_hash) or mm_hash in fresh:
-                    continue
-                if item is None:
-                    missing[mm_hash] = None
-                else:
-                    fresh[mm_hash] = item
-            if lacking := [mm_hash for mm_hash in missing if mm_hash not in fresh]:
-                raise MultiModalCacheMissError(lacking)
-            for mm_hash in mm_hashes:
-                self.touch_sender_cache_item(mm_hash)
-            held = {
-                mm_hash: self.get_and_update_item(None, mm_hash)
-                for mm_hash in mm_hashes
-                if mm_hash not in fresh
-            }
-            stored = {h: self.get_and_update_item(item, h) for h, item in fresh.items()}
+            held = {mm_hash: self.peek_prompt_updates(mm_hash) for mm_hash in mm_hashes}
+            rows = commit_items(self, mm_hashes, fresh)
         sent: list[SentItem] = []
-        for mm_hash in mm_hashes:
-            if mm_hash in held:
-                sent.append(held[mm_hash])
-            else:
-                sent.append(stored[mm_hash])
-                stored[mm_hash] = self._for_later_occurrence(stored[mm_hash])
-        return sent
-
-    def _for_later_occurrence(self, sent: SentItem) -> SentItem:
-        """Return what goes to P1 where a request repeats an item that it brings itself."""
+        for row, mm_hash in zip(rows, mm_hashes, strict=True):
+            updates = held[mm_hash]
+            sent.append((row, fresh[mm_hash][1] if updates is None else updates))
         return sent
 
 
