@@ -45,6 +45,8 @@ class MultiModalConfig:
     """An encoded image with more bytes is refused."""
     trust_request_mm_kwargs: bool = False
     """Whether HTTP clients may send `mm_processor_kwargs`."""
+    enable_mm_embeds: bool = False
+    """Whether prompts may hold embeddings in place of media: only for trusted callers."""
 
     def __post_init__(self) -> None:
         if self.mm_processor_cache_type not in get_args(ProcessorCacheType):

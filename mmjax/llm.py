@@ -33,6 +33,7 @@ from mmjax.frontend.input_processor import (
 from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.model_source import load_model_config
+from mmjax.models.registry import require_model
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import RequestOutputDelta
 
@@ -84,6 +85,7 @@ class LLM:
                 mm_hasher_algorithm=mm_hasher_algorithm,
             ),
         )
+        require_model(model_config.architecture)
         config = EngineConfig(
             model=model_config,
             cache=CacheConfig(block_size=block_size, kv_cache_memory_bytes=kv_cache_memory_bytes),

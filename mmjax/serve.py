@@ -54,9 +54,9 @@ def _listen(config: ServerConfig) -> socket.socket:
 def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
     # transformers takes its seconds here; P1 should not wait for the rest.
     from mmjax.frontend.supervisor import Supervisor
-    from mmjax.models.registry import find_model
+    from mmjax.models.registry import require_model
 
-    find_model(engine.model.architecture)
+    require_model(engine.model.architecture)
     supervisor = Supervisor(engine)
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
     try:

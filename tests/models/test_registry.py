@@ -1,27 +1,57 @@
-"""The table of models: both halves are where it says, and an unknown name gets the nearest."""
+"""The table of models: the halves are where it says, and an unknown name gets the nearest."""
+
+from pathlib import Path
 
 import pytest
 
+import mmjax.serve
+from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import (
     MODELS,
     create_processor,
-    find_model,
     get_placeholder_str,
+    get_processor_factories,
     load_model_class,
+    require_model,
 )
 from tests.processing.families import gemma3
 
+GOLDEN = Path(__file__).parent.parent / "golden"
+SERVED = [name for name, row in MODELS.items() if row.has_model]
+NOT_SERVED = [name for name, row in MODELS.items() if not row.has_model]
 
-@pytest.mark.parametrize("architecture", MODELS)
-def test_both_halves_exist(architecture: str):
+
+@pytest.mark.parametrize("architecture", SERVED)
+def test_a_served_architecture_has_a_model(architecture: str):
+    require_model(architecture)
     assert load_model_class(architecture).__name__ == architecture
 
 
+@pytest.mark.parametrize("architecture", NOT_SERVED)
+def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
+    for refuse in (require_model, load_model_class):
+        with pytest.raises(CheckpointError) as caught:
+            refuse(architecture)
+        assert str(caught.value) == (
+            f"architecture `{architecture}` can be processed but not served yet: mmjax has its "
+            "processor and no model; served are `Gemma3ForConditionalGeneration`"
+        )
+
+
+def test_serving_llava_ends_with_the_reason(capsys: pytest.CaptureFixture[str]):
+    assert mmjax.serve.main([str(GOLDEN / "llava"), "--port", "0"]) == 1
+    said = capsys.readouterr().err
+    assert "`LlavaForConditionalGeneration` can be processed but not served yet" in said
+    with pytest.raises(CheckpointError, match="can be processed but not served yet"):
+        LLM(GOLDEN / "llava")
+
+
 def test_an_unknown_architecture_gets_the_nearest_name():
-    with pytest.raises(CheckpointError, match="`Gemma3ForCausalLM` is not supported") as caught:
-        find_model("Gemma3ForCausalLM")
-    assert "the nearest supported one is `Gemma3ForConditionalGeneration`" in str(caught.value)
+    for refuse in (require_model, get_processor_factories, load_model_class):
+        with pytest.raises(CheckpointError, match="`Gemma4ForGeneration` is not") as caught:
+            refuse("Gemma4ForGeneration")
+        assert "the nearest supported one is `Gemma3ForConditionalGeneration`" in str(caught.value)
     with pytest.raises(CheckpointError, match="nearest"):
         get_placeholder_str("", "image", 1)
 
@@ -31,7 +61,7 @@ def test_placeholders():
     assert get_placeholder_str(gemma3.ARCHITECTURE, "audio", 1) is None
 
 
-def test_a_directory_without_tokenizer_is_named(tmp_path):
+def test_a_directory_without_tokenizer_is_named(tmp_path: Path):
     config = gemma3.model_config()
     broken = type(config)(
         model="broken",

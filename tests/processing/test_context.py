@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmjax.processing import MULTIMODAL_REGISTRY, ImageDummyOptions, InputProcessingContext
+from mmjax.processing import ImageDummyOptions, InputProcessingContext
 from mmjax.processing.context import merge_mm_kwargs
 from tests.processing.families import gemma3
-from tests.processing.test_processor import DummyInputs, Info, Processor, make
+from tests.processing.test_processor import make
 
 
 @pytest.mark.parametrize(
@@ -62,30 +62,3 @@ def test_dummy_images_repeat_one_object_and_only_shrink(caplog: pytest.LogCaptur
     assert first.getpixel((0, 0)) == (255, 255, 255)
     assert "dummy image height 99 is above the model's 4" in caplog.text
     assert builder.get_dummy_mm_data(10, {"image": 0})["image"] == []
-
-
-class TestRegistry:
-    def register(self, model: type) -> type:
-        return MULTIMODAL_REGISTRY.register_processor(
-            Processor, info=Info, dummy_inputs=DummyInputs
-        )(model)
-
-    def test_the_decorator_marks_exactly_its_class(self, caplog: pytest.LogCaptureFixture):
-        class Model:
-            pass
-
-        assert self.register(Model) is Model
-
-        class Derived(Model):
-            pass
-
-        with pytest.raises(ValueError, match="`Derived` is not a multimodal model"):
-            MULTIMODAL_REGISTRY.get_factories(Derived)
-        factories = MULTIMODAL_REGISTRY.get_factories(Model)
-        ctx = InputProcessingContext(model_config=gemma3.model_config(), tokenizer=None)
-        processor = factories.build_processor(ctx)
-        assert isinstance(processor, Processor)
-        assert processor.dummy_inputs.info is processor.info
-        assert not caplog.text
-        self.register(Model)
-        assert "had a processor" in caplog.text
