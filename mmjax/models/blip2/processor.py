@@ -1,0 +1,144 @@
+"""BLIP-2's prompt side: the Q-Former's queries stand before the whole prompt, `</s>` included.
+
+Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.image import check_pixel_size
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import (
+    ImageEmbeddingItems,
+    ImageProcessorItems,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates import PromptIndexTargets, PromptInsertion, PromptUpdate
+from mmjax.processing.registry import ProcessorFactories
+
+IMAGE_TOKEN = "<image>"
+
+
+class Blip2ProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        return {IMAGE_TOKEN: self.get_image_token_id()}
+
+    def load_hf_processor(self) -> Any:
+        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
+        # On use only: they bring an installed torch along.
+        from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+        from transformers.models.blip_2.processing_blip_2 import Blip2Processor
+
+        path = self.ctx.model_config.path
+        hf_config = self.get_hf_config()
+        if not hf_config.use_decoder_only_language_model:
+            raise CheckpointError(
+                f"BLIP-2's language model is a `{hf_config.text_config.model_type}`, which has an "
+                "encoder of its own; checkpoints with OPT are served"
+            )
+        settings, _ = Blip2Processor.get_processor_dict(path)
+        num_query_tokens = hf_config.num_query_tokens
+        if settings.get("num_query_tokens") not in (None, num_query_tokens):
+            raise CheckpointError(
+                f"`num_query_tokens` of processor_config.json is {settings['num_query_tokens']}, "
+                f"but config.json has {num_query_tokens}; make them equal"
+            )
+        # It gives `<image>` to tokenizers that lack it (checkpoints from before HF had it).
+        processor = Blip2Processor(
+            image_processor=BlipImageProcessorPil.from_pretrained(path),
+            tokenizer=self.get_tokenizer(),
+            num_query_tokens=num_query_tokens,
+        )
+        image_token_id = self.get_tokenizer().convert_tokens_to_ids(IMAGE_TOKEN)
+        if hf_config.image_token_index not in (None, image_token_id):
+            raise CheckpointError(
+                f"`{IMAGE_TOKEN}` is token {image_token_id}, but `image_token_index` of "
+                f"config.json is {hf_config.image_token_index}"
+            )
+        return processor
+
+    def get_image_token_id(self) -> int:
+        return self.get_hf_processor().tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": self.get_hf_config().num_query_tokens}
+
+
+class Blip2DummyInputsBuilder(BaseDummyInputsBuilder[Blip2ProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        side = self.info.get_hf_config().vision_config.image_size
+        return {
+            "image": self._get_dummy_images(
+                width=side,
+                height=side,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            )
+        }
+
+
+class Blip2MultiModalProcessor(BaseMultiModalProcessor[Blip2ProcessingInfo]):
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
+        if "pixel_values" in outputs:
+            side = self.info.get_hf_config().vision_config.image_size
+            check_pixel_size(outputs["pixel_values"], side, side)
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {
+            "pixel_values": MultiModalFieldConfig.batched("image"),
+            "image_embeds": MultiModalFieldConfig.batched("image"),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_image_token_id()
+        images = mm_items.get_items("image", (ImageEmbeddingItems, ImageProcessorItems))
+
+        def get_insertion(item_idx: int) -> list[int]:
+            if isinstance(images, ImageEmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            return [image_token_id] * self.info.get_hf_config().num_query_tokens
+
+        return [PromptInsertion("image", PromptIndexTargets.start(), get_insertion)]
+
+
+FACTORIES = ProcessorFactories(
+    info=Blip2ProcessingInfo,
+    dummy_inputs=Blip2DummyInputsBuilder,
+    processor=Blip2MultiModalProcessor,
+)

@@ -1,0 +1,163 @@
+"""Chameleon's prompt side: each `<image>` becomes a framed row of it; the separator ends a prompt.
+
+Before: `look <image> please`. After: `look <racm3:break> <image>*1024 <eoss> please <sep>`; only
+the `<image>` take embeddings. `return_for_text_completion=True` leaves the separator out.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.image import check_pixel_size, check_resized_pixels
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems
+from mmjax.processing.prepared import ProcessorCall
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates import (
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
+from mmjax.processing.registry import ProcessorFactories
+
+
+class ChameleonProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return "<image>" if modality == "image" else None
+
+    def get_num_image_tokens(self) -> int:
+        """Return how many codes the VQ-VAE gives a picture."""
+        vq_config = self.get_hf_config().vq_config
+        side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
+        return side * side
+
+    def load_hf_processor(self) -> Any:
+        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
+        # On use only: they bring an installed torch along.
+        from transformers.models.chameleon.image_processing_pil_chameleon import (
+            ChameleonImageProcessorPil,
+        )
+        from transformers.models.chameleon.processing_chameleon import ChameleonProcessor
+
+        path = self.ctx.model_config.path
+        settings, _ = ChameleonProcessor.get_processor_dict(path)
+        num_image_tokens = self.get_num_image_tokens()
+        if settings.get("image_seq_length") not in (None, num_image_tokens):
+            raise CheckpointError(
+                f"`image_seq_length` of processor_config.json is {settings['image_seq_length']}, "
+                f"but `vq_config` of config.json gives {num_image_tokens}; make them equal"
+            )
+        processor = ChameleonProcessor(
+            image_processor=ChameleonImageProcessorPil.from_pretrained(path),
+            tokenizer=self.get_tokenizer(),
+            image_seq_length=num_image_tokens,
+            image_token=settings.get("image_token", "<image>"),
+        )
+        image_token_id = self.get_hf_config().image_token_id
+        if image_token_id not in (None, processor.image_token_id):
+            raise CheckpointError(
+                f"`{processor.image_token}` is token {processor.image_token_id}, but "
+                f"`image_token_id` of config.json is {image_token_id}"
+            )
+        return processor
+
+    def is_for_completion(self, mm_kwargs: Mapping[str, object]) -> bool:
+        """Whether the model shall go on with the prompt's text, rather than answer it."""
+        name = "return_for_text_completion"
+        kwargs = self.ctx.merge_mm_kwargs(mm_kwargs)
+        return bool(kwargs.get(name, kwargs.get("text_kwargs", {}).get(name, False)))
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": self.get_num_image_tokens()}
+
+
+class ChameleonDummyInputsBuilder(BaseDummyInputsBuilder[ChameleonProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        side = self.info.get_hf_config().vq_config.resolution
+        return {
+            "image": self._get_dummy_images(
+                width=side,
+                height=side,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            )
+        }
+
+
+class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingInfo]):
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        check_resized_pixels(
+            mm_data.get("images", ()),
+            self.info.get_hf_processor().image_processor.size.shortest_edge,
+            self.info.ctx.model_config.mm.max_image_pixels,
+        )
+        # The separator is ours to add, to text and token ids alike.
+        without_sep = {**mm_kwargs, "return_for_text_completion": True}
+        outputs = super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
+        if "pixel_values" in outputs:
+            side = self.info.get_hf_config().vq_config.resolution
+            check_pixel_size(outputs["pixel_values"], side, side)
+        return outputs
+
+    def _apply_hf_processor_main(
+        self, prompt: str | list[int], call: ProcessorCall, *, enable_hf_prompt_update: bool
+    ) -> tuple[list[int], Mapping[str, Any], bool]:
+        token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
+            prompt, call, enable_hf_prompt_update=enable_hf_prompt_update
+        )
+        sep_token_id = self.info.get_tokenizer().sep_token_id
+        if token_ids[-1:] != [sep_token_id] and not self.info.is_for_completion(call.mm_kwargs):
+            token_ids = [*token_ids, sep_token_id]
+        return token_ids, hf_inputs, is_update_applied
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        processor = self.info.get_hf_processor()
+        framed = [
+            processor.image_start_token_id,
+            *[processor.image_token_id] * processor.image_seq_length,
+            processor.image_end_token_id,
+        ]
+        content = PromptUpdateDetails.select_token_id(framed, processor.image_token_id)
+        return [PromptReplacement("image", [processor.image_token_id], content)]
+
+
+FACTORIES = ProcessorFactories(
+    info=ChameleonProcessingInfo,
+    dummy_inputs=ChameleonDummyInputsBuilder,
+    processor=ChameleonMultiModalProcessor,
+)

@@ -1,0 +1,207 @@
+"""LLaVA-1.5's prompt side: each `<image>` becomes as many of it as the tower gives features.
+
+Before: `look <image> please`. After: `look <image>*576 please`; all of them take embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.image import check_pixel_size, check_resized_pixels
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import (
+    ImageEmbeddingItems,
+    ImageProcessorItems,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates import PromptReplacement, PromptUpdate
+from mmjax.processing.registry import ProcessorFactories
+
+_NUM_EXTRA_FEATURES = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Features of a tower that stand for no patch (CLIP's class token), by its `model_type`."""
+
+
+class LlavaProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return "<image>" if modality == "image" else None
+
+    @cached_property
+    def num_extra_features(self) -> int:
+        tower = self.get_hf_config().vision_config.model_type
+        if tower not in _NUM_EXTRA_FEATURES:
+            known = ", ".join(f"`{name}`" for name in _NUM_EXTRA_FEATURES)
+            raise CheckpointError(
+                f"the vision tower is a `{tower}`; LLaVA is served with one of {known}"
+            )
+        return _NUM_EXTRA_FEATURES[tower]
+
+    @cached_property
+    def num_image_tokens(self) -> int:
+        """How many embeddings a picture has: the features of the tower that the model keeps."""
+        hf_config = self.get_hf_config()
+        vision_config = hf_config.vision_config
+        side = vision_config.image_size // vision_config.patch_size
+        return count_kept_features(
+            side * side + self.num_extra_features, hf_config.vision_feature_select_strategy
+        )
+
+    def load_hf_processor(self) -> Any:
+        """Assemble the HF processor, by config.json where processor_config.json is silent."""
+        # On use only: it brings an installed torch along.
+        from transformers.models.llava.processing_llava import LlavaProcessor
+
+        settings, _ = LlavaProcessor.get_processor_dict(self.ctx.model_config.path)
+        hf_config = self.get_hf_config()
+        facts = {
+            "patch_size": hf_config.vision_config.patch_size,
+            "vision_feature_select_strategy": hf_config.vision_feature_select_strategy,
+        }
+        for name, value in facts.items():
+            if settings.get(name) not in (None, value):
+                raise CheckpointError(
+                    f"`{name}` of processor_config.json is {settings[name]!r}, but config.json has "
+                    f"{value!r}; make them equal"
+                )
+        processor = LlavaProcessor(
+            image_processor=load_image_processor(self.ctx.model_config.path),
+            tokenizer=self.get_tokenizer(),
+            chat_template=self.ctx.model_config.chat_template,
+            image_token=settings.get("image_token", "<image>"),
+            num_additional_image_tokens=self.num_extra_features,
+            **facts,
+        )
+        if processor.image_token_id != hf_config.image_token_id:
+            raise CheckpointError(
+                f"`{processor.image_token}` is token {processor.image_token_id}, but "
+                f"`image_token_index` of config.json is {hf_config.image_token_id}"
+            )
+        # HF counts patches of the pixels, and does not know the strategy "class".
+        replacement = processor.image_token * self.num_image_tokens
+        processor.replace_image_token = lambda image_inputs, image_idx, **kwargs: replacement
+        return processor
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": self.num_image_tokens}
+
+
+def count_kept_features(num_features: int, strategy: str) -> int:
+    """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
+    # "default" drops the first feature of any tower, also where that is a patch.
+    kept = {"default": num_features - 1, "full": num_features, "class": 1}
+    if strategy not in kept:
+        raise CheckpointError(
+            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
+            f"it must be one of {', '.join(kept)}"
+        )
+    return kept[strategy]
+
+
+def load_image_processor(path: Path) -> Any:
+    """Load the Pillow kind of the image processor that the checkpoint names."""
+    # On use only: they bring an installed torch along.
+    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    classes = {
+        "CLIP": CLIPImageProcessorPil,
+        "Llava": LlavaImageProcessorPil,
+        "Siglip": SiglipImageProcessorPil,
+    }
+    settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
+    name = settings.get("image_processor_type", "CLIPImageProcessor")
+    kind = name.removesuffix("Fast").removesuffix("Pil").removesuffix("ImageProcessor")
+    if kind not in classes:
+        known = ", ".join(f"`{one}ImageProcessor`" for one in classes)
+        raise CheckpointError(
+            f"`image_processor_type` of the checkpoint is `{name}`; LLaVA is served with {known}"
+        )
+    return classes[kind].from_pretrained(path)
+
+
+class LlavaDummyInputsBuilder(BaseDummyInputsBuilder[LlavaProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        side = self.info.get_hf_config().vision_config.image_size
+        return {
+            "image": self._get_dummy_images(
+                width=side,
+                height=side,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            )
+        }
+
+
+class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        check_resized_pixels(
+            mm_data.get("images", ()),
+            self.info.get_hf_processor().image_processor.size.shortest_edge,
+            self.info.ctx.model_config.mm.max_image_pixels,
+        )
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
+        if "pixel_values" in outputs:
+            side = self.info.get_hf_config().vision_config.image_size
+            check_pixel_size(outputs["pixel_values"], side, side)
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {
+            "pixel_values": MultiModalFieldConfig.batched("image"),
+            "image_embeds": MultiModalFieldConfig.batched("image"),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        image_token_id = self.info.get_hf_config().image_token_id
+        images = mm_items.get_items("image", (ImageEmbeddingItems, ImageProcessorItems))
+
+        def get_replacement(item_idx: int) -> list[int]:
+            if isinstance(images, ImageEmbeddingItems):
+                return [image_token_id] * images.get_feature_size(item_idx)
+            return [image_token_id] * self.info.num_image_tokens
+
+        return [PromptReplacement("image", [image_token_id], get_replacement)]
+
+
+FACTORIES = ProcessorFactories(
+    info=LlavaProcessingInfo,
+    dummy_inputs=LlavaDummyInputsBuilder,
+    processor=LlavaMultiModalProcessor,
+)
