@@ -122,3 +122,17 @@ def test_what_does_not_fit_is_refused_and_nothing_is_lost():
     with pytest.raises(ValueError, match="size 4 does not fit"):
         cache["a"] = 4
     assert cache.cache == {"a": 3}
+
+
+def test_a_replacement_drops_the_old_value_even_if_it_does_not_fit():
+    cache: LRUCache[str, int] = LRUCache(3, getsizeof=lambda value: value)
+    assert cache.put_if_fits("a", 1)
+    assert cache.put_if_fits("b", 1)
+    assert cache.put_if_fits("a", 2)
+    assert cache.order == ("b", "a")
+    assert cache.put_if_fits("c", 3)
+    assert cache.order == ("c",)
+    assert not cache.put_if_fits("b", 4)
+    assert cache.order == ("c",)
+    assert not cache.put_if_fits("c", 4)
+    assert (cache.order, cache.currsize, cache.stat()) == ((), 0, CacheInfo(0, 0))
