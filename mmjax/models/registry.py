@@ -20,6 +20,8 @@ class ModelRow:
     """`mmjax.models.<folder>` has `processor.py` (without jax) and `model.py`."""
     has_model: bool = True
     """Whether there is a `model.py`: without one, prompts are processed and not answered."""
+    factories: str = "FACTORIES"
+    """The name in `processor.py`: checkpoints of one family may come in several layouts."""
 
 
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
@@ -30,7 +32,9 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3"),
         "InternVLChatModel": ModelRow("internvl", has_model=False),
-        "InternVLForConditionalGeneration": ModelRow("internvl", has_model=False),
+        "InternVLForConditionalGeneration": ModelRow(
+            "internvl", has_model=False, factories="HF_FACTORIES"
+        ),
         "LlavaForConditionalGeneration": ModelRow("llava", has_model=False),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),
     }

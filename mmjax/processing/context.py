@@ -146,6 +146,11 @@ class BaseProcessingInfo(ABC):
         """Return what stands for the i-th (from 1) item of a modality in a prompt of text."""
         return None
 
+    def get_counted_placeholder(self, modality: str) -> str | None:
+        """Return what a prompt has once for each item of a modality; None where nothing counts."""
+        placeholder = self.get_placeholder_str(modality, 1)
+        return placeholder if placeholder == self.get_placeholder_str(modality, 2) else None
+
     def get_reserved_tokens(self) -> Mapping[str, int]:
         """Return the tokens that only prompt updates may write; a prompt with one is refused."""
         return {}
@@ -180,12 +185,12 @@ class BaseProcessingInfo(ABC):
         return int(self.get_hf_config().get_text_config().vocab_size)
 
     def get_data_parser(self) -> MultiModalDataParser:
+        return MultiModalDataParser(limits=self.get_media_limits())
+
+    def get_media_limits(self) -> MediaLimits:
+        """Return what the operator has refused before work is done on it."""
         mm = self.ctx.model_config.mm
-        return MultiModalDataParser(
-            limits=MediaLimits(
-                max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels
-            )
-        )
+        return MediaLimits(max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels)
 
     @cached_property
     def supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -226,7 +231,8 @@ class BaseProcessingInfo(ABC):
         """Parse the user's media; with `validate`, counts are held against the limits first."""
         if validate:
             for modality, data in mm_data.items():
-                if isinstance(data, list | tuple):
+                # A list of another modality may be one item: a video's frames.
+                if modality == "image" and isinstance(data, list | tuple):
                     self.validate_num_items(modality, len(data))
         mm_items = self.get_data_parser().parse_mm_data(mm_data)
         for modality, items in mm_items.items():

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 from PIL import Image
 
 from mmjax.logger import get_logger
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.parse import MultiModalDataDict
+from mmjax.processing.parse import ImageSize, MultiModalDataDict
 
 logger = get_logger(__name__)
 
@@ -25,6 +26,13 @@ class BaseDummyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDummyOptions(BaseDummyOptions):
+    width: int | None = None
+    height: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoDummyOptions(BaseDummyOptions):
+    num_frames: int | None = None
     width: int | None = None
     height: int | None = None
 
@@ -89,11 +97,27 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
         height = _shrink("height", height, overrides)
         return [Image.new("RGB", (width, height), color=(255, 255, 255))] * num_images
 
+    def _get_dummy_videos(
+        self,
+        *,
+        size: ImageSize,
+        num_frames: int,
+        num_videos: int,
+        overrides: BaseDummyOptions | None = None,
+    ) -> Sequence[np.ndarray]:
+        """Return one white video, `num_videos` times; overrides can only shrink it."""
+        if num_videos == 0:
+            return []
+        width = _shrink("width", size.width, overrides)
+        height = _shrink("height", size.height, overrides)
+        num_frames = _shrink("num_frames", num_frames, overrides)
+        return [np.full((num_frames, height, width, 3), 255, dtype=np.uint8)] * num_videos
+
 
 def _shrink(name: str, value: int, overrides: BaseDummyOptions | None) -> int:
     wanted: Any = getattr(overrides, name, None)
     if wanted is None:
         return value
     if wanted > value:
-        logger.warning("dummy image %s %d is above the model's %d and ignored", name, wanted, value)
+        logger.warning("dummy %s %d is above the model's %d and ignored", name, wanted, value)
     return min(wanted, value)

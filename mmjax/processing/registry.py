@@ -106,7 +106,7 @@ class MultiModalRegistry:
         """Return an architecture's factories, importing them; None where it is not known."""
         row = import_module(_IN_TREE).MODELS.get(architecture)
         if row is not None:
-            return import_module(f"mmjax.models.{row.folder}.processor").FACTORIES
+            return getattr(import_module(f"mmjax.models.{row.folder}.processor"), row.factories)
         if architecture not in self._by_entry_point:
             found = list(entry_points(group=ENTRY_POINTS, name=architecture))
             if not found:

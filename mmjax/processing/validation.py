@@ -63,8 +63,8 @@ def validate_placeholder_counts(
                 param="prompt",
             )
     for modality in info.supported_mm_limits:
-        placeholder = info.get_placeholder_str(modality, 1)
-        if placeholder is None or placeholder != info.get_placeholder_str(modality, 2):
+        placeholder = info.get_counted_placeholder(modality)
+        if placeholder is None:
             continue  # nothing in the prompt stands for an item, or each has its own name
         if isinstance(prompt, str):
             num_placeholders = prompt.count(placeholder)
