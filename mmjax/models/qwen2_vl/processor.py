@@ -1,0 +1,243 @@
+"""Qwen2-VL's prompt side: each `<|image_pad|>` or `<|video_pad|>` becomes one per embedding.
+
+Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|>
+<|image_pad|>*N <|vision_end|>`, all N take embeddings; N is the item's grid over merge_size^2.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import (
+    ImageSize,
+    MultiModalDataDict,
+    MultiModalDataItems,
+    MultiModalDataParser,
+)
+from mmjax.processing.parts import ProcessorOfParts, load_video_settings
+from mmjax.processing.patches import ImagePatcher, VideoPatcher
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates import PromptReplacement, PromptUpdate
+from mmjax.processing.registry import ProcessorFactories
+
+_PLACEHOLDERS = {
+    "image": "<|vision_start|><|image_pad|><|vision_end|>",
+    "video": "<|vision_start|><|video_pad|><|vision_end|>",
+}
+_VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
+"""Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
+_MAX_FRAMES_PER_DUMMY = 14
+"""Frames that memory is planned for; a longer video is admitted while the budget holds it."""
+
+
+class Qwen2VLDataParser(MultiModalDataParser):
+    """Takes embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
+
+    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {
+        "image": {"image_embeds": "values", "image_grid_thw": "metadata"},
+        "video": {"video_embeds": "values", "video_grid_thw": "metadata"},
+    }
+
+    def __init__(self, *, merge_size: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.merge_size = merge_size
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return make_fields(modality, np.asarray(data[f"{modality}_grid_thw"]), self.merge_size)
+
+
+class Qwen2VLProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None, "video": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return _PLACEHOLDERS.get(modality)
+
+    def get_counted_placeholder(self, modality: str) -> str | None:
+        """Return the pad alone: the marks around it are the template's affair."""
+        return self.get_tokenizer().decode([self.get_pad_id(modality)])
+
+    def get_pad_id(self, modality: str) -> int:
+        """Return the token that stands for a modality's items, and then for their embeddings."""
+        return getattr(self.get_hf_config(), f"{modality}_token_id")
+
+    @property
+    def merge_size(self) -> int:
+        return self.get_hf_config().vision_config.spatial_merge_size
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        return Qwen2VLDataParser(
+            merge_size=self.merge_size,
+            limits=self.get_media_limits(),
+            expected_hidden_size=self.get_hf_config().get_text_config().hidden_size,
+        )
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Put together what AutoProcessor would, which wants torchvision for the videos."""
+        # On use only: it brings an installed torch along.
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        path = self.ctx.model_config.path
+        max_pixels_resized = self.ctx.model_config.mm.max_image_pixels
+        settings = {"size": _VIDEO_SIZE, **load_video_settings(path)}
+        known = Qwen2VLImageProcessorPil.valid_kwargs.__annotations__
+        parts = ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=ImagePatcher(
+                Qwen2VLImageProcessorPil.from_pretrained(path),
+                max_pixels_resized=max_pixels_resized,
+            ),
+            video_processor=VideoPatcher(
+                Qwen2VLImageProcessorPil(**{key: settings[key] for key in settings.keys() & known}),
+                max_pixels_resized=max_pixels_resized,
+                cap_pixels_per_frame=bool(settings.get("cap_pixels_per_frame")),
+                max_video_tokens=settings.get("max_video_tokens", 128_000),
+            ),
+        )
+        self._check_patches(parts)
+        return parts
+
+    def _check_patches(self, parts: ProcessorOfParts) -> None:
+        tower = self.get_hf_config().vision_config
+        wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
+        for name in ("image_processor", "video_processor"):
+            hf = getattr(parts, name).hf
+            found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
+            if found != wanted:
+                raise CheckpointError(
+                    f"the {name} of the checkpoint has (patch_size, merge_size, "
+                    f"temporal_patch_size) {found}, but config.json's vision_config {wanted}; "
+                    "make them equal"
+                )
+
+    def get_scoped_kwargs(self, mm_kwargs: Mapping[str, object]) -> Mapping[str, dict[str, Any]]:
+        """Return by part what a request's kwargs, over the operator's, come to."""
+        return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
+
+    def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
+        """Return the pixels of the largest picture or frame, and its embeddings."""
+        patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
+        grid = patcher.find_largest_frame(self.get_scoped_kwargs({})[f"{modality}s_kwargs"])
+        size = ImageSize(width=grid.width * patcher.unit, height=grid.height * patcher.unit)
+        return size, grid.width * grid.height
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return how many frames a video has at most, if all videos share `seq_len` tokens."""
+        if not seq_len:
+            return _MAX_FRAMES_PER_DUMMY
+        depth = self.get_hf_config().vision_config.temporal_patch_size
+        _, num_tokens = self.get_largest_frame("video")
+        num_frames = max(seq_len // num_tokens * depth, 1)
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        return max(min(num_frames // num_videos, _MAX_FRAMES_PER_DUMMY), 1)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        _, num_image_tokens = self.get_largest_frame("image")
+        _, num_frame_tokens = self.get_largest_frame("video")
+        patcher: VideoPatcher = self.get_hf_processor().video_processor
+        num_steps = patcher.count_steps(self.get_max_frames(seq_len, mm_counts))
+        return {"image": num_image_tokens, "video": num_steps * num_frame_tokens}
+
+
+class Qwen2VLDummyInputsBuilder(BaseDummyInputsBuilder[Qwen2VLProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return "".join(_PLACEHOLDERS[modality] * n for modality, n in mm_counts.items())
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        image_size, _ = self.info.get_largest_frame("image")
+        frame_size, _ = self.info.get_largest_frame("video")
+        data = {
+            "image": self._get_dummy_images(
+                width=image_size.width,
+                height=image_size.height,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            ),
+            "video": self._get_dummy_videos(
+                size=frame_size,
+                num_frames=self.info.get_max_frames(seq_len, mm_counts),
+                num_videos=mm_counts.get("video", 0),
+                overrides=(mm_options or {}).get("video"),
+            ),
+        }
+        return {modality: items for modality, items in data.items() if items}
+
+
+class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
+    def _hf_processor_applies_updates(
+        self,
+        prompt: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> bool:
+        return False
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields: dict[str, MultiModalFieldConfig] = {}
+        for modality in ("image", "video"):
+            grids = hf_inputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64))
+            fields |= make_fields(modality, np.asarray(grids), self.info.merge_size)
+        return fields
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        def make_update(modality: str) -> PromptReplacement:
+            pad_id = self.info.get_pad_id(modality)
+
+            def get_replacement(item_idx: int) -> list[int]:
+                item = out_mm_kwargs[modality][item_idx]
+                assert item is not None
+                num_patches = int(np.prod(item[f"{modality}_grid_thw"].data))
+                return [pad_id] * (num_patches // self.info.merge_size**2)
+
+            return PromptReplacement(modality, [pad_id], get_replacement)
+
+        return [make_update(modality) for modality in ("image", "video")]
+
+
+def make_fields(
+    modality: str, grid_thw: np.ndarray, merge_size: int
+) -> dict[str, MultiModalFieldConfig]:
+    """Divide a modality's tensors by its grids, int[items, 3]: (time, rows, columns) of patches."""
+    num_patches = grid_thw.prod(-1)
+    pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
+    return {
+        pixels: MultiModalFieldConfig.flat_from_sizes(modality, num_patches),
+        f"{modality}_embeds": MultiModalFieldConfig.flat_from_sizes(
+            modality, num_patches // merge_size**2
+        ),
+        f"{modality}_grid_thw": MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
+    }
+
+
+FACTORIES = ProcessorFactories(
+    info=Qwen2VLProcessingInfo,
+    dummy_inputs=Qwen2VLDummyInputsBuilder,
+    processor=Qwen2VLMultiModalProcessor,
+)
