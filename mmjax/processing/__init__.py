@@ -6,11 +6,18 @@ from mmjax.processing.dummy_inputs import (
     BaseDummyOptions,
     ImageDummyOptions,
     ProcessorInputs,
+    VideoDummyOptions,
 )
 from mmjax.processing.encdec import EncDecMultiModalProcessor
+from mmjax.processing.feature_window import get_mm_features_in_window, strip_covered_mm_data
 from mmjax.processing.fields import (
+    BaseMultiModalField,
+    MultiModalBatchedField,
     MultiModalFieldConfig,
     MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+    NestedTensors,
     batched_tensors_equal,
     nested_tensors_equal,
 )
@@ -23,6 +30,7 @@ from mmjax.processing.inputs import (
     PlaceholderRange,
     argsort_mm_positions,
     group_and_batch_mm_items,
+    group_and_batch_mm_kwargs,
 )
 from mmjax.processing.media import MediaLimits, MediaWithBytes
 from mmjax.processing.parse import (
@@ -75,6 +83,7 @@ __all__ = [
     "AudioProcessorItems",
     "BaseDummyInputsBuilder",
     "BaseDummyOptions",
+    "BaseMultiModalField",
     "BaseMultiModalProcessor",
     "BaseProcessingInfo",
     "DictEmbeddingItems",
@@ -88,16 +97,20 @@ __all__ = [
     "MediaLimits",
     "MediaWithBytes",
     "ModalityDataItems",
+    "MultiModalBatchedField",
     "MultiModalDataItems",
     "MultiModalDataParser",
     "MultiModalFeatureSpec",
     "MultiModalFieldConfig",
     "MultiModalFieldElem",
+    "MultiModalFlatField",
     "MultiModalHasher",
     "MultiModalInputs",
     "MultiModalKwargsItem",
     "MultiModalKwargsItems",
     "MultiModalRegistry",
+    "MultiModalSharedField",
+    "NestedTensors",
     "NotMultiModalError",
     "PlaceholderFeaturesInfo",
     "PlaceholderRange",
@@ -115,6 +128,7 @@ __all__ = [
     "PromptUpdateError",
     "ResolvedPromptUpdate",
     "UpdateMode",
+    "VideoDummyOptions",
     "VideoEmbeddingItems",
     "VideoProcessorItems",
     "VisionChunkProcessorItems",
@@ -124,8 +138,11 @@ __all__ = [
     "batched_tensors_equal",
     "create_processor",
     "find_mm_placeholders",
+    "get_mm_features_in_window",
     "group_and_batch_mm_items",
+    "group_and_batch_mm_kwargs",
     "iter_token_matches",
     "nested_tensors_equal",
     "replace_token_matches",
+    "strip_covered_mm_data",
 ]

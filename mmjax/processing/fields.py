@@ -8,15 +8,27 @@ from typing import Any
 
 import numpy as np
 
+from mmjax.processing.media import as_numpy, is_array_like
+
 NestedTensors = Any
 """A numpy array, or lists of them nested to any depth."""
 
 
+def tensors_as_numpy(data: Any) -> NestedTensors:
+    """Return arrays of any library, in lists to any depth, as numpy."""
+    if isinstance(data, list):
+        return [tensors_as_numpy(entry) for entry in data]
+    if isinstance(data, tuple):
+        return tuple(tensors_as_numpy(entry) for entry in data)
+    return as_numpy(data) if is_array_like(data) else data
+
+
 def nested_tensors_equal(a: NestedTensors, b: NestedTensors, *, check_dtype: bool = True) -> bool:
     """Compare two structures of arrays; a list never equals a tuple or an array."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+    if is_array_like(a) or is_array_like(b):
+        if not (is_array_like(a) and is_array_like(b)):
             return False
+        a, b = as_numpy(a), as_numpy(b)
         return (not check_dtype or a.dtype == b.dtype) and np.array_equal(a, b)
     if type(a) is not type(b):
         return False
@@ -49,7 +61,10 @@ class BaseMultiModalField(ABC):
     def _merge(self, batch: list[NestedTensors]) -> NestedTensors: ...
 
     def reduce_data(self, elems: Sequence["MultiModalFieldElem"]) -> NestedTensors:
-        """Merge items' elements into a batch; all must divide by the same kind of field."""
+        """Merge items' elements into a batch; all must divide by the same kind of field.
+
+        The batch stays on the host: where it goes, `keep_on_cpu` says to the engine.
+        """
         kinds = {type(elem.field) for elem in elems}
         if len(kinds) > 1:
             names = sorted(kind.__name__ for kind in kinds)
@@ -114,12 +129,17 @@ class MultiModalFlatField(BaseMultiModalField):
 
     def _merge(self, batch: list[NestedTensors]) -> NestedTensors:
         if not all(isinstance(part, np.ndarray) for part in batch):
+            if self.dim != 0:
+                raise ValueError(f"lists merge along axis 0 alone, not along axis {self.dim}")
             return [tensor for part in batch for tensor in part]
-        if len(batch) == 1:
-            return batch[0]
+        if len(batch) <= 1:
+            return batch[0] if batch else batch
+        if len({part.ndim for part in batch}) > 1:
+            shapes = ", ".join(str(part.shape) for part in batch)
+            raise ValueError(f"arrays of the shapes {shapes} have no axis in common to merge along")
         dim = self.dim % batch[0].ndim
-        shapes = {tuple(np.delete(part.shape, dim)) for part in batch}
-        return np.concatenate(batch if len(shapes) == 1 else _pad_other_axes(batch, dim), axis=dim)
+        others = {part.shape[:dim] + part.shape[dim + 1 :] for part in batch}
+        return np.concatenate(batch, axis=dim) if len(others) == 1 else _merge_padded(batch, dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +157,18 @@ class MultiModalSharedField(BaseMultiModalField):
         return batch[0]
 
 
-def _pad_other_axes(batch: Sequence[np.ndarray], dim: int) -> list[np.ndarray]:
-    """Zero-pad every axis but `dim` to the longest part."""
-    longest = np.max([part.shape for part in batch], axis=0)
-
-    def widths(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        return [(0, 0 if axis == dim else int(longest[axis]) - n) for axis, n in enumerate(shape)]
-
-    return [np.pad(part, widths(part.shape)) for part in batch]
+def _merge_padded(batch: Sequence[np.ndarray], dim: int) -> np.ndarray:
+    """Concatenate along `dim`; every other axis is as long as the longest, filled with zeros."""
+    shape = np.max([part.shape for part in batch], axis=0)
+    shape[dim] = sum(part.shape[dim] for part in batch)
+    merged = np.zeros(shape, np.result_type(*batch))
+    start = 0
+    for part in batch:
+        place = [slice(0, length) for length in part.shape]
+        place[dim] = slice(start, start + part.shape[dim])
+        merged[tuple(place)] = part
+        start += part.shape[dim]
+    return merged
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +200,15 @@ class MultiModalFieldConfig:
         modality: str, size_per_item: Any, dim: int = 0, *, keep_on_cpu: bool = False
     ) -> "MultiModalFieldConfig":
         """Item i is the next `size_per_item[i]` rows along `dim`."""
-        sizes = np.asarray(size_per_item)
+        sizes = as_numpy(size_per_item)
         if sizes.ndim != 1:
             raise ValueError(
                 f"size_per_item should be a 1-D tensor, but its shape is {tuple(sizes.shape)}"
             )
+        if sizes.size and (sizes.dtype.kind not in "iu" or sizes.min() < 0):
+            raise ValueError(f"size_per_item should hold whole numbers from 0 on, not {sizes}")
+        if dim < 0:
+            raise ValueError(f"dim is {dim}; count axes from the first, which is 0")
         edges = pairwise(accumulate(sizes.tolist(), initial=0))
         slices = [(slice(None),) * dim + (slice(int(start), int(stop)),) for start, stop in edges]
         if dim == 0:

@@ -6,6 +6,8 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -15,60 +17,9 @@ from mmjax.processing.fields import (
     MultiModalFieldElem,
     MultiModalSharedField,
     NestedTensors,
-    nested_tensors_equal,
+    tensors_as_numpy,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlaceholderRange:
-    """Where an item's placeholder stands in the prompt.
-
-    `offset=3, length=4, is_embed=0 1 1 0`: tokens 3 to 6 belong to the item, and the item's
-    embeddings replace those of tokens 4 and 5.
-    """
-
-    offset: int
-    length: int
-    is_embed: np.ndarray | None = None
-    """bool[length]; None: every position takes an embedding."""
-
-    def get_num_embeds(self) -> int:
-        """Return how many positions take an embedding."""
-        return self.length if self.is_embed is None else int(np.count_nonzero(self.is_embed))
-
-    @property
-    def embeds_cumsum(self) -> list[int] | None:
-        """Number of embeddings up to and including each position, or None without a mask."""
-        return None if self.is_embed is None else np.cumsum(self.is_embed).tolist()
-
-    def get_embeds_indices_in_range(self, start_idx: int, end_idx: int) -> tuple[int, int]:
-        """Map a half-open range of the placeholder's own positions to rows of its embeddings."""
-        if self.is_embed is None:
-            return start_idx, end_idx
-        start = int(np.count_nonzero(self.is_embed[:start_idx]))
-        return start, start + int(np.count_nonzero(self.is_embed[start_idx:end_idx]))
-
-    def extract_embeds_range(self) -> list[tuple[int, int]]:
-        """Return the runs of positions that take embeddings: inclusive, in prompt coordinates."""
-        if self.is_embed is None:
-            return [(self.offset, self.offset + self.length - 1)]
-        edges = np.diff(np.concatenate(([0], self.is_embed.astype(np.int8), [0])))
-        starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-        return [
-            (self.offset + int(start), self.offset + int(end) - 1)
-            for start, end in zip(starts, ends, strict=True)
-        ]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, PlaceholderRange):
-            return NotImplemented
-        if (self.offset, self.length) != (other.offset, other.length):
-            return False
-        return nested_tensors_equal(self.is_embed, other.is_embed)
-
-    def __hash__(self) -> int:
-        return hash((self.offset, self.length))
-
+from mmjax.processing.placeholder_range import PlaceholderRange
 
 MultiModalPlaceholders = Mapping[str, Sequence[PlaceholderRange]]
 
@@ -119,7 +70,7 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
             data = hf_inputs.get(key)
             if data is None:
                 continue
-            elems = config.build_elems(key, data)
+            elems = config.build_elems(key, tensors_as_numpy(data))
             if elems:
                 elems_by_modality.setdefault(config.modality, {})[key] = elems
         return MultiModalKwargsItems(
@@ -252,12 +203,22 @@ def group_and_batch_mm_items(
         start = stop
 
 
+def group_and_batch_mm_kwargs(
+    mm_kwargs: Iterable[tuple[str, MultiModalKwargsItem]],
+) -> Iterator[tuple[str, int, dict[str, NestedTensors]]]:
+    """Merge runs of consecutive items of one modality; yield (modality, number, tensors)."""
+    for modality, run in groupby(mm_kwargs, key=itemgetter(0)):
+        for num_items, kwargs in group_and_batch_mm_items([item for _, item in run]):
+            yield modality, num_items, kwargs
+
+
 def _fit_one_batch(first: MultiModalKwargsItem, other: MultiModalKwargsItem) -> bool:
     if first.keys() != other.keys():
         return False
     for key, elem in first.items():
         if type(elem.field) is not type(other[key].field):
             return False
-        if isinstance(elem.field, MultiModalSharedField) and elem != other[key]:
+        is_shared = isinstance(elem.field, MultiModalSharedField) and elem is not other[key]
+        if is_shared and elem != other[key]:
             return False
     return True

@@ -13,11 +13,10 @@ from mmjax.processing import (
     MultiModalInputs,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
+    MultiModalSharedField,
     PlaceholderRange,
     argsort_mm_positions,
     batched_tensors_equal,
-    group_and_batch_mm_items,
-    nested_tensors_equal,
 )
 
 
@@ -55,6 +54,30 @@ class TestPlaceholderRange:
         assert PlaceholderRange(0, 2, mask(1, 1)) != PlaceholderRange(0, 2, np.array([1, 1]))
         assert hash(PlaceholderRange(0, 2)) == hash(PlaceholderRange(0, 2, mask(1, 1)))
 
+    def test_a_range_is_frozen_and_counts_once(self):
+        bits = mask(0, 1, 0, 1)
+        one = PlaceholderRange(0, 4, bits)
+        with pytest.raises(AttributeError):
+            one.offset = 1  # pyright: ignore[reportAttributeAccessIssue]
+        assert one.get_embeds_indices_in_range(1, 4) == (0, 2)
+        bits[:] = True  # whatever is asked from here on, the mask is not counted again
+        assert one.embeds_cumsum is one.embeds_cumsum
+        assert one.get_embeds_indices_in_range(1, 3) == (0, 1)
+        assert one.get_num_embeds() == 2
+
+    def test_windows_end_where_the_range_ends(self):
+        one = PlaceholderRange(0, 3, mask(1, 0, 1))
+        assert one.get_embeds_indices_in_range(0, 0) == (0, 0)
+        assert one.get_embeds_indices_in_range(2, 99) == (1, 2)
+        assert PlaceholderRange(0, 0, mask()).get_num_embeds() == 0
+
+    @given(st.lists(st.booleans(), max_size=20), st.integers(0, 9))
+    def test_runs_cover_the_mask(self, bits: list[bool], offset: int):
+        runs = PlaceholderRange(offset, len(bits), np.array(bits, bool)).extract_embeds_range()
+        covered = [place - offset for start, end in runs for place in range(start, end + 1)]
+        assert covered == [place for place, bit in enumerate(bits) if bit]
+        assert all(end + 1 < start for (_, end), (start, _) in pairwise(runs))
+
     @given(st.lists(st.booleans(), min_size=1, max_size=20), st.data())
     def test_windows_cut_the_embeddings_in_order(self, bits: list[bool], data: st.DataObject):
         one = PlaceholderRange(0, len(bits), np.array(bits))
@@ -86,22 +109,6 @@ class TestKwargsItems:
         batch = MultiModalKwargsItems({"image": [first, second]}).get_data()
         assert batched_tensors_equal(batch, {"pixels": pixels, "sizes": np.array([1, 2])})
 
-    def test_sizes_run_along_any_axis(self):
-        data = np.arange(12).reshape(2, 6)
-        config = MultiModalFieldConfig.flat_from_sizes("image", [2, 4], dim=1)
-        items = items_of({"x": data}, x=config)
-        assert [item["x"].data.shape for item in full(items)] == [(2, 2), (2, 4)]
-        with pytest.raises(ValueError, match="1-D tensor"):
-            MultiModalFieldConfig.flat_from_sizes("image", np.ones((2, 2)))
-        with pytest.raises(ValueError, match="several axes"):
-            config.build_elems("x", [1, 2])
-
-    def test_shared_data_is_the_same_object(self):
-        config = MultiModalFieldConfig.shared("image", 2)
-        first, second = config.build_elems("x", np.ones(3))
-        assert first is second
-        assert first.field.reduce_data([first, second]) is first.data
-
     def test_fields_of_one_modality_agree_on_the_number_of_items(self):
         with pytest.raises(ValueError, match="Cannot merge different batch sizes"):
             items_of(
@@ -109,21 +116,6 @@ class TestKwargsItems:
                 a=MultiModalFieldConfig.batched("image"),
                 b=MultiModalFieldConfig.batched("image"),
             )
-
-    def test_unequal_shapes_stay_a_list_or_are_padded(self):
-        batched = MultiModalFieldConfig.batched("image")
-        elems = batched.build_elems("x", [np.ones(2), np.ones(3)])
-        assert nested_tensors_equal(elems[0].field.reduce_data(elems), [np.ones(2), np.ones(3)])
-        assert batched.field.reduce_data(elems[:1]).shape == (1, 2)
-        flat = MultiModalFieldConfig.flat("image", [slice(0, 1)])
-        narrow = flat.build_elems("x", np.ones((1, 2)))
-        wide = flat.build_elems("x", np.ones((1, 3)))
-        merged = flat.field.reduce_data([*narrow, *wide])
-        assert merged.tolist() == [[1, 1, 0], [1, 1, 1]]
-        nested = flat.build_elems("x", [np.ones(2)])
-        assert len(flat.field.reduce_data([*nested, *nested])) == 2
-        with pytest.raises(ValueError, match="different field types"):
-            flat.field.reduce_data([*narrow, *elems])
 
     def test_an_absent_modality_and_absent_data_are_named(self):
         items = MultiModalKwargsItems({"image": [None]})
@@ -138,17 +130,36 @@ class TestKwargsItems:
         assert item.own_arrays()["x"].data.base is None
         assert item.own_arrays() == item
 
-    def test_consecutive_items_that_fit_are_batched(self):
-        batched = MultiModalFieldConfig.batched("image")
-        shared = MultiModalFieldConfig.shared("image", 1)
-        a, b = full(items_of({"x": np.ones((2, 3))}, x=batched))
-        c = full(items_of({"x": np.ones((1, 3)), "y": np.ones(1)}, x=batched, y=batched))[0]
-        d = full(items_of({"x": np.ones(1)}, x=shared))[0]
-        e = full(items_of({"x": np.zeros(1)}, x=shared))[0]
-        groups = [(n, sorted(kwargs)) for n, kwargs in group_and_batch_mm_items([a, b, c, a, d, e])]
-        assert groups == [(2, ["x"]), (1, ["x", "y"]), (1, ["x"]), (1, ["x"]), (1, ["x"])]
-        with pytest.raises(RuntimeError, match="cannot be merged into a single batch"):
-            MultiModalKwargsItems({"image": [a, c]}).get_data()
+    def test_items_that_fit_no_one_batch_are_not_merged(self):
+        config = MultiModalFieldConfig.batched("image")
+        items = items_of({"x": np.ones((1, 3))}, x=config) + items_of({"y": np.ones(1)}, y=config)
+        with pytest.raises(RuntimeError, match="image items cannot be merged into a single batch"):
+            MultiModalKwargsItems({"image": items}).get_data()
+
+    def test_keys_without_data_or_items_are_left_out(self):
+        hf_inputs = {"a": np.ones((0, 2)), "b": None, "c": np.ones(2)}
+        config = {key: MultiModalFieldConfig.batched("image") for key in "abcd"}
+        (first, _) = full(MultiModalKwargsItems.from_hf_inputs(hf_inputs, config)["image"])
+        assert list(first) == ["c"]
+        assert MultiModalKwargsItems.from_hf_inputs({}, config) == {}
+
+    def test_modalities_share_one_flat_dict(self):
+        items = MultiModalKwargsItems.from_hf_inputs(
+            {"a": np.ones((1, 2)), "b": np.ones((3, 4))},
+            {
+                "a": MultiModalFieldConfig.batched("image"),
+                "b": MultiModalFieldConfig.batched("video"),
+            },
+        )
+        assert {key: data.shape for key, data in items.get_data().items()} == {
+            "a": (1, 2),
+            "b": (3, 4),
+        }
+
+    def test_a_dummy_has_a_size(self):
+        elem = MultiModalKwargsItem.dummy(5)["dummy"]
+        assert (elem.data.dtype, elem.data.nbytes) == (np.uint8, 5)
+        assert elem.field == MultiModalSharedField(batch_size=1)
 
 
 def test_features_are_sorted_by_position():
@@ -175,12 +186,3 @@ def test_features_are_sorted_by_position():
     gathered = MultiModalFeatureSpec.gather_kwargs(features, ["dummy", "other"])
     assert [len(tensor) for tensor in gathered["dummy"]] == [3]
     assert gathered["other"] == []
-
-
-def test_nested_tensors_compare_by_structure():
-    assert nested_tensors_equal([np.ones(2)], [np.ones(2)])
-    assert not nested_tensors_equal([np.ones(2)], (np.ones(2),))
-    assert not nested_tensors_equal(np.ones(2), np.ones(2, np.float32))
-    assert nested_tensors_equal(np.ones(2), np.ones(2, np.float32), check_dtype=False)
-    assert not nested_tensors_equal(np.ones(2), [1.0, 1.0])
-    assert not batched_tensors_equal({"a": np.ones(1)}, {})
