@@ -1,5 +1,11 @@
 """Bookkeeping of what is held where: ids, hashes and sizes; no device arrays, no requests."""
 
+from mmjax.cache.block_hash import (
+    NONE_HASH,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    iter_block_hashes,
+)
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.cache.mirrored import (
@@ -16,6 +22,7 @@ from mmjax.cache.selection import engine_receiver_cache_from_config, processor_c
 from mmjax.errors import MultiModalCacheMissError
 
 __all__ = [
+    "NONE_HASH",
     "BaseMultiModalProcessorCache",
     "BaseMultiModalReceiverCache",
     "CacheInfo",
@@ -27,5 +34,8 @@ __all__ = [
     "MultiModalProcessorSenderCache",
     "MultiModalReceiverCache",
     "engine_receiver_cache_from_config",
+    "generate_block_hash_extra_keys",
+    "hash_block_tokens",
+    "iter_block_hashes",
     "processor_cache_from_config",
 ]
