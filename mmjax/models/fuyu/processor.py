@@ -1,0 +1,249 @@
+"""Fuyu's prompt side: the picture's rows of patches stand first, then `<s>` and the words.
+
+Before: `<s> what is it`. After: `(|SPEAKER|*columns |NEWLINE|)*rows <s> what is it <0x04>`; only
+the `|SPEAKER|` take embeddings. A prompt without a picture stays as it is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.image import fit_within, normalize, patchify, rescale, to_pixels
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import ImageSize, MultiModalDataDict, MultiModalDataItems
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
+from mmjax.processing.prompt_updates import (
+    MultiModalPromptUpdates,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+    as_ids,
+)
+from mmjax.processing.registry import ProcessorFactories
+
+IMAGE_TOKEN, NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
+START_TOKEN, ANSWER_TOKEN = "<s>", "<0x04>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuyuImageProcessor:
+    """What HF's `FuyuImageProcessorPil`, which wants torch, does; with its settings' defaults."""
+
+    size: Mapping[str, int] = field(default_factory=lambda: {"height": 1080, "width": 1920})
+    """A picture with a longer side is scaled down to fit; none is scaled up."""
+    patch_size: Mapping[str, int] = field(default_factory=lambda: {"height": 30, "width": 30})
+    resample: int = Image.Resampling.BILINEAR
+    padding_value: float = 1.0
+    """Fills the last row and column of patches, before the pixels are rescaled."""
+    rescale_factor: float = 1 / 255
+    image_mean: float | Sequence[float] = 0.5
+    image_std: float | Sequence[float] = 0.5
+
+    def fit(self, size: ImageSize) -> ImageSize:
+        """Return a picture's size after scaling."""
+        limit = ImageSize(width=self.size["width"], height=self.size["height"])
+        fitted = fit_within(size, limit)
+        if min(fitted) < 1:
+            raise ValueError(
+                f"image is {size.width}x{size.height} pixels: scaled to fit "
+                f"{limit.width}x{limit.height} its short side would have none; crop it"
+            )
+        return fitted
+
+    def get_grid(self, size: ImageSize) -> tuple[int, int]:
+        """Return how many rows and columns of patches a picture gives."""
+        width, height = self.fit(size)
+        return (
+            math.ceil(height / self.patch_size["height"]),
+            math.ceil(width / self.patch_size["width"]),
+        )
+
+    def make_patches(self, image: Image.Image) -> np.ndarray:
+        """Return float32[rows * columns, patch_height * patch_width * 3]."""
+        size = ImageSize(*image.size)
+        fitted = self.fit(size)
+        if fitted != size:
+            image = image.resize(fitted, resample=Image.Resampling(self.resample))
+        rows, columns = self.get_grid(size)
+        patch_height, patch_width = self.patch_size["height"], self.patch_size["width"]
+        missing = (rows * patch_height - fitted.height, columns * patch_width - fitted.width)
+        widths = ((0, 0), (0, missing[0]), (0, missing[1]))
+        pixels = np.pad(to_pixels(image), widths, constant_values=self.padding_value)
+        pixels = normalize(rescale(pixels, self.rescale_factor), self.image_mean, self.image_std)
+        return patchify(pixels, patch_height, patch_width)
+
+
+_IMAGE_SETTINGS = frozenset(one.name for one in fields(FuyuImageProcessor))
+
+
+class FuyuProcessor:
+    """Called like HF's processors: ids for the text, as it is, and patches for the images."""
+
+    def __init__(self, image_processor: FuyuImageProcessor, tokenizer: Any) -> None:
+        self.image_processor = image_processor
+        self.tokenizer = tokenizer
+
+    def split_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[FuyuImageProcessor, dict[str, Any]]:
+        """Return the image processor under `kwargs`, and the kwargs of the tokenizer."""
+        for_images = {key: value for key, value in kwargs.items() if key in _IMAGE_SETTINGS}
+        for_images |= kwargs.get("images_kwargs", {})
+        expected = self.image_processor.patch_size
+        if for_images.get("patch_size", expected) != expected:
+            raise ValueError(f"`patch_size` must be the model's, {expected}; leave it out")
+        skipped = {*_IMAGE_SETTINGS, "images_kwargs", "text_kwargs"}
+        for_text = {key: value for key, value in kwargs.items() if key not in skipped}
+        for_text |= kwargs.get("text_kwargs", {})
+        return replace(self.image_processor, **for_images), for_text
+
+    def __call__(
+        self, *, text: str, return_tensors: str, images: Sequence[Any] = (), **kwargs: Any
+    ) -> BatchFeature:
+        image_processor, for_text = self.split_kwargs(kwargs)
+        outputs: dict[str, Any] = dict(self.tokenizer([text], **for_text))
+        if images:
+            grids = [image_processor.get_grid(ImageSize(*image.size)) for image in images]
+            patches = [image_processor.make_patches(image) for image in images]
+            outputs["image_patches"] = np.concatenate(patches)
+            outputs["image_grid_hw"] = np.array(grids, np.int64)
+        return BatchFeature(outputs, tensor_type=return_tensors)
+
+
+class FuyuProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": 1}
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        return {IMAGE_TOKEN: self.get_token_id(IMAGE_TOKEN)}
+
+    def get_token_id(self, token: str) -> int:
+        token_id = self.get_tokenizer().get_vocab().get(token)
+        if token_id is None:
+            raise CheckpointError(f"the tokenizer lacks `{token}`, which Fuyu's prompts need")
+        return token_id
+
+    def load_hf_processor(self) -> FuyuProcessor:
+        """Make our own: HF's processor computes with torch."""
+        # On use only: it brings an installed torch along.
+        from transformers.image_processing_base import ImageProcessingMixin
+
+        settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
+        for name in ("do_resize", "do_pad", "do_rescale", "do_normalize"):
+            if not settings.get(name, True):
+                raise CheckpointError(f"`{name}` of the image processor is off; Fuyu needs it on")
+        image_processor = FuyuImageProcessor(
+            **{key: value for key, value in settings.items() if key in _IMAGE_SETTINGS}
+        )
+        hf_config = self.get_hf_config()
+        side = hf_config.patch_size
+        if dict(image_processor.patch_size) != {"height": side, "width": side}:
+            raise CheckpointError(
+                f"`patch_size` of the image processor is {image_processor.patch_size}, but "
+                f"config.json has {side}; make them equal"
+            )
+        if self.get_token_id(IMAGE_TOKEN) != hf_config.image_token_id:
+            raise CheckpointError(
+                f"`{IMAGE_TOKEN}` is token {self.get_token_id(IMAGE_TOKEN)}, but "
+                f"`image_token_id` of config.json is {hf_config.image_token_id}"
+            )
+        return FuyuProcessor(image_processor, self.get_tokenizer())
+
+    def get_image_processor(self) -> FuyuImageProcessor:
+        """Return the settings that the operator's kwargs lead to."""
+        image_processor, _ = self.get_hf_processor().split_kwargs(self.ctx.merge_mm_kwargs({}))
+        return image_processor
+
+    def get_image_size_with_most_features(self) -> ImageSize:
+        size = self.get_image_processor().size
+        return ImageSize(width=size["width"], height=size["height"])
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        size = self.get_image_size_with_most_features()
+        return {"image": math.prod(self.get_image_processor().get_grid(size))}
+
+
+class FuyuDummyInputsBuilder(BaseDummyInputsBuilder[FuyuProcessingInfo]):
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return ""
+
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        size = self.info.get_image_size_with_most_features()
+        return {
+            "image": self._get_dummy_images(
+                width=size.width,
+                height=size.height,
+                num_images=mm_counts.get("image", 0),
+                overrides=(mm_options or {}).get("image"),
+            )
+        }
+
+
+class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        grids = hf_inputs.get("image_grid_hw", np.empty((0, 2), np.int64))
+        return {
+            "image_patches": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
+            "image_grid_hw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        image, newline, start = map(
+            self.info.get_token_id, (IMAGE_TOKEN, NEWLINE_TOKEN, START_TOKEN)
+        )
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            item = out_mm_kwargs["image"][item_idx]
+            assert item is not None
+            rows, columns = item["image_grid_hw"].data.tolist()
+            full = [*([image] * columns), newline] * rows + [start]
+            return PromptUpdateDetails.select_token_id(full, image)
+
+        return [PromptReplacement("image", [start], get_replacement)]
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Frame the prompt as HF frames it around a picture, then write the picture's rows."""
+        tokenizer = self.info.get_tokenizer()
+        start = self.info.get_token_id(START_TOKEN)
+        # The tokenizer's own first token may be another than Fuyu's.
+        words = prompt[1:] if prompt[:1] in ([start], [tokenizer.bos_token_id]) else prompt
+        answer = self.info.get_token_id(ANSWER_TOKEN)
+        if not words or words[-1] in tokenizer.all_special_ids:
+            end = as_ids(ANSWER_TOKEN, tokenizer)  # a new text begins, with a space of its own
+        else:
+            end = [] if words[-1] == answer else [answer]
+        return super()._apply_token_matches([start, *words, *end], mm_prompt_updates)
+
+
+FACTORIES = ProcessorFactories(
+    info=FuyuProcessingInfo,
+    dummy_inputs=FuyuDummyInputsBuilder,
+    processor=FuyuMultiModalProcessor,
+)
