@@ -1,5 +1,7 @@
 """The processor-only cache: hits, sizes, evictions, statistics."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,12 +9,20 @@ from mmjax.cache import (
     CacheInfo,
     MultiModalProcessorOnlyCache,
     MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
+    engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
 from mmjax.cache.processor_cache import get_item_size
 from mmjax.config import MultiModalConfig
-from mmjax.errors import MultiModalCacheMissError
-from mmjax.processing import MultiModalKwargsItem, ProcessorCache, PromptReplacement
+from mmjax.errors import ConfigError, MultiModalCacheMissError
+from mmjax.processing import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    ProcessorCache,
+    PromptReplacement,
+)
 
 
 def item(nbytes: int):
@@ -71,11 +81,87 @@ def test_tensors_are_what_weighs():
     assert get_item_size(1) > 0
 
 
+def test_one_request_is_one_change():
+    cache = MultiModalProcessorOnlyCache(100)
+    one, two = item(10), item(10)
+    with pytest.raises(MultiModalCacheMissError) as caught:
+        cache.get_and_update([one, None], ["a", "b"])
+    assert caught.value.mm_hashes == ["b"]
+    assert not cache.is_cached_item("a")
+    assert cache.get_and_update([one, None, one, two], ["a", "a", "b", "b"]) == [one] * 4
+    assert cache.peek_prompt_updates("a") is one[1]
+    assert cache.peek_prompt_updates("c") is None
+    cache.close()
+    cache.close()
+    assert cache.is_cached(["a", "b"]) == [False, False]
+
+
+# ---- which one ---------------------------------------------------------------------------------
+
+
+def make(num_api_processes: int = 1, **settings: Any):
+    config = MultiModalConfig(**settings)
+    caches = (
+        processor_cache_from_config(config, num_api_processes=num_api_processes),
+        engine_receiver_cache_from_config(config, num_api_processes=num_api_processes),
+    )
+    return tuple(None if cache is None else type(cache) for cache in caches)
+
+
+MIRRORED = (MultiModalProcessorSenderCache, MultiModalReceiverCache)
+IN_P0 = (MultiModalProcessorOnlyCache, None)
+
+
 def test_the_config_decides():
-    assert processor_cache_from_config(MultiModalConfig(mm_processor_cache_gb=0.0)) is None
-    for kind, expected in (
-        ("processor_only", MultiModalProcessorOnlyCache),
-        ("lru", MultiModalProcessorSenderCache),
-    ):
-        config = MultiModalConfig(mm_processor_cache_gb=0.5, mm_processor_cache_type=kind)
-        assert type(processor_cache_from_config(config)) is expected
+    assert make() == MIRRORED
+    assert make(mm_processor_cache_type="processor_only") == IN_P0
+    for size in (0, 0.0, -1.0):
+        assert make(mm_processor_cache_gb=size) == (None, None)
+        assert make(mm_processor_cache_gb=size, mm_processor_cache_type="shm") == (None, None)
+
+
+def test_several_senders_cannot_keep_one_receivers_order():
+    for kind in ("lru", "shm"):
+        assert make(num_api_processes=2, mm_processor_cache_type=kind) == IN_P0
+    assert make(num_api_processes=2, mm_processor_cache_gb=0) == (None, None)
+
+
+def test_both_halves_hold_the_same_number_of_bytes():
+    config = MultiModalConfig(mm_processor_cache_gb=2**-20)
+    sender, receiver = (
+        processor_cache_from_config(config),
+        engine_receiver_cache_from_config(config),
+    )
+    assert isinstance(sender, MultiModalProcessorSenderCache)
+    assert isinstance(receiver, MultiModalReceiverCache)
+    for nbytes in (1024, 1025):
+        (sent,) = sender.get_and_update([item(nbytes)], [str(nbytes)])
+        receiver.get_and_update_features(
+            [
+                MultiModalFeatureSpec(
+                    data=sent[0],
+                    modality="image",
+                    identifier=str(nbytes),
+                    mm_position=PlaceholderRange(0, 1),
+                )
+            ]
+        )
+    assert sender.order == receiver.order == ("1024",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"mm_processor_cache_type": "disk"}, "'disk'; give one of lru, shm, processor_only"),
+        ({"mm_processor_cache_gb": float("nan")}, "nan; give a size, or 0"),
+        ({"mm_processor_cache_gb": float("inf")}, "inf; give a size, or 0"),
+        ({"mm_shm_cache_max_object_size_mb": 64}, "64, but `mm_processor_cache_type` is 'lru'"),
+        (
+            {"mm_shm_cache_max_object_size_mb": 0, "mm_processor_cache_type": "shm"},
+            "0; give at least 1",
+        ),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused(settings: dict[str, Any], match: str):
+    with pytest.raises(ConfigError, match=match):
+        MultiModalConfig(**settings)
