@@ -2,16 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mmjax.config import MultiModalConfig
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
-from mmjax.processing.media import (
-    IMAGE_FORMATS,
-    MediaLimits,
-    decode_data_url,
-    load_image_bytes,
-)
+from mmjax.processing.encoded import EncodedImage
+from mmjax.processing.media import IMAGE_FORMATS, MediaLimits, decode_data_url
 
 MAX_UUID_LENGTH = 128
 
@@ -129,16 +126,22 @@ class PartReader:
             max_image_bytes=self.mm.max_image_bytes, max_image_pixels=self.mm.max_image_pixels
         )
         try:
-            return load_image_bytes(decode_data_url(url, limits, param=place), limits, param=place)
-        except MediaError as error:
-            # The decoder's own words may tell of its memory; these do not.
-            raise MediaError(
-                f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
-                f"of one of the formats {', '.join(IMAGE_FORMATS)}",
-                param=place,
-            ) from error
+            data = decode_data_url(url, limits, param=place)
         except RequestError as error:
-            raise type(error)(f"`{place}`: {error}", param=place) from error
+            raise _explain(place, error) from error
+        return EncodedImage(data, limits, place, explain=partial(_explain, place))
+
+
+def _explain(place: str, error: RequestError) -> RequestError:
+    """Return what a client may read of an error over the image at `place`."""
+    if isinstance(error, MediaError):
+        # The decoder's own words may tell of its memory; these do not.
+        return MediaError(
+            f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
+            f"of one of the formats {', '.join(IMAGE_FORMATS)}",
+            param=place,
+        )
+    return type(error)(f"`{place}`: {error}", param=place)
 
 
 def text_part(text: Any, place: str) -> dict[str, str]:

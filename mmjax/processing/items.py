@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
+from mmjax.processing.encoded import EncodedImage
 from mmjax.processing.media import MediaWithBytes
 from mmjax.processing.parse_video import video_as_uint8
 
@@ -184,6 +185,8 @@ def _is_pair(item: Any) -> bool:
 
 
 def _unwrap(item: Any) -> Any:
+    if isinstance(item, EncodedImage):
+        item = item.decode()
     return item.media if isinstance(item, MediaWithBytes) else item
 
 

@@ -5,12 +5,14 @@ Knows nothing of the network: `http:` and `file:` URLs are refused here.
 
 import base64
 import binascii
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
@@ -71,21 +73,27 @@ def as_numpy(array: Any) -> np.ndarray:
     """Return an array of any library as numpy, in place where its library allows that."""
     if isinstance(array, np.ndarray):
         return array
-    if hasattr(array, "detach"):  # torch
-        array = array.detach().cpu()
+    if hasattr(array, "detach"):
+        return _torch_as_numpy(array)
     return np.asarray(array)
+
+
+def _torch_as_numpy(tensor: Any) -> np.ndarray:
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
+    dtype = getattr(ml_dtypes, str(tensor.dtype).removeprefix("torch."), None)
+    if dtype is None:
+        return np.asarray(tensor)
+    # numpy does not know the dtype (bfloat16, float8): its bits cross over as integers.
+    torch = sys.modules["torch"]
+    bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
+    return np.asarray(bits).view(dtype)
 
 
 def load_image_bytes(
     data: bytes, limits: MediaLimits, *, param: str | None = "image"
 ) -> MediaWithBytes:
     """Decode a picture's first frame to upright RGB, transparency composited on white."""
-    if len(data) > limits.max_image_bytes:
-        raise RequestValueError(
-            f"image has {len(data)} encoded bytes, at most {limits.max_image_bytes} are accepted; "
-            "send a smaller file",
-            param=param,
-        )
+    check_image_bytes(len(data), limits, param=param)
     try:
         image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)  # reads the header only
         check_image_size(image.size, limits, param=param)
@@ -115,10 +123,8 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def load_image_path(
-    path: Path, limits: MediaLimits, *, param: str | None = "image"
-) -> MediaWithBytes:
-    """Read and decode a local file; for callers in this process, never for clients' strings."""
+def read_image_path(path: Path, limits: MediaLimits, *, param: str | None = "image") -> bytes:
+    """Read a local file; for callers in this process, never for clients' strings."""
     try:
         size = path.stat().st_size
         if size > limits.max_image_bytes:
@@ -127,7 +133,7 @@ def load_image_path(
                 "accepted; give a smaller file",
                 param=param,
             )
-        data = path.read_bytes()
+        return path.read_bytes()
     except (OSError, ValueError) as error:
         if isinstance(error, RequestValueError):
             raise
@@ -135,13 +141,10 @@ def load_image_path(
             f"image file `{path}` cannot be read: {error}; give the path of a readable file",
             param=param,
         ) from error
-    return load_image_bytes(data, limits, param=param)
 
 
-def load_image_url(
-    url: str, limits: MediaLimits, *, param: str | None = "image_url"
-) -> MediaWithBytes:
-    """Decode a `data:` URL; every other scheme is refused. Safe for strings from clients."""
+def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_url") -> bytes:
+    """Return what a `data:` URL holds; other schemes are refused. Safe for clients' strings."""
     scheme = url.partition(":")[0].lower()
     if scheme in ("http", "https", "file"):
         raise RequestValueError(
@@ -155,7 +158,7 @@ def load_image_url(
             "it must be a base64 `data:` URL, such as `data:image/png;base64,...`",
             param=param,
         )
-    return load_image_bytes(decode_data_url(url, limits, param=param), limits, param=param)
+    return decode_data_url(url, limits, param=param)
 
 
 def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image_url") -> bytes:
@@ -186,6 +189,16 @@ def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image
             f"data URL holds invalid base64: {error}; encode the file's bytes with standard base64",
             param=param,
         ) from error
+
+
+def check_image_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "image") -> None:
+    """Refuse a file that is too large to be looked at."""
+    if num_bytes > limits.max_image_bytes:
+        raise RequestValueError(
+            f"image has {num_bytes} encoded bytes, at most {limits.max_image_bytes} are accepted; "
+            "send a smaller file",
+            param=param,
+        )
 
 
 def check_image_size(

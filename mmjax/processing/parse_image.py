@@ -1,11 +1,13 @@
-"""One picture in any form that the user may give it -> an upright RGB picture."""
+"""One picture in any form that the user may give it -> an upright RGB picture, or its bytes."""
 
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.processing.encoded import EncodedImage
+from mmjax.processing.hasher import MultiModalHasher
 from mmjax.processing.media import (
     MediaLimits,
     MediaWithBytes,
@@ -13,18 +15,17 @@ from mmjax.processing.media import (
     convert_to_rgb,
     image_from_array,
     is_array_like,
-    load_image_bytes,
-    load_image_path,
-    load_image_url,
+    read_image_path,
+    read_image_url,
 )
 
 
 def parse_image(
     entry: Any, limits: MediaLimits, *, param: str
-) -> Image.Image | MediaWithBytes | None:
-    """Return an upright RGB picture, with its bytes where it came as bytes."""
-    if entry is None:
-        return None
+) -> Image.Image | MediaWithBytes | EncodedImage | None:
+    """Return an upright RGB picture; one that came encoded stays so, and decodes when used."""
+    if entry is None or isinstance(entry, EncodedImage):
+        return entry
     if isinstance(entry, MediaWithBytes):
         check_image_size(entry.media.size, limits, param=param)
         return entry
@@ -32,13 +33,14 @@ def parse_image(
         check_image_size(entry.size, limits, param=param)
         return _convert(entry, param)
     if isinstance(entry, bytes | bytearray | memoryview):
-        return load_image_bytes(bytes(entry), limits, param=param)
+        return EncodedImage(bytes(entry), limits, param)
     if isinstance(entry, Path):
-        return load_image_path(entry, limits, param=param)
+        return EncodedImage(read_image_path(entry, limits, param=param), limits, param)
     if isinstance(entry, str):
-        if "://" in entry[:16] or entry[:5].lower() == "data:":
-            return load_image_url(entry, limits, param=param)
-        return load_image_path(Path(entry), limits, param=param)
+        is_url = "://" in entry[:16] or entry[:5].lower() == "data:"
+        if is_url:
+            return EncodedImage(read_image_url(entry, limits, param=param), limits, param)
+        return EncodedImage(read_image_path(Path(entry), limits, param=param), limits, param)
     if is_array_like(entry):
         return image_from_array(entry, limits, param=param)
     raise RequestTypeError(
@@ -49,8 +51,13 @@ def parse_image(
 
 
 def _convert(image: Image.Image, param: str) -> Image.Image:
+    image_id = MultiModalHasher.get_image_id(image)
     try:
-        return convert_to_rgb(image)
+        rgb = convert_to_rgb(image)
+        if image_id is not None and rgb is not image:
+            # Conversion drops what a program wrote beside the pixels: the id goes with them.
+            rgb.getexif()[ExifTags.Base.ImageID] = image_id
+        return rgb
     except RequestError:
         raise
     # A lazily opened picture decodes here, and a truncated one fails here.

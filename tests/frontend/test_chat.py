@@ -54,6 +54,11 @@ def images_of(prompt: PromptDict) -> list[Any]:
     return list((prompt.get("multi_modal_data") or {}).get("image", []))
 
 
+def parse_and_decode(parser: ChatParser, messages: list[Any]) -> list[Image.Image]:
+    """Go as far as processing goes with pictures that it has not seen."""
+    return [image.decode().media for image in images_of(parser.parse(messages))]
+
+
 def test_text_alone(parser: ChatParser) -> None:
     prompt = parser.parse([{"role": "user", "content": "red"}])
     assert text_of(prompt) == ("<bos><start_of_turn>user\nred<end_of_turn>\n<start_of_turn>model\n")
@@ -77,7 +82,7 @@ def test_text_alone(parser: ChatParser) -> None:
 )
 def test_image_parts(part: dict[str, Any], parser: ChatParser) -> None:
     prompt = parser.parse(user("What color?", part))
-    assert images_of(prompt)[0].size == (12, 8)
+    assert parse_and_decode(parser, user("What color?", part))[0].size == (12, 8)
     assert f"What color?{IMAGE_START}" in text_of(prompt)
     assert "multi_modal_uuids" not in prompt
 
@@ -117,7 +122,7 @@ def test_the_limit_comes_before_the_decoder(
 ) -> None:
     decoded: list[object] = []
     monkeypatch.setattr(
-        "mmjax.frontend.chat_parts.load_image_bytes", lambda *a, **k: decoded.append(a)
+        "mmjax.frontend.chat_parts.decode_data_url", lambda *a, **k: decoded.append(a) or b""
     )
     with pytest.raises(RequestError, match="At most 3"):
         parser.parse(user(*[image_part() for _ in range(1000)]))
@@ -182,7 +187,7 @@ def test_more_placeholders_than_images(string_parser: ChatParser, parts: tuple[A
 )
 def test_bad_parts(part: Any, place: str | None, match: str, parser: ChatParser) -> None:
     with pytest.raises(RequestError, match=match) as caught:
-        parser.parse(user(part))
+        parse_and_decode(parser, user(part))
     assert caught.value.status == (422 if match == "no image" else 400)
     assert caught.value.param is not None
     if place is not None:
@@ -234,11 +239,24 @@ def test_control_tokens_in_pieces_are_refused(parser: ChatParser, seam: str) -> 
 def test_too_large_an_image(parser: ChatParser) -> None:
     small = with_parts(parser, mm=replace(parser.parts.mm, max_image_pixels=95))
     with pytest.raises(RequestError, match="12x8") as caught:
-        small.parse(user(image_part()))
+        parse_and_decode(small, user(image_part()))
     assert caught.value.param == "messages[0].content[0].image_url.url"
     short = with_parts(parser, mm=replace(parser.parts.mm, max_image_bytes=10))
-    with pytest.raises(RequestError, match="10"):
+    with pytest.raises(RequestError, match="at most 10") as caught:
         short.parse(user(image_part()))
+    assert caught.value.param == "messages[0].content[0].image_url.url"
+
+
+def test_a_picture_is_decoded_when_it_is_used_and_once(
+    parser: ChatParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = parser.parse(user("a", image_part()))
+    (image,) = images_of(prompt)
+    opened: list[object] = []
+    open_image = Image.open
+    monkeypatch.setattr(Image, "open", lambda *a, **k: opened.append(a) or open_image(*a, **k))
+    assert image.decode() is image.decode()
+    assert len(opened) == 1
 
 
 def test_objects_where_they_are_allowed(parser: ChatParser) -> None:

@@ -21,8 +21,8 @@ from mmjax.processing.media import (
     convert_to_rgb,
     image_from_array,
     load_image_bytes,
-    load_image_path,
-    load_image_url,
+    read_image_path,
+    read_image_url,
 )
 from tests.kit import draw
 
@@ -122,7 +122,7 @@ class TestLimits:
     def test_pixels_are_counted_before_decoding(self):
         with pytest.raises(RequestValueError, match="5000x2000 = 10000000 pixels") as caught:
             load_image_bytes(png_header(5000, 2000), LIMITS, param="messages")
-        assert caught.value.status == 422
+        assert caught.value.status == 400
         assert caught.value.param == "messages"
 
     def test_pillows_own_bomb_check_is_a_clients_error_too(self):
@@ -169,9 +169,7 @@ class TestUrls:
     def test_a_data_url_holds_a_picture(self):
         data = encode(draw(4, 5))
         for header in ("data:image/png;base64,", "DATA:;charset=x;base64,", "data:;base64,"):
-            media = load_image_url(as_url(data, header), LIMITS)
-            assert media.original_bytes == data
-            assert media.size == (4, 5)
+            assert read_image_url(as_url(data, header), LIMITS) == data
 
     @pytest.mark.parametrize(
         ("url", "message"),
@@ -189,12 +187,11 @@ class TestUrls:
             ("data:image/png;base64,AAA", "invalid base64"),
             ("data:image/png;base64,ÄÖ==", "invalid base64"),
             ("data:image/png;base64," + "A" * 200_000, "at most 100000"),
-            ("data:image/png;base64,", "Failed to load image"),
         ],
     )
     def test_everything_else_is_refused(self, url: str, message: str):
         with pytest.raises(RequestError, match=message) as caught:
-            load_image_url(url, LIMITS)
+            read_image_url(url, LIMITS)
         assert caught.value.param == "image_url"
 
 
@@ -202,7 +199,7 @@ class TestPaths:
     def test_a_file_is_read(self, tmp_path: Path):
         path = tmp_path / "a.png"
         path.write_bytes(encode(draw(6, 7)))
-        assert load_image_path(path, LIMITS).size == (6, 7)
+        assert read_image_path(path, LIMITS) == path.read_bytes()
 
     def test_what_cannot_be_read_is_named(self, tmp_path: Path):
         big = tmp_path / "big.png"
@@ -214,7 +211,7 @@ class TestPaths:
         ]
         for path, message in [*cases, (Path("a\0b"), "cannot be read")]:
             with pytest.raises(RequestValueError, match=message):
-                load_image_path(path, LIMITS)
+                read_image_path(path, LIMITS)
 
 
 class TestArrays:

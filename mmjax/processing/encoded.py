@@ -1,0 +1,66 @@
+"""A picture that is still encoded: its limits on bytes are checked, the decoder waits until asked.
+
+Most pictures that come again are never decoded: their bytes say what they are.
+"""
+
+import threading
+from collections.abc import Callable
+
+from mmjax.errors import RequestError
+from mmjax.processing.media import (
+    MediaLimits,
+    MediaWithBytes,
+    check_image_bytes,
+    load_image_bytes,
+)
+
+
+class EncodedImage:
+    """One picture as a file's bytes; many threads may share it."""
+
+    __slots__ = ("_explain", "_lock", "_media", "limits", "original_bytes", "param")
+
+    def __init__(
+        self,
+        original_bytes: bytes,
+        limits: MediaLimits,
+        param: str | None = "image",
+        *,
+        explain: Callable[[RequestError], RequestError] | None = None,
+    ) -> None:
+        """Refuse too many bytes at once; everything else that is wrong shows when it is decoded.
+
+        Args:
+            original_bytes: The file's content.
+            limits: What is refused.
+            param: The field that is wrong where this picture is.
+            explain: Puts an error of the decoder into words that a client may read.
+        """
+        self.original_bytes = original_bytes
+        self.limits = limits
+        self.param = param
+        self._explain = explain
+        self._lock = threading.Lock()
+        self._media: MediaWithBytes | None = None
+        try:
+            check_image_bytes(len(original_bytes), limits, param=param)
+        except RequestError as error:
+            raise self._explained(error) from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
+
+    def decode(self) -> MediaWithBytes:
+        """Return the picture, upright in RGB, decoded once; MediaError where it is none."""
+        with self._lock:
+            if self._media is None:
+                try:
+                    self._media = load_image_bytes(
+                        self.original_bytes, self.limits, param=self.param
+                    )
+                except RequestError as error:
+                    raise self._explained(error) from error
+            return self._media
+
+    def _explained(self, error: RequestError) -> RequestError:
+        return error if self._explain is None else self._explain(error)
