@@ -19,7 +19,6 @@ from mmjax.processing import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
-from mmjax.processing.parse import parse_mm_uuids, validate_mm_uuids
 from tests.kit import draw
 from tests.processing.test_media import as_url, encode
 
@@ -136,30 +135,3 @@ def test_embeddings_are_told_from_pictures():
         EmbeddingItems([jnp.ones(3)], "image")
     with pytest.raises(ValueError, match="hidden dimension mismatch: got 16, the model has 8"):
         EmbeddingItems(embeds, "image", expected_hidden_size=8)
-
-
-class TestUuids:
-    def items(self, *data: Any) -> MultiModalDataItems:
-        return MultiModalDataItems({"image": ImageProcessorItems(list(data))})
-
-    def test_one_or_many(self):
-        assert parse_mm_uuids(None) == {}
-        assert parse_mm_uuids({"image": "a", "audio": ["b", None], "video": None}) == {
-            "image": ["a"],
-            "audio": ["b", None],
-        }
-        validate_mm_uuids(self.items(draw(1, 1), None), {"image": [None, "b"]})
-        validate_mm_uuids(self.items(draw(1, 1)), {})
-
-    @pytest.mark.parametrize(
-        ("uuids", "message"),
-        [
-            ({"image": ["a"]}, "must have same length as"),
-            ({"image": ["a", None]}, "image 1 is empty but its uuid is missing"),
-            ({}, "image 1 is empty but its uuid is missing"),
-            ({"audio": ["a"]}, "multi_modal_data has none"),
-        ],
-    )
-    def test_mismatches(self, uuids: Any, message: str):
-        with pytest.raises(RequestValueError, match=message):
-            validate_mm_uuids(self.items(draw(1, 1), None), uuids)
