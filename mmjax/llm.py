@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,16 +22,15 @@ from mmjax.config import (
     SchedulerConfig,
 )
 from mmjax.engine.core import EngineCore
-from mmjax.errors import RequestValueError
+from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.chat import ChatParser
-from mmjax.frontend.input_processor import (
-    InputProcessor,
-    ProcessedRequest,
-    PromptDict,
-    PromptType,
-)
+from mmjax.frontend.delivery import MAX_MISSES
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.ledger import Ledger
 from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
+from mmjax.frontend.prompts import PromptType
+from mmjax.frontend.requests import Delivery, ProcessedRequest
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import require_model
 from mmjax.sampling_params import SamplingParams
@@ -52,7 +51,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
-        limit_mm_per_prompt: Mapping[str, int] | None = None,
+        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         mm_processor_cache_type: ProcessorCacheType = "lru",
         mm_processor_cache_gb: float = 4.0,
@@ -97,15 +96,21 @@ class LLM:
             ),
             use_tqdm=use_tqdm_on_load,
         )
+        self._open(config)
+
+    def _open(self, config: EngineConfig) -> None:
         self.config = config
         # First what is quick to fail: tokenizer, processor and template.
-        self._input_processor = InputProcessor(model_config)
+        self._input_processor = InputProcessor(config.model)
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
         # A copy: a thread encodes while this one decodes, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
         self._pool.submit(self._input_processor.warm_up)
         self.engine = EngineCore(config)
+        self._inbox = _Inbox(
+            self._input_processor.ledger, self.engine, begin=self._output_processor.add_request
+        )
         self._request_ids = count()
 
     def generate(
@@ -125,7 +130,7 @@ class LLM:
         """
         many = _as_prompts(prompts)
         jobs = [
-            partial(self._input_processor.process, prompt=prompt, sampling_params=params)
+            partial(self._process, make_prompt=partial(_identity, prompt), params=params)
             for prompt, params in zip(
                 many, self._params_for(sampling_params, len(many)), strict=True
             )
@@ -152,7 +157,12 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         jobs = [
-            partial(self._process_chat, parse=partial(parse, conversation), params=params)
+            partial(
+                self._process,
+                make_prompt=partial(parse, conversation),
+                params=params,
+                continues_prompt=False,
+            )
             for conversation, params in zip(
                 many, self._params_for(sampling_params, len(many)), strict=True
             )
@@ -168,8 +178,10 @@ class LLM:
         return self._input_processor.default_sampling_params()
 
     def close(self) -> None:
-        """Stop the thread that processes inputs; arrays go with the object."""
+        """Stop the thread that processes inputs, and let go of the caches. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.engine.close()
+        self._input_processor.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -179,10 +191,21 @@ class LLM:
 
     # ---- parts ----------------------------------------------------------------------------------
 
-    def _process_chat(
-        self, request_id: str, *, parse: Callable[[], PromptDict], params: SamplingParams | None
-    ) -> ProcessedRequest:
-        return self._input_processor.process(request_id, parse(), params, continues_prompt=False)
+    def _process(
+        self,
+        request_id: str,
+        *,
+        make_prompt: Callable[[], PromptType],
+        params: SamplingParams | None,
+        continues_prompt: bool = True,
+    ) -> None:
+        self._input_processor.process(
+            request_id,
+            make_prompt(),
+            params,
+            continues_prompt=continues_prompt,
+            deliver=self._inbox.put,
+        )
 
     def _params_for(
         self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
@@ -197,13 +220,11 @@ class LLM:
             )
         return sampling_params
 
-    def _run(
-        self, jobs: Sequence[Callable[[str], ProcessedRequest]], *, use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [str(next(self._request_ids)) for _ in jobs]
         outputs: dict[str, RequestOutput] = {}
         waiting = iter(zip(jobs, request_ids, strict=True))
-        processing: deque[Future[ProcessedRequest]] = deque()
+        processing: deque[Future[None]] = deque()
         with tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar:
             try:
                 while len(outputs) < len(jobs):
@@ -215,38 +236,113 @@ class LLM:
             except BaseException:
                 for future in processing:
                     future.cancel()
+                wait(processing)
+                self._inbox.discard()
                 self.engine.abort(self._output_processor.abort(request_ids))
                 raise
         return [outputs[request_id] for request_id in request_ids]
 
     def _prepare(
         self,
-        waiting: Iterator[tuple[Callable[[str], ProcessedRequest], str]],
-        processing: "deque[Future[ProcessedRequest]]",
+        waiting: Iterator[tuple[Callable[[str], None], str]],
+        processing: "deque[Future[None]]",
     ) -> None:
         """Keep the thread ahead of the engine by one batch, and by no more memory than that."""
-        while len(processing) < self.config.scheduler.max_num_seqs:
+        while len(processing) + len(self._inbox) < self.config.scheduler.max_num_seqs:
             job, request_id = next(waiting, (None, ""))
             if job is None:
                 return
             processing.append(self._pool.submit(job, request_id))
 
-    def _add(self, processing: "deque[Future[ProcessedRequest]]") -> None:
+    def _add(self, processing: "deque[Future[None]]") -> None:
         """Give the engine what is processed; wait for it only when there is nothing to run."""
-        limit = self.config.scheduler.max_num_seqs
-        while processing and (processing[0].done() or not self.engine.has_unfinished()):
-            if self.engine.stats().num_waiting >= limit:
-                return
-            request = processing.popleft().result()
-            self._output_processor.add_request(request)
-            for message in request.messages:
-                self.engine.add_request(message)
+        while processing and processing[0].done():
+            processing.popleft().result()
+        if processing and not self._inbox and not self.engine.has_unfinished():
+            processing.popleft().result()
+        while self._inbox and self.engine.stats().num_waiting < self.config.scheduler.max_num_seqs:
+            self._inbox.take()
 
     def _take(self, deltas: list[RequestOutputDelta]) -> list[RequestOutput]:
         processed = self._output_processor.process(deltas)
         if processed.request_ids_to_abort:
             self.engine.abort(processed.request_ids_to_abort)
         return processed.request_outputs
+
+
+class _Inbox:
+    """Messages on their way into the engine, in the order of their commits."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        engine: EngineCore,
+        *,
+        begin: Callable[[ProcessedRequest], None],
+    ) -> None:
+        """`begin` hears of each request once, before the engine does."""
+        self._ledger = ledger
+        self._engine = engine
+        self._begin = begin
+        self._deliveries: deque[Delivery] = deque()
+        self._num_to_come: dict[str, int] = {}
+        """Of each request that has begun, the messages that the engine has not taken yet."""
+        self._num_misses: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._deliveries)
+
+    def put(self, delivery: Delivery) -> None:
+        """Add a message; from any thread, under the lock of the commits."""
+        self._deliveries.append(delivery)
+
+    def take(self) -> None:
+        """Give the engine the next message; where it lacks items, the message comes again."""
+        delivery = self._deliveries.popleft()
+        request = delivery.request
+        if request.request_id not in self._num_to_come:
+            self._num_to_come[request.request_id] = len(request.messages)
+            self._begin(request)
+        try:
+            self._engine.add_request(delivery.message)
+        except MultiModalCacheMissError as miss:
+            self._send_again(delivery, miss)
+            return
+        self._num_misses.pop(delivery.message.request_id, None)
+        self._num_to_come[request.request_id] -= 1
+        if not self._num_to_come[request.request_id]:
+            del self._num_to_come[request.request_id]
+            request.release()
+
+    def discard(self) -> None:
+        """Let the engine's cache see what is noted as sent, and take none of it in."""
+        while self._deliveries:
+            message = self._deliveries.popleft().message
+            try:
+                self._engine.add_request(message)
+            except MultiModalCacheMissError as miss:
+                self._ledger.invalidate(miss.mm_hashes)
+            except RequestError:
+                continue
+            self._engine.abort([message.request_id])
+        self._num_to_come.clear()
+        self._num_misses.clear()
+
+    def _send_again(self, delivery: Delivery, miss: MultiModalCacheMissError) -> None:
+        message_id = delivery.message.request_id
+        num_misses = self._num_misses[message_id] = self._num_misses.get(message_id, 0) + 1
+        assert num_misses <= MAX_MISSES, f"the engine lacks items that came along: {miss}"
+        self._ledger.invalidate(miss.mm_hashes)
+        self._ledger.commit(
+            delivery.request,
+            self.put,
+            indices=[delivery.index],
+            is_inline=num_misses >= MAX_MISSES,
+        )
+
+
+def _identity(prompt: PromptType) -> PromptType:
+    return prompt
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

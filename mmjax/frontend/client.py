@@ -4,16 +4,28 @@ import asyncio
 import copy
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 from mmjax.config import SchedulerConfig
 from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
-from mmjax.frontend.input_processor import InputProcessor, ProcessedRequest, PromptType
+from mmjax.frontend.delivery import Courier, call_in_loop
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.outbox import Outbox
 from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
+from mmjax.frontend.prompts import PromptType
+from mmjax.frontend.requests import Delivery, ProcessedRequest
 from mmjax.frontend.supervisor import EngineLink
 from mmjax.logger import get_logger
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import AbortRequests, EngineMessage, RequestFailed, StepOutput
+from mmjax.transport.messages import (
+    AbortRequests,
+    CacheMiss,
+    EngineCoreRequest,
+    RequestFailed,
+    StepOutput,
+)
 
 logger = get_logger(__name__)
 
@@ -57,6 +69,16 @@ class RequestStream:
             self._client.abort(self.request.request_id)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Ticket:
+    """A request on its way through the threads."""
+
+    is_stream: bool
+    is_cancelled: bool = False
+    """Whether nobody waits for it any more."""
+    handle: RequestStream | None = None
+
+
 class AsyncEngineClient:
     """P0's side of the engine."""
 
@@ -79,21 +101,22 @@ class AsyncEngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._num_processing = 0
         self._max_start_wait_s = max_start_wait_s
-        self._outbox: asyncio.Queue[EngineMessage] = asyncio.Queue()
-        self._mailer: asyncio.Task[None] | None = None
+        self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
+        self._courier = Courier(
+            input_processor.ledger, send=self._outbox.put, fail=self._fail_with_error
+        )
 
     async def start(self) -> None:
         """Begin to talk to P1; returns before it is ready."""
-        self._mailer = asyncio.create_task(self._send_mail(), name="send-mail")
+        self._outbox.start()
         await self.supervisor.start(self)
 
     async def close(self) -> None:
         """End P1 and the threads."""
-        if self._mailer is not None:
-            self._mailer.cancel()
-            await asyncio.gather(self._mailer, return_exceptions=True)
+        await self._outbox.close()
         await self.supervisor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._courier.close()
 
     @property
     def num_requests(self) -> int:
@@ -108,24 +131,37 @@ class AsyncEngineClient:
         *,
         stream: bool = False,
         continues_prompt: bool = True,
+        id_domain: str | None = None,
     ) -> RequestStream:
-        """Admit and process a request; raises RequestError before anything is streamed."""
+        """Admit and process a request; raises RequestError before anything is streamed.
+
+        `id_domain` says whose media ids the prompt names.
+        """
         self._admit(sampling_params.n)
         self._num_processing += 1
+        ticket = _Ticket(is_stream=stream)
+        prepare = partial(
+            self.input_processor.prepare,
+            request_id,
+            sampling_params=sampling_params,
+            continues_prompt=continues_prompt,
+            id_domain=id_domain,
+        )
         try:
             await self._wait_for_start()
             loop = asyncio.get_running_loop()
-            request = await loop.run_in_executor(
-                self._pool, self._process, request_id, prompt, sampling_params, continues_prompt
-            )
+            await loop.run_in_executor(self._pool, self._process, ticket, prompt, prepare, loop)
+        except BaseException:
+            ticket.is_cancelled = True
+            if ticket.handle is not None:
+                self.abort(request_id)
+            raise
         finally:
-            self._num_processing -= 1
-        self._check_ready()
-        handle = RequestStream(self, request)
-        self._streams[request_id] = handle
-        self._output_processor.add_request(request, stream=stream)
-        self._send_request(request)
-        return handle
+            if ticket.handle is None:
+                self._num_processing -= 1
+        if ticket.handle is None:
+            raise _unavailable(self.supervisor)
+        return ticket.handle
 
     async def generate(
         self,
@@ -145,46 +181,55 @@ class AsyncEngineClient:
 
     def abort(self, request_id: str) -> None:
         """Forget a request, here and in P1."""
-        self._streams.pop(request_id, None)
+        handle = self._streams.pop(request_id, None)
+        if handle is not None:
+            self._courier.forget(handle.request)
         running = self._output_processor.abort([request_id])
         if running:
-            self._outbox.put_nowait(AbortRequests(request_ids=running))
+            self._outbox.put(AbortRequests(request_ids=running))
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(self, message: StepOutput | RequestFailed) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         """Hand a step's outputs to their readers."""
-        if isinstance(message, RequestFailed):
-            self._fail_sequence(message)
-            return
+        match message:
+            case RequestFailed():
+                self._fail_sequence(message.request_id, _error_of(message))
+            case CacheMiss():
+                self._courier.on_miss(message)
+            case StepOutput():
+                self._take_outputs(message)
+
+    def _take_outputs(self, message: StepOutput) -> None:
         to_abort: list[str] = []
         for delta in message.deltas:
+            self._courier.acknowledge(delta.request_id)
             try:
                 # One by one: what goes wrong with one request's text is that request's alone.
                 outputs, ended = self._output_processor.process([delta])
             except Exception:
                 logger.exception("outputs of request %s could not be read", delta.request_id)
-                failure = RequestFailed(request_id=delta.request_id, message="", status=500)
-                self._fail_sequence(failure)
+                self._fail_sequence(delta.request_id, _internal_error())
                 to_abort.append(delta.request_id)
                 continue
             to_abort += ended
             for output in outputs:
                 self._deliver(output)
         if to_abort:
-            self._outbox.put_nowait(AbortRequests(request_ids=to_abort))
+            self._outbox.put(AbortRequests(request_ids=to_abort))
 
     def on_death(self) -> None:
         """Answer what cannot go on; what has shown nothing yet waits for the next P1."""
         # Mail that P1 never read is not for its successor: what it held is sent again on_ready.
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+        self._outbox.clear()
+        self._courier.on_death()
         can_wait = self.supervisor.state == "restarting"
         for request_id, handle in list(self._streams.items()):
             has_output = self._output_processor.has_output(request_id)
             if can_wait and not has_output and handle.num_replays < _MAX_REPLAYS:
                 continue
             self._output_processor.abort([request_id])
+            self._courier.forget(handle.request)
             del self._streams[request_id]
             handle.put(_unavailable(self.supervisor))
 
@@ -194,27 +239,39 @@ class AsyncEngineClient:
         NOTE: only requests without output are replayed, so no token is said twice. Replaying
         prompt and output together belongs here, too.
         """
-        if self.supervisor.num_restarts == 0:
-            return
-        for handle in self._streams.values():
-            handle.num_replays += 1
-            self._send_request(handle.request)
+        if self.supervisor.num_restarts > 0:
+            for handle in self._streams.values():
+                handle.num_replays += 1
+        self._courier.on_ready()
 
     # ---- parts ----------------------------------------------------------------------------------
 
     def _process(
         self,
-        request_id: str,
+        ticket: _Ticket,
         prompt: PromptSource,
-        sampling_params: SamplingParams,
-        continues_prompt: bool,
-    ) -> ProcessedRequest:
-        return self.input_processor.process(
-            request_id,
-            prompt() if callable(prompt) else prompt,
-            sampling_params,
-            continues_prompt=continues_prompt,
-        )
+        prepare: Callable[..., ProcessedRequest],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Process a prompt, in a thread; its messages go to the loop as they are committed."""
+        if ticket.is_cancelled:
+            return
+        request = prepare(prompt=prompt() if callable(prompt) else prompt)
+        if not ticket.is_cancelled:
+            self.input_processor.ledger.commit(
+                request, partial(call_in_loop, loop, self._land, ticket)
+            )
+
+    def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
+        """Take a message from a thread; with the first one, the request begins."""
+        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
+            request = delivery.request
+            ticket.handle = RequestStream(self, request)
+            self._num_processing -= 1
+            self._streams[request.request_id] = ticket.handle
+            self._output_processor.add_request(request, stream=ticket.is_stream)
+            self._courier.expect(request)
+        self._courier.deliver(delivery)
 
     async def _wait_for_start(self) -> None:
         """Hold a request while the first P1 compiles, rather than send an early client away."""
@@ -236,17 +293,11 @@ class AsyncEngineClient:
                 "try again in a moment"
             )
 
-    def _send_request(self, request: ProcessedRequest) -> None:
-        for message in request.messages:
-            self._outbox.put_nowait(message)
-
-    async def _send_mail(self) -> None:
-        while True:
-            message = await self._outbox.get()
-            try:
-                await self.supervisor.send(message)
-            except Exception:
-                logger.exception("a message could not be sent to P1")
+    def _on_unsent(self, message: EngineCoreRequest) -> None:
+        self.input_processor.ledger.invalidate(
+            [item.mm_hash for item in message.mm_features if item.mm_hash is not None]
+        )
+        self._fail_sequence(message.request_id, _internal_error())
 
     def _deliver(self, output: RequestOutput) -> None:
         handle = self._streams.get(output.request_id)
@@ -256,23 +307,34 @@ class AsyncEngineClient:
         if output.finished:
             del self._streams[output.request_id]
 
-    def _fail_sequence(self, failure: RequestFailed) -> None:
-        failed = self._output_processor.fail(failure.request_id)
+    def _fail_with_error(self, sequence_id: str, error: Exception) -> None:
+        is_known = isinstance(error, RequestError)
+        self._fail_sequence(sequence_id, error if is_known else _internal_error())
+
+    def _fail_sequence(self, sequence_id: str, error: RequestError) -> None:
+        failed = self._output_processor.fail(sequence_id)
         if failed is None:
             return
         request_id, others = failed
         if others:
-            self._outbox.put_nowait(AbortRequests(request_ids=others))
+            self._outbox.put(AbortRequests(request_ids=others))
         handle = self._streams.pop(request_id, None)
         if handle is not None:
-            handle.put(_error_of(failure))
+            self._courier.forget(handle.request)
+            handle.put(error)
+
+
+def _internal_error() -> RequestError:
+    # What went wrong inside is for the log, not for the client.
+    error = RequestError("the engine failed on this request; the log says why")
+    error.status = 500
+    return error
 
 
 def _error_of(failure: RequestFailed) -> RequestError:
-    is_internal = failure.status >= 500 and failure.status != EngineUnavailableError.status
-    # What went wrong inside is for the log, not for the client.
-    text = "the engine failed on this request; the log says why" if is_internal else failure.message
-    error = RequestError(text, param=failure.param)
+    if failure.status >= 500 and failure.status != EngineUnavailableError.status:
+        return _internal_error()
+    error = RequestError(failure.message, param=failure.param)
     error.status = failure.status
     return error
 

@@ -21,6 +21,7 @@ from mmjax.errors import MMJaxError
 from mmjax.logger import get_logger
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.messages import (
+    CacheMiss,
     EngineMessage,
     Heartbeat,
     Ready,
@@ -47,7 +48,7 @@ class EngineStartError(MMJaxError):
 class EngineListener(Protocol):
     """Who uses the engine: it hears what P1 says, and of P1's deaths and births."""
 
-    def on_message(self, message: StepOutput | RequestFailed) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         """Take what P1 said of requests."""
 
     def on_death(self) -> None:
@@ -245,7 +246,7 @@ class Supervisor:
                         listener.on_ready()
                     case Heartbeat():
                         self.heartbeat = message
-                    case StepOutput() | RequestFailed():
+                    case StepOutput() | RequestFailed() | CacheMiss():
                         listener.on_message(message)
                     case _:
                         logger.error("P1 sent a %s; ignored", type(message).__name__)

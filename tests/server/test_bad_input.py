@@ -218,7 +218,7 @@ def test_faults_of_ours_tell_nothing(server: Server, monkeypatch: pytest.MonkeyP
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("secret at 0x7fffdeadbeef in /tmp/secret")
 
-    monkeypatch.setattr(server.engine_client.input_processor, "process", fail)
+    monkeypatch.setattr(server.engine_client.input_processor, "prepare", fail)
     for fields in ({}, {"stream": True}):
         error = error_of(server.chat(**fields), 500)
         assert error["code"] == "internal_error"

@@ -1,0 +1,46 @@
+"""Private processors for threads that work at the same time."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mmjax.config import ModelConfig
+from mmjax.models.registry import create_processor
+from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
+
+
+class ProcessorPool:
+    """One model's processors: HF's keep state while they work, so that each serves one thread.
+
+    All share one cache, and one index of what is known of encoded media.
+    """
+
+    def __init__(self, model_config: ModelConfig, cache: ProcessorCache | None) -> None:
+        self._model_config = model_config
+        self._cache = cache
+        self._lock = threading.Lock()
+        self.first = create_processor(model_config, cache=cache)
+        """For its facts, and for `commit`, which asks nothing of HF's objects."""
+        self.tokenizer = copy.deepcopy(self.first.info.get_tokenizer())
+        """Works for no request: others may read it, and copy it, at any time."""
+        self._idle: list[BaseMultiModalProcessor[Any]] = [self.first]
+        self.num_instances = 1
+
+    @contextmanager
+    def borrow(self) -> Iterator[BaseMultiModalProcessor[Any]]:
+        """Have a processor to oneself; made anew where all are at work."""
+        with self._lock:
+            processor = self._idle.pop() if self._idle else self._make()
+        try:
+            yield processor
+        finally:
+            with self._lock:
+                self._idle.append(processor)
+
+    def _make(self) -> BaseMultiModalProcessor[Any]:
+        tokenizer = copy.deepcopy(self.tokenizer)
+        processor = create_processor(self._model_config, tokenizer, cache=self._cache)
+        self.num_instances += 1
+        return processor

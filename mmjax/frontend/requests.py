@@ -1,0 +1,85 @@
+"""A request that is processed, and what it takes to send it to P1, once or again."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
+
+from mmjax.processing.prepared import PreparedInputs
+from mmjax.transport.messages import EngineCoreRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessedRequest:
+    """One request: one message for each of its `n` sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    messages: list[EngineCoreRequest]
+    """Without items until they are committed."""
+    prepared: PreparedInputs
+    """What the items' tensors are, or are made from."""
+    num_image_tokens: int
+    continues_prompt: bool
+    """Whether the output reads on from the prompt (a completion) or begins anew (a chat)."""
+
+    @classmethod
+    def create(
+        cls, template: EngineCoreRequest, prepared: PreparedInputs, *, continues_prompt: bool
+    ) -> "ProcessedRequest":
+        """Fan `template` out into a message for each sequence."""
+        return cls(
+            request_id=template.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=template.prompt_token_ids,
+            messages=_fan_out(template),
+            prepared=prepared,
+            num_image_tokens=sum(
+                position.get_num_embeds()
+                for positions in prepared.mm_placeholders.values()
+                for position in positions
+            ),
+            continues_prompt=continues_prompt,
+        )
+
+    def release(self) -> None:
+        """Let go of tensors: P1 has them all. What they are made from stays."""
+        self.prepared = replace(self.prepared, fresh={})
+        self.messages = [
+            msgspec.structs.replace(message, mm_features=[]) for message in self.messages
+        ]
+
+
+class Delivery(NamedTuple):
+    """One message that is committed: it must be sent, and in this order."""
+
+    request: ProcessedRequest
+    index: int
+    """Which of the request's sequences."""
+    message: EngineCoreRequest
+    epoch: int
+    """Which P1 the message was made for: another one does not hold what it leaves out."""
+
+
+def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                seed=None if params.seed is None else _next_seed(params.seed, index),
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _next_seed(seed: int, index: int) -> int:
+    # Seeds are 64-bit: the last one's neighbour is the first.
+    return (seed + index + 2**63) % 2**64 - 2**63
