@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.items import ImageSize
@@ -127,7 +128,9 @@ class VideoPatcher(ImagePatcher):
         is_capped = resolved.pop("cap_pixels_per_frame", None)
         if self.cap_pixels_per_frame if is_capped is None else is_capped:
             resolved["size"] = self._cap(resolved["size"], len(video))
-        frames = self.hf(list(video), **{**resolved, "temporal_patch_size": 1})
+        # Pictures, not arrays: HF takes an array of height 1 or 3 for channels first.
+        pictures = [Image.fromarray(frame) for frame in video]
+        frames = self.hf(pictures, **{**resolved, "temporal_patch_size": 1})
         _, rows, columns = frames["image_grid_thw"][0].tolist()
         pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
         return self._join_frames(pixels), [self.count_steps(len(video)), rows, columns]

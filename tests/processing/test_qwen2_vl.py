@@ -1,0 +1,337 @@
+"""Qwen2-VL's own: videos, sizes and their kwargs, embeddings in dicts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import BatchFeature
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.processing import MultiModalInputs, PromptUpdateError
+from mmjax.processing.patches import VideoPatcher
+from tests.kit import draw
+from tests.processing.families import qwen2_vl
+from tests.processing.families.qwen2_vl import IMAGE, VIDEO
+
+STEP = 1 / 255 / 0.26
+"""One 8-bit step of a normalised pixel."""
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    cache = MultiModalProcessorOnlyCache(2**26) if request.param == "cached" else None
+    return qwen2_vl.make_processor(processor_cache=cache)
+
+
+def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
+    frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
+def video_item(inputs: MultiModalInputs, index: int = 0) -> dict[str, Any]:
+    item = inputs.mm_kwargs["video"][index]
+    assert item is not None
+    return item.get_data()
+
+
+def resize_as_hf(height: int, width: int, low: int = 3136, high: int = 50176) -> tuple[int, int]:
+    """Qwen2VLVideoProcessor's `smart_resize`, read from its source."""
+    rows, columns = round(height / 28) * 28, round(width / 28) * 28
+    if rows * columns > high:
+        beta = math.sqrt(height * width / high)
+        rows = max(28, math.floor(height / beta / 28) * 28)
+        columns = max(28, math.floor(width / beta / 28) * 28)
+    elif rows * columns < low:
+        beta = math.sqrt(low / (height * width))
+        rows, columns = math.ceil(height * beta / 28) * 28, math.ceil(width * beta / 28) * 28
+    return rows, columns
+
+
+def patches_as_hf(video: np.ndarray) -> tuple[torch.Tensor, list[int]]:
+    """Qwen2VLVideoProcessor's `_preprocess`, with torch's own resampling for torchvision's."""
+    frames = torch.from_numpy(video).permute(0, 3, 1, 2)
+    rows, columns = resize_as_hf(*video.shape[1:3])
+    frames = torch.nn.functional.interpolate(
+        frames, (rows, columns), mode="bicubic", antialias=True, align_corners=False
+    )
+    mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (MEAN, STD))
+    frames = (frames.float() - mean) / std
+    if len(frames) % 2:
+        frames = torch.cat([frames, frames[-1:]])
+    steps, down, right = len(frames) // 2, rows // 14, columns // 14
+    patches = frames.view(1, steps, 2, 3, down // 2, 2, 14, right // 2, 2, 14)
+    patches = patches.permute(0, 1, 4, 7, 5, 8, 3, 2, 6, 9)
+    return patches.reshape(steps * down * right, 3 * 2 * 14 * 14), [steps, down, right]
+
+
+VIDEOS = [(1, 56, 56), (2, 90, 60), (3, 640, 480), (5, 30, 400), (4, 1, 1), (6, 400, 30)]
+
+
+@pytest.mark.parametrize(("num_frames", "width", "height"), VIDEOS)
+def test_a_videos_patches_are_hfs(processor: Any, num_frames: int, width: int, height: int):
+    video = draw_video(num_frames, width, height)
+    inputs = processor.apply(f"a{VIDEO}b", {"video": [video]})
+    wanted, grid = patches_as_hf(video)
+    item = video_item(inputs)
+    assert item["video_grid_thw"].tolist() == grid
+    assert item["video_grid_thw"].dtype == np.int64
+    assert item["pixel_values_videos"].shape == wanted.shape
+    difference = np.abs(item["pixel_values_videos"] - wanted.numpy())
+    assert difference.max() < 2 * STEP
+    (placeholder,) = inputs.mm_placeholders["video"]
+    assert placeholder.length == placeholder.get_num_embeds() == math.prod(grid) // 4
+    assert placeholder.is_embed is None
+
+
+@pytest.mark.parametrize(("width", "height"), [(56, 56), (37, 211), (640, 480)])
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_a_still_video_is_its_picture(processor: Any, width: int, height: int, num_frames: int):
+    picture = draw(width, height)
+    still = np.stack([np.asarray(picture)] * num_frames)
+    inputs = processor.apply(IMAGE + VIDEO, {"image": picture, "video": [still]})
+    image = inputs.mm_kwargs["image"][0].get_data()
+    video = video_item(inputs)
+    np.testing.assert_array_equal(video["pixel_values_videos"], image["pixel_values"])
+    np.testing.assert_array_equal(video["video_grid_thw"], image["image_grid_thw"])
+
+
+def test_the_last_frame_fills_an_odd_video(processor: Any):
+    odd = draw_video(3, 60, 60)
+    even = np.concatenate([odd, odd[-1:]])
+    one, other = (processor.apply(VIDEO, {"video": [video]}) for video in (odd, even))
+    np.testing.assert_array_equal(
+        video_item(one)["pixel_values_videos"], video_item(other)["pixel_values_videos"]
+    )
+    assert one.prompt_token_ids == other.prompt_token_ids
+    assert one.mm_hashes != other.mm_hashes
+
+
+class Stub:
+    """Stands for torchvision's video processor: grids alone, which HF's prompt needs."""
+
+    merge_size = 2
+    model_input_names = ("pixel_values_videos", "video_grid_thw")
+
+    def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> BatchFeature:
+        grids = [
+            [-(-len(video) // 2), *(side // 14 for side in resize_as_hf(*video.shape[1:3]))]
+            for video in videos
+        ]
+        return BatchFeature({"video_grid_thw": np.array(grids)})
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"{VIDEO}what is this?",
+        f"look {IMAGE} and {VIDEO}{VIDEO}\n{IMAGE}!",
+        f"{VIDEO}ü{IMAGE}\n\n{IMAGE} {VIDEO}",
+        f"{VIDEO} then {VIDEO} then {VIDEO}",
+    ],
+)
+def test_prompts_of_videos_and_pictures_are_hfs(
+    processor: Any, prompt: str, monkeypatch: pytest.MonkeyPatch
+):
+    hf = qwen2_vl.hf_processor()
+    monkeypatch.setattr(hf, "video_processor", Stub())
+    images = [draw(60 + 40 * i, 90, seed=i) for i in range(prompt.count(IMAGE))]
+    videos = [draw_video(1 + 2 * i, 80, 70 + 30 * i, i) for i in range(prompt.count(VIDEO))]
+    wanted = hf(text=prompt, images=images or None, videos=videos, return_tensors="np")
+    mm_data = {"image": images, "video": videos}
+    for given in (prompt, processor.info.get_tokenizer().encode(prompt), prompt):
+        inputs = processor.apply(given, mm_data)
+        assert inputs.prompt_token_ids == wanted["input_ids"][0].tolist()
+        for modality, pad_id in (("image", 998), ("video", 999)):
+            places = [
+                place
+                for one in inputs.mm_placeholders.get(modality, [])
+                for place in range(one.offset, one.offset + one.length)
+            ]
+            ids = enumerate(inputs.prompt_token_ids)
+            assert places == [place for place, token_id in ids if token_id == pad_id]
+
+
+def test_a_list_of_frames_is_one_video(processor: Any):
+    frames = [Image.fromarray(frame) for frame in draw_video(20, 30, 40)]
+    array = np.stack([np.asarray(frame) for frame in frames])
+    one = processor.apply(VIDEO, {"video": frames})
+    other = processor.apply(VIDEO, {"video": array[None]})
+    assert one.mm_kwargs == other.mm_kwargs
+    assert one.mm_placeholders == other.mm_placeholders
+
+
+@pytest.mark.parametrize("capacity", [0, 200_000, 2**26])
+def test_cold_warm_and_partly_warm_caches_agree_on_videos(capacity: int):
+    videos = [draw_video(1 + i, 60 + 20 * i, 50, i) for i in range(3)]
+    mm_data = {"video": [videos[0], videos[1], videos[0], videos[2]], "image": [draw(60, 70)]}
+    prompt = f"a\n{VIDEO}{VIDEO}{IMAGE}{VIDEO} {VIDEO}"
+    wanted = qwen2_vl.make_processor().apply(prompt, mm_data)
+    processor = qwen2_vl.make_processor(processor_cache=MultiModalProcessorOnlyCache(capacity))
+    processor.apply(VIDEO, {"video": [videos[1]]})
+    for _ in range(3):
+        found = processor.apply(prompt, mm_data)
+        assert found.prompt_token_ids == wanted.prompt_token_ids
+        assert found.mm_placeholders == wanted.mm_placeholders
+        assert found.mm_hashes == wanted.mm_hashes
+        assert found.mm_kwargs == wanted.mm_kwargs
+
+
+def test_the_declared_maximum_is_vllms():
+    processor = qwen2_vl.make_processor()
+    assert processor.info.supported_mm_limits == {"image": None, "video": None}
+    assert processor.get_mm_max_tokens_per_item(4096) == {"image": 64, "video": 448}
+
+
+@pytest.mark.parametrize("seq_len", [1, 64, 200, 448, 4096])
+@pytest.mark.parametrize("num_videos", [1, 3])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"max_pixels": 30_000},
+        {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
+        {"images_kwargs": {"max_pixels": 7 * 784}},
+    ],
+)
+def test_dummy_videos_have_exactly_the_declared_maximum(
+    seq_len: int, num_videos: int, kwargs: dict[str, Any]
+):
+    processor = qwen2_vl.make_processor(mm_processor_kwargs=kwargs)
+    counts = {"image": 1, "video": num_videos}
+    declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
+    assert processor.measure_mm_max_tokens_per_item(seq_len, counts) == declared
+
+
+def test_published_sizes_give_the_published_maximum():
+    """1280 patches of 28x28 at most, as the model's card advises: 1280 tokens a picture."""
+    processor = qwen2_vl.make_processor(mm_processor_kwargs={"max_pixels": 1280 * 28 * 28})
+    size, num_tokens = processor.info.get_largest_frame("image")
+    assert num_tokens == 1280
+    assert size.width * size.height == 1280 * 28 * 28
+    assert size.width / size.height == 40 / 32
+    largest_prime = qwen2_vl.make_processor(mm_processor_kwargs={"max_pixels": 1279 * 28 * 28})
+    assert largest_prime.info.get_largest_frame("image")[1] == 1278  # 1279 x 1 is too long
+
+
+def num_image_tokens(processor: Any, kwargs: dict[str, Any]) -> int:
+    inputs = processor.apply(IMAGE, {"image": draw(900, 700)}, hf_processor_mm_kwargs=kwargs)
+    return inputs.mm_placeholders["image"][0].length
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "low", "high"),
+    [
+        ({}, 3136, 50176),
+        ({"max_pixels": 15680}, 3136, 15680),
+        ({"size": {"longest_edge": 15680, "shortest_edge": 3200}}, 3200, 15680),
+        ({"size": {"longest_edge": 15680}}, 3136, 15680),
+        ({"images_kwargs": {"max_pixels": 15680}}, 3136, 15680),
+        ({"images_kwargs": {"size": {"longest_edge": 15680}}}, 3136, 15680),
+        ({"videos_kwargs": {"max_pixels": 15680}}, 3136, 50176),
+        ({"max_pixels": 900_000}, 3136, 900_000),
+        ({"min_pixels": 940_800, "max_pixels": 1_100_000}, 940_800, 1_100_000),
+        ({"size": {"longest_edge": 900_000}, "max_pixels": 15680}, 3136, 15680),
+    ],
+)
+def test_sizes_come_from_kwargs(processor: Any, kwargs: dict[str, Any], low: int, high: int):
+    num_tokens = math.prod(resize_as_hf(700, 900, low, high)) // 784
+    assert num_image_tokens(processor, kwargs) == num_tokens
+    by_operator = qwen2_vl.make_processor(mm_processor_kwargs=kwargs)
+    assert num_image_tokens(by_operator, {}) == num_tokens
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"patch_size": 7}, "`patch_size` is 7 in mm_processor_kwargs, but the model has 14"),
+        ({"merge_size": 4}, "`merge_size` is 4 .*the model has 2"),
+        ({"temporal_patch_size": 1}, "`temporal_patch_size` is 1"),
+        ({"max_pixels": 0}, "`max_pixels` is 0 .*positive"),
+        ({"max_pixels": "many"}, "`max_pixels` is 'many'"),
+        ({"min_pixels": 60_000}, "`min_pixels` is 60000 .*at most max_pixels, which is 50176"),
+        ({"min_pixels": 10**9, "max_pixels": 10**10}, "`min_pixels` .*at most 50000000"),
+        ({"size": 448}, "`size` is 448"),
+        ({"images": []}, "`images`, which the server sets itself"),
+    ],
+)
+@pytest.mark.parametrize("modality", ["image", "video"])
+def test_kwargs_that_no_model_can_take(
+    processor: Any, kwargs: dict[str, Any], message: str, modality: str
+):
+    mm_data = {"image": draw(60, 60)} if modality == "image" else {"video": draw_video(1, 60, 60)}
+    prompt = IMAGE if modality == "image" else VIDEO
+    with pytest.raises(RequestError, match=message) as caught:
+        processor.apply(prompt, mm_data, hf_processor_mm_kwargs=kwargs)
+    assert caught.value.param == "mm_processor_kwargs"
+
+
+@pytest.mark.parametrize("size", [(201, 1), (1, 201), (1000, 4)])
+def test_slivers_are_refused_as_hf_refuses_them(processor: Any, size: tuple[int, int]):
+    for prompt, mm_data in (
+        (IMAGE, {"image": draw(*size)}),
+        (VIDEO, {"video": draw_video(2, *size)}),
+    ):
+        with pytest.raises(RequestError, match="aspect ratio must be smaller than 200") as caught:
+            processor.apply(prompt, mm_data)
+        assert caught.value.status == 400
+    assert processor.apply(IMAGE, {"image": draw(200, 1)}).mm_placeholders["image"][0].length == 29
+
+
+def test_marks_around_a_pad_are_the_templates_affair(processor: Any):
+    inputs = processor.apply("a<|image_pad|>b", {"image": draw(56, 56)})
+    assert inputs.mm_placeholders["image"][0].offset == 1
+    for prompt in ("a", f"<|image_pad|>{IMAGE}"):
+        with pytest.raises(PromptUpdateError, match=r"`<\|image_pad\|>` placeholders but 1 image"):
+            processor.apply(prompt, {"image": draw(56, 56)})
+    with pytest.raises(PromptUpdateError, match=r"1 `<\|video_pad\|>` placeholder but 0 videos"):
+        processor.apply(VIDEO + IMAGE, {"image": draw(56, 56)})
+
+
+@pytest.mark.parametrize("is_cap_by_kwargs", [False, True])
+def test_a_capped_video_shares_the_context_among_its_frames(is_cap_by_kwargs: bool):
+    info = qwen2_vl.make_processor().info
+    hf = info.get_hf_processor().video_processor.hf
+    capped = VideoPatcher(
+        hf,
+        max_pixels_resized=10**8,
+        cap_pixels_per_frame=not is_cap_by_kwargs,
+        max_video_tokens=400,
+    )
+    kwargs = {"cap_pixels_per_frame": True} if is_cap_by_kwargs else {}
+    for num_frames in (2, 20, 60):
+        found = capped([draw_video(num_frames, 400, 300)], **kwargs)["video_grid_thw"][0]
+        budget = int(400 * 784 * 0.9) * 2 // num_frames
+        high = max(min(50176, budget), int(3136 * 1.05))
+        rows, columns = resize_as_hf(300, 400, high=high)
+        assert found.tolist() == [num_frames // 2, rows // 14, columns // 14]
+
+
+def test_patches_of_another_size_than_the_towers_are_the_checkpoints_fault():
+    processor = qwen2_vl.make_processor()
+    info = processor.info
+    info.get_hf_config().vision_config.patch_size = 16
+    with pytest.raises(CheckpointError, match=r"image_processor .*\(14, 2, 2\).*\(16, 2, 2\)"):
+        info.get_hf_processor()
+
+
+def test_fields_of_pictures_and_videos(processor: Any):
+    inputs = processor.apply(IMAGE + VIDEO, {"image": draw(60, 60), "video": draw_video(2, 60, 60)})
+    fields = {
+        key: (type(elem.field).__name__, elem.field.keep_on_cpu)
+        for items in inputs.mm_kwargs.values()
+        for item in items
+        if item is not None
+        for key, elem in item.items()
+    }
+    assert fields == {
+        "pixel_values": ("MultiModalFlatField", False),
+        "image_grid_thw": ("MultiModalBatchedField", True),
+        "pixel_values_videos": ("MultiModalFlatField", False),
+        "video_grid_thw": ("MultiModalBatchedField", True),
+    }
