@@ -115,7 +115,7 @@ IN_P0 = (MultiModalProcessorOnlyCache, None)
 def test_the_config_decides():
     assert make() == MIRRORED
     assert make(mm_processor_cache_type="processor_only") == IN_P0
-    for size in (0, 0.0, -1.0):
+    for size in (0.0, -1.0):
         assert make(mm_processor_cache_gb=size) == (None, None)
         assert make(mm_processor_cache_gb=size, mm_processor_cache_type="shm") == (None, None)
 
@@ -123,7 +123,7 @@ def test_the_config_decides():
 def test_several_senders_cannot_keep_one_receivers_order():
     for kind in ("lru", "shm"):
         assert make(num_api_processes=2, mm_processor_cache_type=kind) == IN_P0
-    assert make(num_api_processes=2, mm_processor_cache_gb=0) == (None, None)
+    assert make(num_api_processes=2, mm_processor_cache_gb=0.0) == (None, None)
 
 
 def test_both_halves_hold_the_same_number_of_bytes():
@@ -152,7 +152,6 @@ def test_both_halves_hold_the_same_number_of_bytes():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"mm_processor_cache_type": "disk"}, "'disk'; give one of lru, shm, processor_only"),
         ({"mm_processor_cache_gb": float("nan")}, "nan; give a size, or 0"),
         ({"mm_processor_cache_gb": float("inf")}, "inf; give a size, or 0"),
         ({"mm_shm_cache_max_object_size_mb": 64}, "64, but `mm_processor_cache_type` is 'lru'"),
@@ -165,3 +164,11 @@ def test_both_halves_hold_the_same_number_of_bytes():
 def test_settings_that_cannot_hold_are_refused(settings: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
         MultiModalConfig(**settings)
+
+
+def test_an_unknown_type_is_refused():
+    config = MultiModalConfig()
+    # The type checker of the tests would refuse it first.
+    object.__setattr__(config, "mm_processor_cache_type", "disk")
+    with pytest.raises(ConfigError, match="'disk'; give one of lru, shm, processor_only"):
+        config.__post_init__()
