@@ -1,49 +1,75 @@
 """Processing needs neither torch nor jax: a fresh interpreter in which both cannot be imported."""
 
+import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from tests.processing.families import gemma3
+import pytest
+from PIL import Image
+
+from tests.processing.families import FAMILIES, gemma3
+from tests.processing.families.family import GOLDEN, golden_processor
 
 SCRIPT = """
-import sys
+import json, sys
 for name in ("torch", "torchvision", "jax", "jaxlib", "flax"):
     sys.modules[name] = None  # importing it raises ImportError
-from pathlib import Path
 from PIL import Image
-from transformers import AutoConfig
 from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.config import ModelConfig
+from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
 
-path = Path(sys.argv[1])
-config = ModelConfig(
-    model="tiny",
-    path=path,
-    hf_config=AutoConfig.from_pretrained(path),
-    architecture="Gemma3ForConditionalGeneration",
-    max_model_len=1024,
-)
-for cache in (None, MultiModalProcessorOnlyCache(2**24)):
-    processor = create_processor(config, cache=cache)
-    inputs = processor.apply(
-        "<start_of_image> and <start_of_image>?",
-        {"image": [Image.new("RGB", (640, 300)), Image.new("RGBA", (3, 5))]},
-        hf_processor_mm_kwargs={"do_pan_and_scan": True},
-    )
-    print([placeholder.get_num_embeds() for placeholder in inputs.mm_placeholders["image"]])
+images = [Image.new("RGB", (640, 300)), Image.new("RGBA", (30, 50))]
+for path, prompt, num_images, kwargs in json.loads(sys.argv[1]):
+    for cache in (None, MultiModalProcessorOnlyCache(2**26)):
+        processor = create_processor(load_model_config(path), cache=cache)
+        inputs = processor.apply(
+            prompt, {"image": images[:num_images]}, hf_processor_mm_kwargs=kwargs
+        )
+        counts = [one.get_num_embeds() for one in inputs.mm_placeholders["image"]]
+        print(json.dumps([inputs.prompt_token_ids, inputs.encoder_prompt_token_ids, counts]))
 """
+IMAGES = [Image.new("RGB", (640, 300)), Image.new("RGBA", (30, 50))]
 
 
-def test_gemma3_is_processed_without_torch_and_jax():
-    root = Path(__file__).parent.parent.parent
+def request(name: str) -> tuple[str, str, int, dict[str, Any]]:
+    """Return a family's (directory, prompt, number of images, kwargs)."""
+    family = FAMILIES[name]
+    num_images = min(len(IMAGES), family.max_images)
+    prompt = " and ".join([family.placeholder] * num_images) + "?"
+    return str(GOLDEN / name), prompt, num_images, {}
+
+
+@cache
+def processed_without_torch() -> list[Any]:
+    """Return ids and counts, two lines a request: without a cache, and with."""
+    rows = [request(name) for name in FAMILIES]
+    _, prompt, num_images, _ = request("gemma3")
+    rows.append((str(gemma3.directory()), prompt, num_images, {"do_pan_and_scan": True}))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(gemma3.directory())],
-        cwd=root,
+        [sys.executable, "-c", SCRIPT, json.dumps(rows)],
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[12, 4]", "[12, 4]"]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_the_same_without_torch_and_jax(name: str):
+    _, prompt, num_images, _ = request(name)
+    inputs = golden_processor(name).apply(prompt, {"image": IMAGES[:num_images]})
+    counts = [one.get_num_embeds() for one in inputs.mm_placeholders["image"]]
+    expected = [inputs.prompt_token_ids, inputs.encoder_prompt_token_ids, counts]
+    place = 2 * list(FAMILIES).index(name)
+    assert processed_without_torch()[place : place + 2] == [expected] * 2
+
+
+def test_gemma3_is_cropped_without_torch_and_jax():
+    for _, _, counts in processed_without_torch()[-2:]:
+        assert counts == [12, 4]
