@@ -153,6 +153,17 @@ class MultiModalDataParser:
                 mm_items[modality] = items
         return mm_items
 
+    def count_entries(self, modality: str, data: Any) -> int | None:
+        """Return how many items `data` holds, before any of them is read.
+
+        None where only parsing can tell: for embeddings, and modalities of a family's own.
+        """
+        split = _SPLIT_BY_MODALITY.get(modality)
+        if split is None or data is None or isinstance(data, Mapping):
+            return None
+        is_embeddings = self._is_image_embeddings if modality == "image" else self.is_embeddings
+        return None if is_embeddings(data) else len(split(data))
+
     def _parse_image_data(self, data: Any) -> ModalityDataItems | None:
         if data is None:
             return None
@@ -160,16 +171,10 @@ class MultiModalDataParser:
             return self._parse_dict_embeddings("image", data)
         if self._is_image_embeddings(data):
             return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
-        if is_array_like(data) and len(data.shape) == 4:
-            entries: Sequence[Any] = list(as_numpy(data))
-        elif isinstance(data, list | tuple):
-            entries = data
-        else:
-            entries = [data]
         return ImageProcessorItems(
             [
                 parse_image(entry, self.limits, param=f"multi_modal_data.image[{index}]")
-                for index, entry in enumerate(entries)
+                for index, entry in enumerate(_split_images(data))
             ]
         )
 
@@ -251,6 +256,20 @@ class MultiModalDataParser:
             fields_factory=fields_factory or partial(self._get_embedding_fields_config, modality),
             optional_fields=optional,
         )
+
+
+def _split_images(data: Any) -> Sequence[Any]:
+    """Return the entries of `data`, which may be one picture or several."""
+    if is_array_like(data) and len(data.shape) == 4:
+        return list(as_numpy(data))
+    return data if isinstance(data, list | tuple) else [data]
+
+
+_SPLIT_BY_MODALITY: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "audio": split_audios,
+    "image": _split_images,
+    "video": split_videos,
+}
 
 
 def _is_foreign_floats(data: Any, ndim: int) -> bool:

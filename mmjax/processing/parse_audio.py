@@ -29,7 +29,7 @@ class AudioSpec(NamedTuple):
 def split_audios(data: Any) -> Sequence[Any]:
     """Return the entries of `data`, which may be one clip or several."""
     if is_array_like(data):
-        return [data] if len(data.shape) <= 1 else list(data)
+        return [data] if len(data.shape) <= 1 else list(as_numpy(data))
     if not isinstance(data, list | tuple):
         return [data]
     if _has_rate(data) or (data and _is_number(data[0])):

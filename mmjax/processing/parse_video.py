@@ -38,7 +38,7 @@ def split_videos(data: Any) -> Sequence[Any]:
     if _is_single_video(data):
         return [data]
     if is_array_like(data) and len(data.shape) == 5:
-        return list(data)
+        return list(as_numpy(data))
     return data if isinstance(data, list | tuple) else [data]
 
 

@@ -7,7 +7,7 @@ from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing.items import MultiModalDataItems
 
 MultiModalUUIDDict = Mapping[str, Any]
-"""Per modality, one id or a list of ids (str, or None for an item without), as the user gives it."""
+"""Per modality, a str or a list with a str or None for each item, as the user gives it."""
 
 
 def parse_mm_uuids(mm_uuids: MultiModalUUIDDict | None) -> dict[str, list[str | None]]:
