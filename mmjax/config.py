@@ -21,12 +21,23 @@ DEFAULT_SHM_OBJECT_SIZE_MB = 128
 DEFAULT_MAX_IMAGES = 16
 """Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, hardly safe)."""
 
+_MEDIA_OPTIONS = {
+    "image": ("width", "height"),
+    "video": ("num_frames", "width", "height"),
+    "audio": ("length",),
+}
+"""What `limit_mm_per_prompt` may say of a modality's largest item, beside its count."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalConfig:
     """How media are limited, processed and cached."""
 
-    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
+    """Items of a modality in one prompt: a number, or options that describe the largest item.
+
+    `{"image": 4, "video": {"count": 1, "num_frames": 32, "width": 512, "height": 512}}`.
+    """
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Defaults for the HF processor; a request's own win where they are trusted."""
     mm_processor_cache_type: ProcessorCacheType = "lru"
@@ -49,6 +60,8 @@ class MultiModalConfig:
     """Whether prompts may hold embeddings in place of media: only for trusted callers."""
 
     def __post_init__(self) -> None:
+        for modality, limit in self.limit_mm_per_prompt.items():
+            _check_media_limit(modality, limit)
         if self.mm_processor_cache_type not in get_args(ProcessorCacheType):
             raise ConfigError(
                 f"`mm_processor_cache_type` is {self.mm_processor_cache_type!r}; "
@@ -73,7 +86,31 @@ class MultiModalConfig:
 
     def limit(self, modality: str) -> int:
         """Return how many items of `modality` the operator allows in one prompt."""
-        return self.limit_mm_per_prompt.get(modality, DEFAULT_MAX_IMAGES)
+        limit = self.limit_mm_per_prompt.get(modality, DEFAULT_MAX_IMAGES)
+        return limit if isinstance(limit, int) else limit.get("count", DEFAULT_MAX_IMAGES)
+
+    def media_options(self, modality: str) -> Mapping[str, int]:
+        """Return what the operator says of the largest item of `modality`, beside the count."""
+        limit = self.limit_mm_per_prompt.get(modality, 0)
+        options = {} if isinstance(limit, int) else limit
+        return {name: value for name, value in options.items() if name != "count"}
+
+
+def _check_media_limit(modality: str, limit: object) -> None:
+    options = limit if isinstance(limit, Mapping) else {"count": limit}
+    known = ("count", *_MEDIA_OPTIONS.get(modality, ()))
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(
+                f"`limit_mm_per_prompt` gives `{modality}` the option `{name}`; "
+                f"known are {', '.join(f'`{one}`' for one in known)}"
+            )
+        least = 0 if name == "count" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(
+                f"`limit_mm_per_prompt` gives {value!r} as `{name}` of `{modality}`; give a number "
+                f"of at least {least}, as in '{{\"image\": 4}}'"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import (
+    AudioDummyOptions,
     BaseDummyInputsBuilder,
     BaseDummyOptions,
     ImageDummyOptions,
@@ -9,6 +10,7 @@ from mmjax.processing.dummy_inputs import (
     VideoDummyOptions,
 )
 from mmjax.processing.encdec import EncDecMultiModalProcessor
+from mmjax.processing.encoder_budget import MultiModalBudget, compute_mm_encoder_budget
 from mmjax.processing.feature_window import get_mm_features_in_window, strip_covered_mm_data
 from mmjax.processing.fields import (
     BaseMultiModalField,
@@ -79,6 +81,7 @@ from mmjax.processing.validation import PromptUpdateError
 
 __all__ = [
     "MULTIMODAL_REGISTRY",
+    "AudioDummyOptions",
     "AudioEmbeddingItems",
     "AudioProcessorItems",
     "BaseDummyInputsBuilder",
@@ -98,6 +101,7 @@ __all__ = [
     "MediaWithBytes",
     "ModalityDataItems",
     "MultiModalBatchedField",
+    "MultiModalBudget",
     "MultiModalDataItems",
     "MultiModalDataParser",
     "MultiModalFeatureSpec",
@@ -136,6 +140,7 @@ __all__ = [
     "apply_token_matches",
     "argsort_mm_positions",
     "batched_tensors_equal",
+    "compute_mm_encoder_budget",
     "create_processor",
     "find_mm_placeholders",
     "get_mm_features_in_window",

@@ -39,6 +39,12 @@ class ProcessorCache(Protocol):
         """
         ...
 
+    def get_and_update(
+        self, mm_items: Sequence[ProcessedItem | None], mm_hashes: Sequence[str]
+    ) -> Sequence[tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]]:
+        """Do `commit_items` for one request, as one change that no other thread comes between."""
+        ...
+
 
 def commit_items(
     cache: ProcessorCache, mm_hashes: Sequence[str], fresh: Mapping[str, ProcessedItem]

@@ -4,19 +4,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from transformers import BatchFeature
 
-from mmjax.config import ModelConfig
+from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestValueError
+from mmjax.logger import get_logger
 from mmjax.processing.media import MediaLimits
 from mmjax.processing.parse import (
+    DictEmbeddingItems,
     EmbeddingItems,
+    ModalityDataItems,
     MultiModalDataDict,
     MultiModalDataItems,
     MultiModalDataParser,
 )
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -58,6 +64,13 @@ class InputProcessingContext:
     model_config: ModelConfig
     tokenizer: Any
 
+    def get_mm_config(self) -> MultiModalConfig:
+        """Return the operator's settings for media; RuntimeError for a model of text alone."""
+        mm: MultiModalConfig | None = self.model_config.mm
+        if mm is None:
+            raise RuntimeError(f"`{self.model_config.model}` is not a multimodal model")
+        return mm
+
     def get_hf_config(self, typ: type[T] | None = None) -> T | Any:
         """Return the checkpoint's configuration; raise TypeError where it is not a `typ`."""
         hf_config = self.model_config.hf_config
@@ -92,7 +105,7 @@ class InputProcessingContext:
                 "leave it out",
                 param="mm_processor_kwargs",
             )
-        return merge_mm_kwargs(self.model_config.mm.mm_processor_kwargs, mm_kwargs)
+        return merge_mm_kwargs(self.get_mm_config().mm_processor_kwargs, mm_kwargs)
 
     def call_hf_processor(
         self,
@@ -100,9 +113,12 @@ class InputProcessingContext:
         data: Mapping[str, object],
         kwargs: Mapping[str, object],
     ) -> BatchFeature:
-        """Call an HF processor; whatever it raises becomes a RequestValueError."""
+        """Call an HF processor; whatever it raises becomes a RequestValueError.
+
+        Kwargs that it cannot take are dropped, with a warning.
+        """
         name = type(hf_processor).__name__
-        merged = self.merge_mm_kwargs(kwargs)
+        merged = _only_accepted(hf_processor, self.merge_mm_kwargs(kwargs))
         try:
             return hf_processor(**data, **merged, return_tensors="np")
         except RequestError:
@@ -113,6 +129,19 @@ class InputProcessingContext:
                 f"Failed to apply {name} on data={_describe(data)} with kwargs={merged}: {error}",
                 param="multi_modal_data",
             ) from error
+
+
+def _only_accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = signature(function).parameters.values()
+    if any(one.kind is Parameter.VAR_KEYWORD for one in parameters):
+        return dict(kwargs)
+    keywords = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    accepted = {one.name for one in parameters if one.kind in keywords}
+    dropped = kwargs.keys() - accepted
+    if dropped:
+        names = ", ".join(f"`{name}`" for name in sorted(dropped))
+        logger.warning("%s does not take %s: dropped", type(function).__name__, names)
+    return {key: value for key, value in kwargs.items() if key in accepted}
 
 
 def _describe(data: Mapping[str, object]) -> dict[str, str]:
@@ -185,12 +214,25 @@ class BaseProcessingInfo(ABC):
         return int(self.get_hf_config().get_text_config().vocab_size)
 
     def get_data_parser(self) -> MultiModalDataParser:
-        return MultiModalDataParser(limits=self.get_media_limits())
+        return MultiModalDataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
 
     def get_media_limits(self) -> MediaLimits:
         """Return what the operator has refused before work is done on it."""
-        mm = self.ctx.model_config.mm
+        mm = self.ctx.get_mm_config()
         return MediaLimits(max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels)
+
+    def get_expected_hidden_size(self) -> int | None:
+        """Return the width that embeddings must have; None: they are not taken, or any will do."""
+        if not self.takes_embeds:
+            return None
+        return getattr(self.get_hf_config().get_text_config(), "hidden_size", None)
+
+    @property
+    def takes_embeds(self) -> bool:
+        """Whether a prompt may hold embeddings in place of media."""
+        return self.ctx.get_mm_config().enable_mm_embeds
 
     @cached_property
     def supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -201,47 +243,58 @@ class BaseProcessingInfo(ABC):
         """The operator's limit for each supported modality, capped by what the model takes."""
         allowed = {}
         for modality, supported in self.supported_mm_limits.items():
-            limit = self.ctx.model_config.mm.limit(modality)
+            limit = self.ctx.get_mm_config().limit(modality)
             allowed[modality] = limit if supported is None else min(limit, supported)
         return allowed
 
     def validate_num_items(self, modality: str, num_items: int) -> None:
         """Refuse more items of a modality than are allowed in one prompt."""
-        if modality not in self.supported_mm_limits:
-            known = ", ".join(f"`{name}`" for name in self.supported_mm_limits) or "text only"
-            raise RequestValueError(
-                f"Unsupported modality: {modality}; this model takes {known}",
-                param="multi_modal_data",
-            )
-        limit = self.allowed_mm_limits[modality]
+        limit = self._get_limit(modality)
         if num_items <= limit:
             return
         supported = self.supported_mm_limits[modality]
         could_be_raised = supported is None or num_items <= supported
         hint = ", or set `--limit-mm-per-prompt` higher" if could_be_raised else ""
         raise RequestValueError(
-            f"At most {limit} {modality}(s) may be provided in one prompt, got {num_items}; "
+            f"At most {limit} {modality}(s) may be provided in one prompt. Got {num_items}; "
             f"send fewer{hint}",
             param="multi_modal_data",
         )
 
+    def _get_limit(self, modality: str) -> int:
+        if modality not in self.supported_mm_limits:
+            known = ", ".join(f"`{name}`" for name in self.supported_mm_limits) or "text only"
+            raise RequestValueError(
+                f"Unsupported modality: {modality}; this model takes {known}",
+                param="multi_modal_data",
+            )
+        return self.allowed_mm_limits[modality]
+
     def parse_mm_data(
         self, mm_data: MultiModalDataDict, *, validate: bool = True
     ) -> MultiModalDataItems:
-        """Parse the user's media; with `validate`, counts are held against the limits first."""
+        """Parse the user's media; with `validate`, hold them against what the operator allows."""
+        parser = self.get_data_parser()
         if validate:
             for modality, data in mm_data.items():
-                # A list of another modality may be one item: a video's frames.
-                if modality == "image" and isinstance(data, list | tuple):
-                    self.validate_num_items(modality, len(data))
-        mm_items = self.get_data_parser().parse_mm_data(mm_data)
-        for modality, items in mm_items.items():
-            if isinstance(items, EmbeddingItems):
+                if data is not None:
+                    self._get_limit(modality)
+                    num_items = parser.count_entries(modality, data)
+                    if num_items is not None:
+                        self.validate_num_items(modality, num_items)  # before any is read
+        mm_items = parser.parse_mm_data(mm_data)
+        if validate:
+            for modality, items in mm_items.items():
+                self._validate_items(modality, items)
+        return mm_items
+
+    def _validate_items(self, modality: str, items: ModalityDataItems) -> None:
+        if isinstance(items, EmbeddingItems | DictEmbeddingItems):
+            if not self.takes_embeds:
                 raise RequestValueError(
-                    f"`{modality}_embeds` are not accepted: this server does not have "
-                    f"`--enable-mm-embeds`; send the {modality} itself",
+                    f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
                     param="multi_modal_data",
                 )
-            if validate:
-                self.validate_num_items(modality, items.get_count())
-        return mm_items
+            if self.allowed_mm_limits.get(modality) == 0:
+                return  # a limit of 0 leaves the tower out, which embeddings do not need
+        self.validate_num_items(modality, items.get_count())

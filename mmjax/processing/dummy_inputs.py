@@ -1,7 +1,7 @@
 """The largest legal input of a model, made up: for memory planning, warm-up and dummy text."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +38,19 @@ class VideoDummyOptions(BaseDummyOptions):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AudioDummyOptions(BaseDummyOptions):
+    length: int | None = None
+    """In samples."""
+
+
+_OPTIONS: Mapping[str, Callable[..., BaseDummyOptions]] = {
+    "image": ImageDummyOptions,
+    "video": VideoDummyOptions,
+    "audio": AudioDummyOptions,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessorInputs:
     """What `BaseMultiModalProcessor.apply` takes."""
 
@@ -69,13 +82,24 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
         """Return the processor kwargs under which the items are largest."""
         return {}
 
+    def get_mm_options(self, modality: str) -> BaseDummyOptions:
+        """Return what the operator's `limit_mm_per_prompt` says of the largest item."""
+        mm = self.info.ctx.get_mm_config()
+        make = _OPTIONS.get(modality, BaseDummyOptions)
+        return make(count=mm.limit(modality), **mm.media_options(modality))
+
     def get_dummy_processor_inputs(
         self,
         seq_len: int,
         mm_counts: Mapping[str, int],
         mm_options: Mapping[str, BaseDummyOptions] | None = None,
     ) -> ProcessorInputs:
-        """Return prompt, items and kwargs for `BaseMultiModalProcessor.apply`."""
+        """Return prompt, items and kwargs for `BaseMultiModalProcessor.apply`.
+
+        `mm_options` stand for those of `limit_mm_per_prompt`.
+        """
+        if mm_options is None:
+            mm_options = {modality: self.get_mm_options(modality) for modality in mm_counts}
         return ProcessorInputs(
             prompt=self.get_dummy_text(mm_counts),
             mm_data=self.get_dummy_mm_data(seq_len, mm_counts, mm_options),
@@ -112,6 +136,14 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
         height = _shrink("height", size.height, overrides)
         num_frames = _shrink("num_frames", num_frames, overrides)
         return [np.full((num_frames, height, width, 3), 255, dtype=np.uint8)] * num_videos
+
+    def _get_dummy_audios(
+        self, *, length: int, num_audios: int, overrides: BaseDummyOptions | None = None
+    ) -> Sequence[np.ndarray]:
+        """Return one silence, `num_audios` times; overrides can only shrink it."""
+        if num_audios == 0:
+            return []
+        return [np.zeros(_shrink("length", length, overrides), dtype=np.float32)] * num_audios
 
 
 def _shrink(name: str, value: int, overrides: BaseDummyOptions | None) -> int:

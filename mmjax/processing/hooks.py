@@ -14,7 +14,7 @@ from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import EmbeddingItems, MultiModalDataItems
+from mmjax.processing.parse import DictEmbeddingItems, EmbeddingItems, MultiModalDataItems
 from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.prompt_matching import (
     MultiModalPromptUpdatesApplyResult,
@@ -63,6 +63,9 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         tok_kwargs: Mapping[str, object],
     ) -> BatchFeature:
         """Call the HF processor on text and media."""
+        if "audios" in mm_data:  # HF's name for all of them
+            mm_data = {**mm_data, "audio": mm_data["audios"]}
+            del mm_data["audios"]
         return self.info.ctx.call_hf_processor(
             self.info.get_hf_processor(), {"text": prompt, **mm_data}, {**mm_kwargs, **tok_kwargs}
         )
@@ -75,7 +78,8 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         tokenization_kwargs: Mapping[str, object],
     ) -> bool:
         """Whether the HF processor, given text and media together, updates the prompt itself."""
-        return not any(isinstance(items, EmbeddingItems) for items in mm_items.values())
+        kinds = EmbeddingItems | DictEmbeddingItems
+        return not any(isinstance(items, kinds) for items in mm_items.values())
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         """Do to a prompt of token ids what the HF processor does to any text (a family's hook)."""

@@ -12,57 +12,39 @@ the prompt itself. With a cache, or with token ids, the media go alone (with dum
 batch of the items that the cache lacks), and the updates are applied here.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
-
-from transformers import BatchFeature
 
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
-from mmjax.processing.commit import ProcessorCache, commit_items
+from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hasher import MultiModalHasher
-from mmjax.processing.hooks import InfoT, ProcessorHooks
+from mmjax.processing.hooks import InfoT
 from mmjax.processing.inputs import (
     MultiModalInputs,
+    MultiModalKwargsItem,
     MultiModalKwargsItems,
     argsort_mm_positions,
 )
+from mmjax.processing.item_processing import ItemProcessing, ProcessedPrompt
 from mmjax.processing.parse import (
-    ModalityDataItems,
     MultiModalDataDict,
     MultiModalDataItems,
     MultiModalUUIDDict,
     parse_mm_uuids,
     validate_mm_uuids,
 )
-from mmjax.processing.prepared import PreparedInputs, ProcessedItem, ProcessorCall
-from mmjax.processing.prompt_updates import (
-    MultiModalPromptUpdates,
-    PlaceholderFeaturesInfo,
-    ResolvedPromptUpdate,
-)
+from mmjax.processing.prepared import PreparedInputs, ProcessorCall
+from mmjax.processing.prompt_updates import PlaceholderFeaturesInfo
 from mmjax.processing.validation import (
-    validate_mm_kwargs,
     validate_mm_placeholders,
-    validate_mm_updates,
     validate_placeholder_counts,
     validate_prompt,
     validate_reserved_tokens,
 )
 
 
-class ProcessedPrompt(NamedTuple):
-    """A tokenized prompt, with what its items do to it."""
-
-    token_ids: list[int]
-    prompt_updates: MultiModalPromptUpdates
-    fresh: Mapping[str, ProcessedItem]
-    is_update_applied: bool
-    """Whether the HF processor has updated the prompt itself."""
-
-
-class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
+class BaseMultiModalProcessor(ItemProcessing[InfoT]):
     """Processes the requests of one model. One instance serves one thread at a time."""
 
     def __init__(
@@ -72,8 +54,7 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
         *,
         cache: ProcessorCache | None = None,
     ) -> None:
-        super().__init__(info, dummy_inputs)
-        self.cache = cache
+        super().__init__(info, dummy_inputs, cache=cache)
         self._hasher = MultiModalHasher(info.ctx.model_config.mm.mm_hasher_algorithm)
 
     def apply(
@@ -160,23 +141,11 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
         places = argsort_mm_positions(prepared.mm_placeholders)
         hashes = [prepared.mm_hashes[modality][index] for modality, index in places]
         if self.cache is None:
-            rows = [prepared.fresh[mm_hash][0] for mm_hash in hashes]
+            rows: list[MultiModalKwargsItem | None] = [prepared.fresh[h][0] for h in hashes]
         else:
-            rows = commit_items(self.cache, hashes, prepared.fresh)
-        by_place = dict(zip(places, rows, strict=True))
-        return MultiModalInputs(
-            prompt_token_ids=prepared.prompt_token_ids,
-            encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
-            mm_kwargs=MultiModalKwargsItems(
-                {
-                    modality: [by_place[modality, index] for index in range(len(hashes))]
-                    for modality, hashes in prepared.mm_hashes.items()
-                }
-            ),
-            mm_hashes=prepared.mm_hashes,
-            mm_placeholders=prepared.mm_placeholders,
-            prompt=prepared.prompt,
-        )
+            given = [prepared.fresh.get(mm_hash) for mm_hash in hashes]
+            rows = [item for item, _ in self.cache.get_and_update(given, hashes)]
+        return _to_inputs(prepared, dict(zip(places, rows, strict=True)))
 
     def rebuild(self, prepared: PreparedInputs, mm_hashes: Sequence[str]) -> PreparedInputs:
         """Make items fresh again, from their media; RequestError where only a uuid was given."""
@@ -223,102 +192,6 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
             ]
         return hashes
 
-    def _cached_apply_hf_processor(
-        self, prompt: str | list[int], call: ProcessorCall
-    ) -> ProcessedPrompt:
-        """Process what the cache lacks, in one batch; the rest have their updates there."""
-        cache = self.cache
-        if cache is None or any(items.get_passthrough_data() for items in call.mm_items.values()):
-            return self._apply_hf_processor(prompt, call)
-        known, missing = _look_up(cache, call.hashes)
-        mm_missing = self._select(call.mm_items, missing)
-        token_ids, hf_inputs, _ = self._apply_hf_processor_main(
-            prompt, call._replace(mm_items=mm_missing), enable_hf_prompt_update=False
-        )
-        fresh = self._to_fresh(
-            missing, self._split_into_items(mm_missing, hf_inputs, call.mm_kwargs)
-        )
-        known.update({mm_hash: alternatives for mm_hash, (_, alternatives) in fresh.items()})
-        updates = {
-            modality: [
-                [self._recompute_cached_prompt_update(update, index) for update in known[mm_hash]]
-                for index, mm_hash in enumerate(hashes)
-            ]
-            for modality, hashes in call.hashes.items()
-        }
-        return ProcessedPrompt(token_ids, updates, fresh, is_update_applied=False)
-
-    def _to_fresh(
-        self,
-        rows: Mapping[str, Mapping[str, int]],
-        processed: Mapping[str, Sequence[ProcessedItem]],
-    ) -> dict[str, ProcessedItem]:
-        """Return the processed items by hash; `rows` has them in the same order."""
-        return {
-            mm_hash: (item.own_arrays(), alternatives)
-            for modality, hashes in rows.items()
-            for mm_hash, (item, alternatives) in zip(hashes, processed[modality], strict=True)
-        }
-
-    def _select(
-        self, mm_items: MultiModalDataItems, rows: Mapping[str, Mapping[str, int]]
-    ) -> MultiModalDataItems:
-        """Return the items at `rows` (per modality: hash -> index), all of which must have data."""
-        for modality, indices in rows.items():
-            _check_data(modality, mm_items[modality], indices.values())
-        return MultiModalDataItems(
-            {
-                modality: mm_items[modality].select(list(indices.values()))
-                for modality, indices in rows.items()
-            }
-        )
-
-    def _apply_hf_processor(self, prompt: str | list[int], call: ProcessorCall) -> ProcessedPrompt:
-        """Process all items, without asking a cache."""
-        for modality, items in call.mm_items.items():
-            _check_data(modality, items, range(len(items)))
-        token_ids, hf_inputs, is_update_applied = self._apply_hf_processor_main(
-            prompt, call, enable_hf_prompt_update=True
-        )
-        processed = self._split_into_items(call.mm_items, hf_inputs, call.mm_kwargs)
-        fresh: dict[str, ProcessedItem] = {}
-        for modality, items in processed.items():
-            for mm_hash, (item, alternatives) in zip(call.hashes[modality], items, strict=True):
-                kept = item if self.cache is None else item.own_arrays()
-                fresh.setdefault(mm_hash, (kept, alternatives))
-        updates = {
-            modality: [alternatives for _, alternatives in items]
-            for modality, items in processed.items()
-        }
-        return ProcessedPrompt(token_ids, updates, fresh, is_update_applied)
-
-    def _split_into_items(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_inputs: Mapping[str, Any],
-        mm_kwargs: Mapping[str, object],
-    ) -> dict[str, list[ProcessedItem]]:
-        """Divide the HF processor's batch, and resolve each item's prompt updates."""
-        counts = {modality: n for modality, n in mm_items.get_all_counts().items() if n}
-        if not counts:
-            return {modality: [] for modality in mm_items}
-        features = BatchFeature(dict(hf_inputs))
-        kwargs = MultiModalKwargsItems.from_hf_inputs(
-            features, self._get_mm_fields_config(features, mm_kwargs)
-        )
-        validate_mm_kwargs(kwargs, counts)
-        unbound = self._get_prompt_updates(mm_items, mm_kwargs, kwargs)
-        updates = self._bind_and_group_updates(unbound, counts)
-        validate_mm_updates(updates, counts)
-        return {
-            modality: [
-                (item, alternatives)
-                for item, alternatives in zip(kwargs[modality], updates[modality], strict=True)
-                if item is not None
-            ]
-            for modality in counts
-        }
-
     def _maybe_apply_prompt_updates(
         self, mm_items: MultiModalDataItems, processed: ProcessedPrompt
     ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
@@ -332,7 +205,8 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
 
     def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:
         """Return the most embeddings of an item: as the model declares, or measured."""
-        counts = {modality: 1 for modality, n in self.info.allowed_mm_limits.items() if n}
+        allowed = self.info.allowed_mm_limits
+        counts = {m: 1 for m, limit in allowed.items() if limit or self.info.takes_embeds}
         declared = self.info.get_mm_max_tokens_per_item(seq_len, counts)
         if declared is not None:
             return {modality: declared[modality] for modality in counts}
@@ -341,43 +215,59 @@ class BaseMultiModalProcessor(ProcessorHooks[InfoT]):
     def measure_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        """Process the dummy inputs and count embeddings per item."""
+        """Process the dummy inputs, and count the embeddings of the largest item."""
+        if not mm_counts:
+            return {}
+        ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
+        return {
+            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
+            for modality, ranges in ranges_by_modality.items()
+        }
+
+    def get_dummy_mm_inputs(
+        self, mm_counts: Mapping[str, int], *, max_num_batched_tokens: int | None = None
+    ) -> MultiModalInputs:
+        """Return the largest input with these items, its prompt filled up with token 0.
+
+        As long as the model's longest prompt, or as one step of chunked prefill where
+        `max_num_batched_tokens` says how much that takes. Leaves the cache as it is.
+        """
+        seq_len = self.info.ctx.model_config.max_model_len
+        if max_num_batched_tokens is not None:
+            seq_len = min(seq_len, max_num_batched_tokens)
+        prepared = self._prepare_dummies(seq_len, mm_counts)
+        places = argsort_mm_positions(prepared.mm_placeholders)
+        # A white picture may be held from a request: dummies come with their tensors.
+        prepared = self.rebuild(prepared, [prepared.mm_hashes[m][index] for m, index in places])
+        prompt_token_ids = list(prepared.prompt_token_ids)
+        prompt_token_ids += [0] * (seq_len - len(prompt_token_ids))
+        return _to_inputs(
+            replace(prepared, prompt_token_ids=prompt_token_ids),
+            {(m, index): prepared.fresh[prepared.mm_hashes[m][index]][0] for m, index in places},
+        )
+
+    def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
         inputs = self.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
-        prepared = self.prepare(
+        return self.prepare(
             inputs.prompt,
             self.info.parse_mm_data(inputs.mm_data, validate=False),
             hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
         )
-        return {
-            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
-            for modality, ranges in prepared.mm_placeholders.items()
-        }
 
 
-def _look_up(
-    cache: ProcessorCache, hashes_by_modality: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, Sequence[ResolvedPromptUpdate]], dict[str, dict[str, int]]]:
-    """Return the held items' updates, and per modality the others: hash -> first index."""
-    known: dict[str, Sequence[ResolvedPromptUpdate]] = {}
-    missing: dict[str, dict[str, int]] = {}
-    for modality, hashes in hashes_by_modality.items():
-        for index, (mm_hash, is_held) in enumerate(
-            zip(hashes, cache.is_cached(hashes), strict=True)
-        ):
-            updates = cache.peek_prompt_updates(mm_hash) if is_held else None
-            if updates is None:
-                missing.setdefault(modality, {}).setdefault(mm_hash, index)
-            else:
-                known[mm_hash] = updates
-    return known, missing
-
-
-def _check_data(modality: str, items: ModalityDataItems, indices: Iterable[int]) -> None:
-    """Refuse items of which only a uuid was given."""
-    for index in indices:
-        if items.get_item_for_hash(index) is None:
-            raise RequestValueError(
-                f"Cache miss for {modality} at index {index} but data is not provided; "
-                "send the data with its uuid again",
-                param="multi_modal_data",
-            )
+def _to_inputs(
+    prepared: PreparedInputs, items: Mapping[tuple[str, int], MultiModalKwargsItem | None]
+) -> MultiModalInputs:
+    return MultiModalInputs(
+        prompt_token_ids=prepared.prompt_token_ids,
+        encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
+        mm_kwargs=MultiModalKwargsItems(
+            {
+                modality: [items[modality, index] for index in range(len(hashes))]
+                for modality, hashes in prepared.mm_hashes.items()
+            }
+        ),
+        mm_hashes=prepared.mm_hashes,
+        mm_placeholders=prepared.mm_placeholders,
+        prompt=prepared.prompt,
+    )

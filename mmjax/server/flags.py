@@ -17,7 +17,6 @@ from mmjax.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from mmjax.errors import ConfigError
 from mmjax.model_source import load_model_config
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -105,7 +104,7 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
         chat_template=flags.chat_template,
         seed=flags.seed,
         mm=MultiModalConfig(
-            limit_mm_per_prompt=_limits(flags.limit_mm_per_prompt),
+            limit_mm_per_prompt=flags.limit_mm_per_prompt,
             mm_processor_kwargs=flags.mm_processor_kwargs,
             mm_processor_cache_type=flags.mm_processor_cache_type,
             mm_processor_cache_gb=flags.mm_processor_cache_gb,
@@ -116,19 +115,6 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
             trust_request_mm_kwargs=flags.trust_request_mm_kwargs,
         ),
     )
-
-
-def _limits(raw: dict[str, Any]) -> dict[str, int]:
-    limits: dict[str, int] = {}
-    for modality, value in raw.items():
-        limit = value.get("count") if isinstance(value, dict) else value
-        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-            raise ConfigError(
-                f"`--limit-mm-per-prompt` gives {value!r} for `{modality}`; "
-                "give a number, as in '{\"image\": 4}'"
-            )
-        limits[modality] = limit
-    return limits
 
 
 def _build_parser() -> argparse.ArgumentParser:

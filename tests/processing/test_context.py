@@ -60,5 +60,5 @@ def test_dummy_images_repeat_one_object_and_only_shrink(caplog: pytest.LogCaptur
     assert isinstance(first, Image.Image)
     assert first.size == (5, 4)
     assert first.getpixel((0, 0)) == (255, 255, 255)
-    assert "dummy image height 99 is above the model's 4" in caplog.text
+    assert "dummy height 99 is above the model's 4" in caplog.text
     assert builder.get_dummy_mm_data(10, {"image": 0})["image"] == []

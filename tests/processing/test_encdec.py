@@ -20,7 +20,7 @@ class EncDec(EncDecMultiModalProcessor[Any], Processor):
     def create_encoder_prompt(self, prompt: Any, mm_items: Any) -> Any:
         return prompt
 
-    def _hf_processor_applies_updates(self, *args: Any) -> bool:
+    def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.processing import MultiModalInputs, PreparedInputs
+from mmjax.processing.commit import commit_items
 from tests.kit import draw
 from tests.processing.test_processor import SOFT, Processor, ids, make
 
@@ -40,6 +41,10 @@ class RecordingCache:
         if self.can_store:
             self.items[mm_hash] = mm_item
         return mm_item
+
+    def get_and_update(self, mm_items: Any, mm_hashes: Any) -> Any:
+        fresh = {h: item for h, item in zip(mm_hashes, mm_items, strict=True) if item is not None}
+        return [(item, []) for item in commit_items(self, mm_hashes, fresh)]
 
 
 def prepare(processor: Processor, names: str, *, without_data: str = "") -> PreparedInputs:

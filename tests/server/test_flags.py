@@ -16,7 +16,8 @@ from mmjax.server.flags import (
 ACCEPTED = (
     "--host h --port 1 --api-key a b --served-model-name n --dtype float32 --max-model-len 64 "
     "--max-num-seqs 2 --max-num-batched-tokens 128 --max-num-queued-reqs 3 "
-    "--mm-processor-cache-gb 0.5 --mm-hasher-algorithm sha256 --block-size 16 "
+    "--mm-processor-cache-gb 0.5 --mm-processor-cache-type shm "
+    "--mm-shm-cache-max-object-size-mb 32 --mm-hasher-algorithm sha256 --block-size 16 "
     "--kv-cache-memory-bytes 1000000 --revision main --seed 7 --root-path /api "
     "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs "
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
@@ -43,9 +44,14 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.model.architecture == "Gemma3ForConditionalGeneration"
     assert (config.model.max_model_len, config.model.dtype, config.model.seed) == (64, "float32", 7)
     assert config.model.chat_template == "{{ 1 }}"
-    assert config.model.mm.limit_mm_per_prompt == {"image": 2, "video": 0}
+    assert config.model.mm.limit("image") == 2
+    assert config.model.mm.media_options("image") == {"width": 64}
+    assert config.model.mm.limit("video") == 0
     assert config.model.mm.mm_processor_kwargs == {"do_pan_and_scan": True}
     assert config.model.mm.mm_hasher_algorithm == "sha256"
+    assert config.model.mm.mm_processor_cache_type == "shm"
+    assert config.model.mm.mm_processor_cache_gb == 0.5
+    assert config.model.mm.mm_shm_cache_max_object_size_mb == 32
     assert config.model.mm.trust_request_mm_kwargs
     assert (config.model.mm.max_image_pixels, config.model.mm.max_image_bytes) == (9, 8)
     assert (config.cache.block_size, config.cache.kv_cache_memory_bytes) == (16, 1_000_000)
@@ -85,6 +91,8 @@ def test_the_model_may_be_a_flag() -> None:
         (["--limit-mm-per-prompt", "{"], "--limit-mm-per-prompt"),
         (["--allowed-origins", "*"], "--allowed-origins"),
         (["--dtype", "int4"], "--dtype"),
+        (["--mm-processor-cache-type", "disk"], "--mm-processor-cache-type"),
+        (["--mm-shm-cache-max-object-size-mb", "0"], "below 1"),
         (["--max-num", "3"], "unknown argument"),
     ],
 )
@@ -111,6 +119,12 @@ def test_help_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_flags(["--help"])
     assert "--limit-mm-per-prompt" in capsys.readouterr().out
+
+
+def test_a_setting_of_another_cache_is_refused(tiny_gemma3: Path) -> None:
+    flags = parse_flags([str(tiny_gemma3), "--mm-shm-cache-max-object-size-mb", "32"])
+    with pytest.raises(ConfigError, match="set it to shm"):
+        to_engine_config(flags)
 
 
 def test_limits_must_be_numbers(tiny_gemma3: Path) -> None:

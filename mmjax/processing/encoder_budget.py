@@ -1,0 +1,105 @@
+"""How many embeddings the encoder may compute in a step and keep, and how many items that is.
+
+Counts embeddings, not tokens: marks around a picture's embeddings cost the encoder nothing.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmjax.config import CacheConfig, SchedulerConfig
+from mmjax.errors import ConfigError
+from mmjax.logger import get_logger
+from mmjax.processing.processor import BaseMultiModalProcessor
+
+logger = get_logger(__name__)
+
+
+def compute_mm_encoder_budget(
+    scheduler_config: SchedulerConfig,
+    mm_max_toks_per_item: Mapping[str, int],
+    *,
+    encoder_cache_size: int | None = None,
+    disable_chunked_mm_input: bool = False,
+) -> tuple[int, int]:
+    """Return (embeddings that one step may compute, embeddings that are kept).
+
+    Each has room for the largest item. Both are `max_num_batched_tokens` unless the operator says
+    otherwise.
+
+    Args:
+        scheduler_config: How much work a step may hold.
+        mm_max_toks_per_item: Per modality, the embeddings of its largest item.
+        encoder_cache_size: As the operator sets it.
+        disable_chunked_mm_input: Whether an item's tokens go in one step, as attention in both
+            directions over a picture demands.
+    """
+    if not mm_max_toks_per_item:
+        logger.warning("no modality needs an encoder: its budget and its cache are 0")
+        return 0, 0
+    max_tokens = scheduler_config.max_num_batched_tokens
+    modality, largest = max(mm_max_toks_per_item.items(), key=lambda item: (item[1], item[0]))
+    if disable_chunked_mm_input and largest > max_tokens:
+        raise ConfigError(
+            f"one {modality} takes {largest} tokens, which must go in one step, but "
+            f"`max_num_batched_tokens` is {max_tokens}; set it to {largest} or more"
+        )
+    compute = scheduler_config.max_num_encoder_input_tokens
+    return (
+        max(max_tokens if compute is None else compute, largest),
+        max(max_tokens if encoder_cache_size is None else encoder_cache_size, largest),
+    )
+
+
+class MultiModalBudget:
+    """The encoder's budget for one model, and the items that a prompt and a step may hold."""
+
+    def __init__(
+        self,
+        processor: BaseMultiModalProcessor[Any],
+        scheduler_config: SchedulerConfig,
+        cache_config: CacheConfig | None = None,
+        *,
+        enable_chunked_prefill: bool = True,
+        disable_chunked_mm_input: bool = False,
+    ) -> None:
+        info = processor.info
+        self.max_model_len = info.ctx.model_config.max_model_len
+        self.mm_limits = info.allowed_mm_limits
+        self._scheduler_config = scheduler_config
+        self._enable_chunked_prefill = enable_chunked_prefill
+        seq_len = self.max_model_len
+        if enable_chunked_prefill:
+            seq_len = min(seq_len, scheduler_config.max_num_batched_tokens)
+        # With embeddings alone (a limit of 0), a modality fills the cache and runs no tower.
+        all_tokens = processor.get_mm_max_tokens_per_item(seq_len)
+        self.mm_max_toks_per_item = {m: n for m, n in all_tokens.items() if self.mm_limits[m]}
+        """Per modality that a tower encodes, the embeddings of its largest item."""
+        self.encoder_compute_budget, self.encoder_cache_size = compute_mm_encoder_budget(
+            scheduler_config,
+            all_tokens,
+            encoder_cache_size=None if cache_config is None else cache_config.encoder_cache_size,
+            disable_chunked_mm_input=disable_chunked_mm_input,
+        )
+        items = {m: self._get_max_items(m, n) for m, n in self.mm_max_toks_per_item.items()}
+        self.mm_max_items_per_prompt = {m: per_prompt for m, (per_prompt, _) in items.items()}
+        self.mm_max_items_per_batch = {m: per_batch for m, (_, per_batch) in items.items()}
+
+    def get_encoder_budget(self) -> int:
+        """Return the embeddings that one step may compute and keep."""
+        return min(self.encoder_compute_budget, self.encoder_cache_size)
+
+    def get_modality_with_max_tokens(self) -> str:
+        """Return the modality with the largest item; of several, the last by name."""
+        return max(self.mm_max_toks_per_item.items(), key=lambda item: (item[1], item[0]))[0]
+
+    def _get_max_items(self, modality: str, max_toks: int) -> tuple[int, int]:
+        """Return how many largest items fit one prompt, and one step of the encoder."""
+        budget = self.get_encoder_budget()
+        if max_toks == 0 or budget == 0:
+            return 0, 0
+        per_prompt = max(1, min(self.mm_limits[modality], self.max_model_len // max_toks))
+        max_num_reqs = self._scheduler_config.max_num_seqs
+        if not self._enable_chunked_prefill:
+            max_tokens = self._scheduler_config.max_num_batched_tokens
+            max_num_reqs = min(max_num_reqs, max_tokens // max_toks)
+        return per_prompt, max(1, min(budget // max_toks, max_num_reqs * per_prompt))
