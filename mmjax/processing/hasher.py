@@ -30,6 +30,9 @@ _MAX_SMALL_CHUNKS = 4096
 
 _NONE, _SEQUENCE, _MAPPING, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
 
+_SCALARS = frozenset((str, bytes, bool, int, float))
+"""Told apart first: most values are of these very types."""
+
 
 class _Hash(Protocol):
     def update(self, data: Chunk, /) -> Any: ...
@@ -46,6 +49,47 @@ _ALGORITHMS: Mapping[str, Callable[..., _Hash]] = {
 }
 
 
+class _Stream:
+    """The stream as it is."""
+
+    def __init__(self) -> None:
+        self.chunks: list[Chunk] = []
+
+    def write(self, data: Chunk) -> None:
+        """Add a frame: the length of `data`, and `data`."""
+        self.chunks.append(len(data).to_bytes(8, "little"))
+        self.chunks.append(data)
+
+
+class _HashedStream(_Stream):
+    """The stream on its way into a hash; holds no more than its small chunks."""
+
+    def __init__(self, new_hash: Callable[..., _Hash]) -> None:
+        super().__init__()
+        self._new_hash = new_hash
+        self._total: _Hash | None = None
+
+    def write(self, data: Chunk) -> None:
+        """Add a frame; a large chunk by its digest, at once."""
+        size = len(data)
+        self.chunks.append(size.to_bytes(8, "little"))
+        self.chunks.append(data if size < LARGE_CHUNK else self._new_hash(data).digest())
+        if len(self.chunks) >= _MAX_SMALL_CHUNKS:
+            self._flush()
+
+    def hexdigest(self) -> str:
+        return self._flush().hexdigest()
+
+    def _flush(self) -> _Hash:
+        data = b"".join(self.chunks)
+        self.chunks.clear()
+        if self._total is None:
+            self._total = self._new_hash(data)
+        else:
+            self._total.update(data)
+        return self._total
+
+
 class MultiModalHasher:
     """Hashes keyword arguments of the types that items and processor kwargs are made of."""
 
@@ -58,21 +102,15 @@ class MultiModalHasher:
 
     def hash_kwargs(self, **kwargs: object) -> str:
         """Return the hex digest; the order of the arguments does not matter, a dict's does."""
-        total = self._new_hash()
-        small: list[Chunk] = []
+        stream = _HashedStream(self._new_hash)
         try:
             for key in sorted(kwargs):
-                for chunk in self.iter_item_to_bytes(key, kwargs[key]):
-                    small.append(chunk if len(chunk) < LARGE_CHUNK else self.digest_bytes(chunk))
-                    if len(small) >= _MAX_SMALL_CHUNKS:
-                        total.update(b"".join(small))
-                        small.clear()
+                self._write_item(stream, key, kwargs[key])
         except RecursionError as error:
             raise RequestValueError(
                 "cannot hash a value that is nested this deep, or that holds itself; flatten it"
             ) from error
-        total.update(b"".join(small))
-        return total.hexdigest()
+        return stream.hexdigest()
 
     def digest_bytes(self, data: Chunk) -> bytes:
         """Return the digest of `data` alone, without tag or frame."""
@@ -85,35 +123,24 @@ class MultiModalHasher:
 
     @classmethod
     def iter_item_to_bytes(cls, key: str, obj: object) -> Iterator[Chunk]:
-        """Yield the stream of one named value."""
-        yield from _leaf("str", _encode(key))
-        yield from cls.iter_value_to_bytes(obj)
+        """Yield the stream of one named value; large payloads as views."""
+        stream = _Stream()
+        cls._write_item(stream, key, obj)
+        return iter(stream.chunks)
 
     @classmethod
     def iter_value_to_bytes(cls, obj: object) -> Iterator[Chunk]:
         """Yield the stream of one value: scalar, bytes, array, image, sequence or mapping."""
-        if obj is None:
-            yield from _frame(_NONE)
-        elif isinstance(obj, list | tuple):
-            yield from _frame(_SEQUENCE + len(obj).to_bytes(8, "little"))
-            for value in obj:
-                yield from cls.iter_value_to_bytes(value)
-        elif isinstance(obj, Mapping):
-            yield from cls._iter_mapping(obj)
-        elif isinstance(obj, EncodedImage):
-            yield from cls._iter_media(obj.decode())
-        elif isinstance(obj, MediaWithBytes):
-            yield from cls._iter_media(obj)
-        elif isinstance(obj, Image.Image):
-            yield from cls._iter_image(obj)
-        elif is_array_like(obj):
-            yield from cls._iter_array(obj)
-        else:
-            yield from _iter_scalar(obj)
+        stream = _Stream()
+        cls._write_value(stream, obj)
+        return iter(stream.chunks)
 
     @classmethod
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:
         """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
+        # No file holds such an object: it can only stand in a table that was asked for before.
+        if getattr(image, "_exif", image) is None:
+            return None
         try:
             image_id = image.getexif().get(ExifTags.Base.ImageID)
         except Exception:
@@ -121,37 +148,66 @@ class MultiModalHasher:
         return image_id if isinstance(image_id, uuid.UUID) else None
 
     @classmethod
-    def _iter_mapping(cls, obj: Mapping[Any, Any]) -> Iterator[Chunk]:
-        yield from _frame(_MAPPING + len(obj).to_bytes(8, "little"))
+    def _write_item(cls, stream: _Stream, key: str, obj: object) -> None:
+        stream.write(_LEAF + b"str")
+        stream.write(_encode(key))
+        cls._write_value(stream, obj)
+
+    @classmethod
+    def _write_value(cls, stream: _Stream, obj: object) -> None:
+        if obj is None:
+            stream.write(_NONE)
+        elif type(obj) in _SCALARS:
+            _write_scalar(stream, obj)
+        elif isinstance(obj, list | tuple):
+            stream.write(_SEQUENCE + len(obj).to_bytes(8, "little"))
+            for value in obj:
+                cls._write_value(stream, value)
+        elif isinstance(obj, MediaWithBytes):
+            cls._write_media(stream, obj)
+        elif isinstance(obj, EncodedImage):
+            cls._write_media(stream, obj.decode())
+        elif isinstance(obj, Mapping):
+            cls._write_mapping(stream, obj)
+        elif isinstance(obj, Image.Image):
+            cls._write_image(stream, obj)
+        elif is_array_like(obj):
+            _write_array(stream, obj)
+        else:
+            _write_scalar(stream, obj)
+
+    @classmethod
+    def _write_mapping(cls, stream: _Stream, obj: Mapping[Any, Any]) -> None:
+        stream.write(_MAPPING + len(obj).to_bytes(8, "little"))
         for key, value in obj.items():
             if not isinstance(key, str):
                 raise RequestTypeError(
                     f"cannot hash a mapping with the key {key!r}; keys must be str"
                 )
-            yield from cls.iter_item_to_bytes(key, value)
+            cls._write_item(stream, key, value)
 
     @classmethod
-    def _iter_media(cls, obj: MediaWithBytes) -> Iterator[Chunk]:
+    def _write_media(cls, stream: _Stream, obj: MediaWithBytes) -> None:
         if isinstance(obj.media, Image.Image):
             image_id = cls.get_image_id(obj.media)
             if image_id is not None:
-                yield from _leaf("bytes", image_id.bytes)
+                cls._write_value(stream, image_id.bytes)
                 return
         elif is_array_like(obj.media) and as_numpy(obj.media).nbytes < len(obj.original_bytes):
             # Decoded frames may be fewer than the file holds: they are then the content.
-            yield from cls._iter_array(obj.media)
+            _write_array(stream, obj.media)
             return
         if obj.io_config is None:
-            yield from cls.iter_item_to_bytes("image", obj.original_bytes)
+            cls._write_item(stream, "image", obj.original_bytes)
         else:
             parts = {"io_config": obj.io_config, "data": obj.original_bytes}
-            yield from cls.iter_item_to_bytes("image", parts)
+            cls._write_item(stream, "image", parts)
 
     @classmethod
-    def _iter_image(cls, image: Image.Image) -> Iterator[Chunk]:
+    def _write_image(cls, stream: _Stream, image: Image.Image) -> None:
         image_id = cls.get_image_id(image)
         if image_id is not None:
-            yield from _leaf("bytes", image_id.bytes)
+            cls._write_value(stream, image_id.bytes)
             return
         # Pixels first: a palette is settled only when they are loaded.
         parts: dict[str, object] = {"mode": image.mode, "data": np.asarray(image)}
@@ -161,17 +217,7 @@ class MultiModalHasher:
             parts["palette_rawmode"] = image.palette.rawmode
         if "transparency" in image.info:
             parts["transparency"] = image.info["transparency"]
-        yield from cls.iter_item_to_bytes("image", parts)
-
-    @classmethod
-    def _iter_array(cls, obj: Any) -> Iterator[Chunk]:
-        array = _to_plain_array(obj)
-        yield from _frame(_LEAF + b"ndarray")
-        yield from cls.iter_value_to_bytes(
-            [str(array.dtype), array.dtype.byteorder, list(array.shape)]
-        )
-        # A view where the array is contiguous, however large it is.
-        yield from _frame(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        cls._write_item(stream, "image", parts)
 
 
 class ContentHasher(MultiModalHasher):
@@ -181,6 +227,15 @@ class ContentHasher(MultiModalHasher):
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:
         """Return None."""
         return None
+
+
+def _write_array(stream: _Stream, obj: Any) -> None:
+    array = _to_plain_array(obj)
+    stream.write(_LEAF + b"ndarray")
+    facts = [str(array.dtype), array.dtype.byteorder, list(array.shape)]
+    MultiModalHasher._write_value(stream, facts)
+    # A view where the array is contiguous, however large it is.
+    stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _to_plain_array(obj: Any) -> np.ndarray:
@@ -200,30 +255,27 @@ def _to_plain_array(obj: Any) -> np.ndarray:
     return array
 
 
-def _frame(data: Chunk) -> Iterator[Chunk]:
-    yield len(data).to_bytes(8, "little")
-    yield data
+def _write_scalar(stream: _Stream, obj: object) -> None:
+    kind, data = _scalar_bytes(obj)
+    stream.write(_LEAF + kind)
+    stream.write(data)
 
 
-def _leaf(kind: str, data: Chunk) -> Iterator[Chunk]:
-    yield from _frame(_LEAF + kind.encode())
-    yield from _frame(data)
-
-
-def _iter_scalar(obj: object) -> Iterator[Chunk]:
+def _scalar_bytes(obj: object) -> tuple[bytes, Chunk]:
+    """Return a leaf's tag, and its bytes."""
     if isinstance(obj, str):
-        return _leaf("str", _encode(obj))
+        return b"str", _encode(obj)
     if isinstance(obj, bytes):
-        return _leaf("bytes", obj)
+        return b"bytes", obj
     if isinstance(obj, bytearray | memoryview):
-        return _leaf("bytes", _raw_bytes(memoryview(obj)))
+        return b"bytes", _raw_bytes(memoryview(obj))
     if isinstance(obj, bool):
-        return _leaf("bool", b"\x01" if obj else b"\x00")
+        return b"bool", b"\x01" if obj else b"\x00"
     if isinstance(obj, int):
         size = max(8, obj.bit_length() // 8 + 1)
-        return _leaf("int", obj.to_bytes(size, "little", signed=True))
+        return b"int", obj.to_bytes(size, "little", signed=True)
     if isinstance(obj, float):
-        return _leaf("float", struct.pack("<d", obj))
+        return b"float", struct.pack("<d", obj)
     raise RequestTypeError(
         f"cannot hash a value of type `{type(obj).__name__}`; "
         "give numbers, text, bytes, arrays, images, or lists and dicts of them"

@@ -30,18 +30,21 @@ class _Factors(NamedTuple):
     """A digest of them; empty for none."""
 
 
+_NO_FACTORS = _Factors({}, "")
+
+
 class _Entry(NamedTuple):
     """One item of a request."""
 
     modality: str
-    index: int
+    place: int
     item: Any
     """None: only its uuid was given."""
     uuid: str | None
     factors: _Factors
 
     def name(self, request_id: str) -> str:
-        return f"{request_id}-{self.modality}-{self.index}"
+        return f"{request_id}-{self.modality}-{self.place}"
 
 
 class ItemHasher:
@@ -109,9 +112,9 @@ class ItemHasher:
         return entries
 
     def _to_factors(self, modality: str, mm_kwargs: Mapping[str, object]) -> _Factors:
-        scoped = scope_mm_kwargs(modality, mm_kwargs)
+        scoped = scope_mm_kwargs(modality, mm_kwargs) if mm_kwargs else None
         if not scoped:
-            return _Factors({}, "")
+            return _NO_FACTORS
         kwargs = {"mm_processor_kwargs": scoped}
         with _at("mm_processor_kwargs"):
             return _Factors(kwargs, self._hasher.hash_kwargs(**kwargs))
@@ -139,7 +142,7 @@ class ItemHasher:
         claims: list[MediaClaim] = []
         for entry in entries:
             if entry.uuid is not None:
-                check_media_id(entry.uuid, entry.modality, entry.index)
+                check_media_id(entry.uuid, entry.modality, entry.place)
             if entry.item is None:
                 hashes.append(None)
             elif entry.uuid is None and request_id is not None:
@@ -148,7 +151,7 @@ class ItemHasher:
                 digest = self._digest_encoded(entry.item)
                 if entry.uuid is not None:
                     digest = digest or self._digest_decoded(entry)
-                    claims.append(MediaClaim(entry.modality, entry.index, entry.uuid, digest))
+                    claims.append(MediaClaim(entry.modality, entry.place, entry.uuid, digest))
                 hashes.append(self._hash_content(entry, digest, is_trusted=False))
         self._media_ids.bind(domain, claims)
         # Last: an id may stand beside its content in the same request.
@@ -158,14 +161,14 @@ class ItemHasher:
         ]
 
     def _look_up(self, entry: _Entry, domain: str) -> str:
-        modality, index, _, uuid, factors = entry
+        modality, place, _, uuid, factors = entry
         digest = self._media_ids.find(domain, modality, uuid or "")
         mm_hash = None
         if digest is not None:
             mm_hash = self._known.get((modality, digest, factors.key, False))
         if mm_hash is None:
             raise RequestValueError(
-                f"Cache miss for {modality} at index {index} but data is not provided; "
+                f"Cache miss for {modality} at index {place} but data is not provided; "
                 "send the data with its uuid again",
                 param="multi_modal_data" if uuid is None else param_of(uuid),
             )
@@ -180,7 +183,7 @@ class ItemHasher:
         return None
 
     def _digest_decoded(self, entry: _Entry) -> bytes:
-        with _at(f"multi_modal_data.{entry.modality}[{entry.index}]"):
+        with _at(f"multi_modal_data.{entry.modality}[{entry.place}]"):
             return bytes.fromhex(self._content_hasher.hash_kwargs(item=entry.item))
 
     def _hash_content(self, entry: _Entry, digest: bytes | None, *, is_trusted: bool) -> str:
@@ -189,7 +192,7 @@ class ItemHasher:
         if known is not None:
             return known
         hasher = self._hasher if is_trusted else self._content_hasher
-        with _at(f"multi_modal_data.{entry.modality}[{entry.index}]"):
+        with _at(f"multi_modal_data.{entry.modality}[{entry.place}]"):
             mm_hash = hasher.hash_kwargs(
                 model_id=self.model_id, **{entry.modality: entry.item}, **entry.factors.kwargs
             )

@@ -53,7 +53,7 @@ class MediaClaim(NamedTuple):
     """That `uuid` means the item with this content."""
 
     modality: str
-    index: int
+    place: int
     uuid: str
     content: bytes
     """The content's digest, whatever the item is processed with."""
@@ -79,7 +79,7 @@ class MediaIds:
                 known = bound.get(key) or self._contents.get(key)
                 if known is not None and known != claim.content:
                     raise MediaIdConflictError(
-                        f"the uuid {str(claim.uuid)!r} of {claim.modality} {claim.index} came "
+                        f"the uuid {str(claim.uuid)!r} of {claim.modality} {claim.place} came "
                         "with another content before; give other content another uuid",
                         param=param_of(claim.uuid),
                     )
