@@ -1,0 +1,148 @@
+"""Files of shared memory: where they lie, that they are ours alone, that none is left behind.
+
+A writer holds its file's lock as long as it lives: unlike its process id, nobody else's can be
+mistaken for it, not even between containers that share the memory.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from mmjax.errors import ConfigError
+from mmjax.logger import get_logger
+
+logger = get_logger(__name__)
+
+_SUFFIX = ".ring"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+def new_segment_name() -> str:
+    """Return a name that no other segment has."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def remove_leftovers(directory: Path) -> list[Path]:
+    """Remove files whose writer is dead, and return their paths."""
+    removed = []
+    for path in directory.glob(f"*{_SUFFIX}"):
+        with suppress(OSError), _locked(path, os.O_RDWR, is_waiting=False):
+            path.unlink()
+            removed.append(path)
+    if removed:
+        logger.info("removed %d files of shared memory that dead processes left", len(removed))
+    return removed
+
+
+@contextmanager
+def _locked(path: Path, flags: int, *, is_waiting: bool) -> Iterator[None]:
+    """Hold the lock of a file or directory; OSError where another has it and we do not wait."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if is_waiting else fcntl.LOCK_NB))
+        yield
+    finally:
+        os.close(fd)
+
+
+def create_file(name: str, size: int, directory: Path | None = None) -> tuple[Path, int]:
+    """Make a sparse file that only this user can open; return it locked, with its descriptor.
+
+    What dead processes left in the directory goes. None: a private one in shared memory.
+    """
+    directory = _find_directory() if directory is None else directory
+    _check_private(directory, directory.lstat())
+    path = directory / _file_name(name)
+    try:
+        # Nobody may take the new file for a leftover before it has its lock.
+        with _locked(directory, os.O_RDONLY, is_waiting=True):
+            remove_leftovers(directory)
+            return path, _create_locked(path, size)
+    except OSError as error:
+        raise ConfigError(
+            f"the processor cache's shared memory `{path}` cannot be made: {error.strerror}; "
+            "choose another `mm_shm_name`, or `--mm-processor-cache-type lru`"
+        ) from error
+
+
+def open_file(name: str, directory: Path | None = None) -> tuple[Path, int]:
+    """Return a file that another process made, and a descriptor."""
+    directories = _candidate_directories() if directory is None else [directory]
+    paths = [one / _file_name(name) for one in directories]
+    path = next((one for one in paths if one.exists()), None)
+    if path is None:
+        raise ConfigError(
+            f"the processor cache's shared memory `{name}` is not there; P0 makes it before it "
+            "starts P1, and P1 gets its name as `mm_shm_name`"
+        )
+    _check_private(path.parent, path.parent.lstat())
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _check_private(path, os.fstat(fd))
+    except ConfigError:
+        os.close(fd)
+        raise
+    return path, fd
+
+
+def remove_file(path: Path, fd: int, pid: int) -> None:
+    """Unlink what process `pid` made, and close its descriptor."""
+    # A forked child ends with the finalizers of its parent, whose file it must leave alone.
+    if pid == os.getpid():
+        with suppress(OSError):
+            path.unlink()
+    os.close(fd)
+
+
+def _create_locked(path: Path, size: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+    except BaseException:
+        remove_file(path, fd, os.getpid())
+        raise
+    return fd
+
+
+def _file_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"`mm_shm_name` is {name!r}; give up to 128 letters, digits, `.`, `_` and `-`"
+        )
+    return name + _SUFFIX
+
+
+def _candidate_directories() -> list[Path]:
+    roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return [root / f"mmjax-{os.geteuid()}" for root in roots]
+
+
+def _find_directory() -> Path:
+    """Return the first directory that is ours alone, made where it is not there."""
+    reasons = []
+    for directory in _candidate_directories():
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _check_private(directory, directory.lstat())
+            return directory
+        except (OSError, ConfigError) as error:
+            reasons.append(str(error))
+    raise ConfigError(f"no directory for shared memory: {'; '.join(reasons)}")
+
+
+def _check_private(path: Path, status: os.stat_result) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    is_plain = stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode)
+    if not is_plain or status.st_uid != os.geteuid() or mode & 0o077:
+        raise ConfigError(
+            f"`{path}` belongs to user {status.st_uid} with mode {mode:o}; it must be plain, and "
+            f"belong to {os.geteuid()} alone: remove it, or change its mode"
+        )

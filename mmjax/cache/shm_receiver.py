@@ -1,0 +1,164 @@
+"""P1's half of a processor cache in shared memory: reads items where P0 wrote them.
+
+An item's arrays are read-only views. When the last view of them is gone, whoever held it, the
+object is given back to P0.
+"""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mmjax.cache.processor_cache import BaseMultiModalReceiverCache
+from mmjax.cache.shm_handle import Handle, ShmHandleError, is_handle, open_handle
+from mmjax.cache.shm_layout import view_item
+from mmjax.cache.shm_segment import Segment
+from mmjax.errors import MultiModalCacheMissError
+from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+
+MIN_NUM_READINGS = 1024
+"""So many records of objects that may be gone by now are kept before any is dropped."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What this reader did with one object."""
+
+    address: int
+    size: int
+    num_released: int = 0
+    num_open: int = 0
+    num_first: int = 0
+    """The handles 1 to this one came."""
+    later: set[int] = field(default_factory=set)
+    """Numbers of handles that came before one of a smaller number."""
+
+    def take(self, lease_number: int) -> bool:
+        """Note a handle; False where it came before: it is given back once only."""
+        if lease_number <= self.num_first or lease_number in self.later:
+            return False
+        self.later.add(lease_number)
+        while self.num_first + 1 in self.later:
+            self.num_first += 1
+            self.later.discard(self.num_first)
+        self.num_open += 1
+        return True
+
+
+class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
+    """Puts views of shared memory in the place of handles. The only reader."""
+
+    def __init__(self, name: str, *, directory: Path | None = None) -> None:
+        """Attach the segment that P0 made.
+
+        Args:
+            name: `ShmObjectStoreSenderCache.name`.
+            directory: As P0 has it.
+        """
+        self._segment = Segment.attach(name, directory)
+        self._key = self._segment.key
+        self._epoch = self._segment.epoch
+        self._readings: dict[int, _Reading] = {}
+        self._max_num_readings = MIN_NUM_READINGS
+        self._lock = threading.Lock()
+        self._given_back: deque[int] = deque()
+        self._is_closed = False
+
+    def get_and_update_features(
+        self, features: Sequence[MultiModalFeatureSpec]
+    ) -> list[MultiModalFeatureSpec]:
+        """Put tensors in the place of handles; what has tensors, keeps them.
+
+        A feature without either has those of an earlier one with the same hash. ShmHandleError
+        where P0 did not sign a handle. MultiModalCacheMissError names the items whose objects are
+        gone; the other features are filled in by then.
+        """
+        found: dict[str, MultiModalKwargsItem] = {}
+        missing: dict[str, None] = {}
+        forgery: ShmHandleError | None = None
+        for feature in features:
+            key = feature.mm_hash or feature.identifier
+            if feature.data is None:
+                feature.data = found.get(key)
+            elif is_handle(feature.data):
+                try:
+                    feature.data = self._read(feature.data)
+                except ShmHandleError as error:
+                    # The others are taken all the same, so that they will be given back.
+                    feature.data, forgery = None, forgery or error
+            if feature.data is None:
+                missing[key] = None
+            else:
+                found[key] = feature.data
+        if forgery is not None:
+            raise forgery
+        if missing:
+            raise MultiModalCacheMissError(list(missing))
+        return list(features)
+
+    def clear_cache(self) -> None:
+        """Do nothing: P0 decides what is held."""
+
+    def close(self) -> None:
+        """Detach; views that are left stay readable. Idempotent."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._segment.close()
+
+    def _read(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem | None:
+        """Return views of an object; None where it is gone, or this very handle came before."""
+        handle = open_handle(item, self._key)
+        with self._lock:
+            root = self._lease(handle)
+        self._note_given_back()
+        return None if root is None else view_item(handle.layout, root)
+
+    def _lease(self, handle: Handle) -> np.ndarray | None:
+        """Return an object's bytes, to be given back when the last view of them is gone."""
+        address, object_id, size = handle.address, handle.object_id, handle.size
+        if self._is_closed or handle.epoch != self._epoch:
+            return None
+        if not self._segment.holds(address, object_id, size):
+            return None
+        reading = self._readings.setdefault(object_id, _Reading(address, size))
+        if not reading.take(handle.lease_number):
+            return None
+        root = np.frombuffer(self._segment.data[address : address + size], np.uint8)
+        weakref.finalize(root, self._give_back, object_id).atexit = False
+        if len(self._readings) > self._max_num_readings:
+            self._drop_readings()
+        return root
+
+    def _drop_readings(self) -> None:
+        for object_id, reading in list(self._readings.items()):
+            is_held = self._segment.holds(reading.address, object_id, reading.size)
+            if not is_held and not reading.num_open:
+                del self._readings[object_id]
+        self._max_num_readings = max(MIN_NUM_READINGS, 2 * len(self._readings))
+
+    def _give_back(self, object_id: int) -> None:
+        # The garbage collector calls this anywhere, in a thread that has our lock too: note it,
+        # and leave the rest to whoever has the lock.
+        self._given_back.append(object_id)
+        self._note_given_back()
+
+    def _note_given_back(self) -> None:
+        """Tell P0 what was given back. Every holder of the lock does so afterwards."""
+        while self._given_back and self._lock.acquire(blocking=False):
+            try:
+                while self._given_back and not self._is_closed:
+                    object_id = self._given_back.popleft()
+                    reading = self._readings[object_id]
+                    reading.num_open -= 1
+                    reading.num_released += 1
+                    count = reading.num_released
+                    self._segment.set_num_released(reading.address, count, self._epoch)
+                if self._is_closed:
+                    self._given_back.clear()
+            finally:
+                self._lock.release()
