@@ -94,6 +94,9 @@ class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
         with self._lock:
             self._cache.clear()
 
+    def reset_readers(self) -> None:
+        self.clear_cache()
+
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         with self._lock:
             return self._cache.stat(delta=delta)

@@ -91,6 +91,10 @@ class BaseMultiModalProcessorCache(ABC):
         """Forget every item; statistics stay."""
 
     @abstractmethod
+    def reset_readers(self) -> None:
+        """Learn that P1 died, and that a new one holds nothing of what it held."""
+
+    @abstractmethod
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         """Return hits and questions, ever or since the last call with `delta`."""
 
@@ -205,6 +209,9 @@ class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
     def clear_cache(self) -> None:
         with self._lock:
             self._cache.clear()
+
+    def reset_readers(self) -> None:
+        """Change nothing: P1 gets the tensors every time."""
 
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         with self._lock:

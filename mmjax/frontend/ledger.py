@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from mmjax.cache import BaseMultiModalProcessorCache, MultiModalProcessorSenderCache
+from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.frontend.features import all_hashes, build_features, inputs_with_tensors
 from mmjax.frontend.processor_pool import ProcessorPool
@@ -73,8 +73,8 @@ class Ledger:
         """Learn that P1 is a new one, which holds nothing, or that there is none."""
         with self._lock:
             self.epoch += 1
-            if isinstance(self._cache, MultiModalProcessorSenderCache):
-                self._cache.clear_cache()
+            if self._cache is not None:
+                self._cache.reset_readers()
 
     def _commit_next(
         self,

@@ -206,7 +206,7 @@ class World:
     def clear_sender(self) -> None:
         """P0 has heard of the restart."""
         self.must_clear = False
-        self.sender.clear_cache()
+        self.sender.reset_readers()
 
     def drop(self, mm_hash: str, *, from_sender: bool) -> None:
         """One side loses an entry, by a fault of ours that nobody knows yet."""

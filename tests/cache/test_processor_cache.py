@@ -89,6 +89,7 @@ def test_one_request_is_one_change():
     assert caught.value.mm_hashes == ["b"]
     assert not cache.is_cached_item("a")
     assert cache.get_and_update([one, None, one, two], ["a", "a", "b", "b"]) == [one] * 4
+    cache.reset_readers()  # P1 holds nothing that it could lose
     assert cache.peek_prompt_updates("a") is one[1]
     assert cache.peek_prompt_updates("c") is None
     cache.close()
