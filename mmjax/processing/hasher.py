@@ -10,7 +10,7 @@ import hashlib
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from blake3 import blake3
@@ -34,6 +34,7 @@ _SCALARS = frozenset((str, bytes, bool, int, float))
 """Told apart first: most values are of these very types."""
 
 
+@runtime_checkable
 class _Hash(Protocol):
     def update(self, data: Chunk, /) -> Any: ...
     def digest(self) -> bytes: ...
