@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
@@ -238,7 +238,8 @@ ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)
 class MultiModalDataItems(UserDict[str, ModalityDataItems]):
     """All items of one request, by modality."""
 
-    def select(self, modalities: Sequence[str]) -> "MultiModalDataItems":
+    def select(self, modalities: Collection[str]) -> "MultiModalDataItems":
+        """Return the items of some modalities, in this order."""
         return MultiModalDataItems({m: items for m, items in self.items() if m in modalities})
 
     def get_count(self, modality: str, *, strict: bool = True) -> int:

@@ -238,8 +238,9 @@ class MultiModalDataParser:
     def _parse_dict_embeddings(
         self, modality: str, data: Mapping[str, Any], fields_factory: FieldsFactory | None = None
     ) -> DictEmbeddingItems:
-        """Parse a dict of embeddings by `embedding_fields`."""
+        """Parse a dict of embeddings by `embedding_fields`; other names in it are dropped."""
         fields = self.embedding_fields[modality]
+        data = {key: value for key, value in data.items() if key in fields}
         values = {key for key, kind in fields.items() if kind == "values"}
         for key in values & data.keys():
             if not is_array_like(data[key]) or not len(data[key].shape):

@@ -156,7 +156,8 @@ class TestDicts:
             np.testing.assert_array_equal(items.get(index)["image_embeds"], rows)
             np.testing.assert_array_equal(items.get(index)["image_grid_thw"], GRID[index])
         assert items.get_processor_data() == {}
-        assert items.get_passthrough_data() is data
+        assert items.get_passthrough_data().keys() == set(FIELDS)
+        assert items.get_passthrough_data()["image_embeds"] is data["image_embeds"]
         swapped = items.select([1, 0])
         assert len(swapped) == 2
         np.testing.assert_array_equal(swapped.get(1)["image_embeds"], ROWS[:4])
@@ -193,6 +194,12 @@ class TestDicts:
     def test_tensors_that_do_not_fit_are_refused(self, data: Any, message: str):
         with pytest.raises(RequestError, match=message):
             GridParser(expected_hidden_size=8).parse_mm_data({"image": data})
+
+    def test_a_dict_of_ones_own_goes_whole(self):
+        data = {"image_embeds": ROWS, "image_grid_thw": GRID, "more": 1}
+        items = DictEmbeddingItems(data, "image", set(FIELDS), grid_fields)
+        assert items.get_passthrough_data() is data
+        assert len(items.select([])) == 0
 
     def test_a_factory_knows_every_field(self):
         data = {"image_embeds": ROWS, "image_grid_thw": GRID}

@@ -132,7 +132,10 @@ class TestKwargsItems:
 
     def test_items_that_fit_no_one_batch_are_not_merged(self):
         config = MultiModalFieldConfig.batched("image")
-        items = items_of({"x": np.ones((1, 3))}, x=config) + items_of({"y": np.ones(1)}, y=config)
+        items = [
+            *items_of({"x": np.ones((1, 3))}, x=config),
+            *items_of({"y": np.ones(1)}, y=config),
+        ]
         with pytest.raises(RuntimeError, match="image items cannot be merged into a single batch"):
             MultiModalKwargsItems({"image": items}).get_data()
 
