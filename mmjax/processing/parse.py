@@ -101,7 +101,7 @@ class MultiModalDataParser:
         self.limits = limits or MediaLimits()
 
     @staticmethod
-    def is_embeddings(data: object) -> bool:
+    def is_embeddings(data: Any) -> bool:
         """Return whether `data` holds embeddings: a 3-D float array, or a list of 2-D arrays.
 
         A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
@@ -109,7 +109,7 @@ class MultiModalDataParser:
         if isinstance(data, list | tuple) and data:
             first = next((entry for entry in data if entry is not None), None)
             return _is_foreign_floats(first, 2)
-        return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)  # pyright: ignore
+        return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)
 
     def _is_image_embeddings(self, data: Any) -> bool:
         """Tell `[items, rows, hidden]` from a picture `[channels, height, width]` of floats.
