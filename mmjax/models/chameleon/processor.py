@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.fields import MultiModalFieldConfig
@@ -138,6 +138,11 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
+        if "image_embeds" in hf_inputs:
+            raise RequestValueError(
+                "Chameleon takes no image embeddings; send the image itself",
+                param="multi_modal_data",
+            )
         return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
     def _get_prompt_updates(

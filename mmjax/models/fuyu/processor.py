@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.fields import MultiModalFieldConfig
@@ -62,11 +62,8 @@ class FuyuImageProcessor:
 
     def get_grid(self, size: ImageSize) -> tuple[int, int]:
         """Return how many rows and columns of patches a picture gives."""
-        width, height = self.fit(size)
-        return (
-            math.ceil(height / self.patch_size["height"]),
-            math.ceil(width / self.patch_size["width"]),
-        )
+        fitted, patch = self.fit(size), self.patch_size
+        return math.ceil(fitted.height / patch["height"]), math.ceil(fitted.width / patch["width"])
 
     def make_patches(self, image: Image.Image) -> np.ndarray:
         """Return float32[rows * columns, patch_height * patch_width * 3]."""
@@ -169,8 +166,8 @@ class FuyuProcessingInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        size = self.get_image_size_with_most_features()
-        return {"image": math.prod(self.get_image_processor().get_grid(size))}
+        grid = self.get_image_processor().get_grid(self.get_image_size_with_most_features())
+        return {"image": math.prod(grid)}
 
 
 class FuyuDummyInputsBuilder(BaseDummyInputsBuilder[FuyuProcessingInfo]):
@@ -201,6 +198,10 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
+        if "image_embeds" in hf_inputs:
+            raise RequestValueError(
+                "Fuyu takes no image embeddings; send the image itself", param="multi_modal_data"
+            )
         grids = hf_inputs.get("image_grid_hw", np.empty((0, 2), np.int64))
         return {
             "image_patches": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),

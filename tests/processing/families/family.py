@@ -1,8 +1,10 @@
 """What laws and goldens need to know of a family, and how its golden processor is made."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shutil import copytree
 from typing import Any, NamedTuple
 
 from transformers import AutoConfig
@@ -60,15 +62,43 @@ class Family:
         return inputs.prompt_token_ids
 
 
+def edit_golden(name: str, folder: Path, **edits: Mapping[str, Any] | None) -> Path:
+    """Copy a golden directory and change its JSON files.
+
+    `config={"vision_config.patch_size": 7}` sets a value (None removes the key);
+    `processor_config=None` removes the file.
+    """
+    path = Path(copytree(GOLDEN / name, folder / name))
+    for stem, edit in edits.items():
+        file = path / f"{stem}.json"
+        if edit is None:
+            file.unlink()
+            continue
+        whole = json.loads(file.read_text()) if file.exists() else {}
+        for keys, value in edit.items():
+            *outer, last = keys.split(".")
+            inner = whole
+            for key in outer:
+                inner = inner[key]
+            if value is None:
+                del inner[last]
+            else:
+                inner[last] = value
+        file.write_text(json.dumps(whole))
+    return path
+
+
 def golden_processor(
     name: str,
     *,
+    path: Path | None = None,
     processor_cache: ProcessorCache | None = None,
     **mm: Any,
 ) -> BaseMultiModalProcessor[Any]:
-    """Return our processor for the tiny checkpoint in `tests/golden/<name>`."""
-    path = GOLDEN / name
+    """Return our processor for the tiny checkpoint in `tests/golden/<name>`, or at `path`."""
+    path = path or GOLDEN / name
     hf_config = AutoConfig.from_pretrained(path)
+    assert hf_config.architectures, f"{path=}"
     config = ModelConfig(
         model=f"tiny-{name}",
         path=path,

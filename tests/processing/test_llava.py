@@ -1,0 +1,245 @@
+"""LLaVA's own: the tower's features that are kept, other towers, checkpoints that lack a file."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.models.llava.processor import count_kept_features
+from mmjax.models.registry import get_placeholder_str
+from mmjax.processing import PromptUpdateError
+from tests.kit import draw
+from tests.processing.families.family import edit_golden, golden_processor
+
+IMAGE, IMAGE_ID = "<image>", 998
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
+    return golden_processor("llava", processor_cache=cache)
+
+
+def both_kinds(processor: Any, prompt: str) -> list[Any]:
+    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+
+
+def num_tokens(path: Path) -> int:
+    """Process one picture, by text and by ids, and count what stands for it."""
+    processor = golden_processor("llava", path=path)
+    counts = set()
+    for prompt in both_kinds(processor, f"look {IMAGE}?"):
+        inputs = processor.apply(prompt, {"image": draw(90, 70)})
+        (placeholder,) = inputs.mm_placeholders["image"]
+        assert inputs.prompt_token_ids.count(IMAGE_ID) == placeholder.get_num_embeds()
+        counts.add(placeholder.get_num_embeds())
+    (count,) = counts
+    assert processor.info.get_mm_max_tokens_per_item(4096) == {"image": count}
+    return count
+
+
+def test_the_placeholder_is_known_without_a_checkpoint():
+    assert get_placeholder_str("LlavaForConditionalGeneration", "image", 3) == IMAGE
+    assert get_placeholder_str("LlavaForConditionalGeneration", "video", 1) is None
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("default", 576), ("full", 577), ("class", 1)])
+def test_a_strategy_keeps_features(strategy: str, expected: int):
+    assert count_kept_features(24 * 24 + 1, strategy) == expected
+
+
+def test_an_unknown_strategy_is_named():
+    with pytest.raises(CheckpointError, match="'most'; it must be one of default, full, class"):
+        count_kept_features(577, "most")
+
+
+def test_the_class_token_stays_under_full(tmp_path: Path):
+    strategy = {"vision_feature_select_strategy": "full"}
+    path = edit_golden("llava", tmp_path, config=strategy, processor_config=strategy)
+    assert num_tokens(path) == 17
+
+
+@pytest.mark.parametrize(("image_size", "patch_size", "expected"), [(56, 28, 4), (42, 14, 9)])
+def test_counts_follow_the_tower(tmp_path: Path, image_size: int, patch_size: int, expected: int):
+    path = edit_golden(
+        "llava",
+        tmp_path,
+        config={"vision_config.image_size": image_size, "vision_config.patch_size": patch_size},
+        processor_config={
+            "patch_size": patch_size,
+            "image_processor.crop_size": {"height": image_size, "width": image_size},
+            "image_processor.size": {"shortest_edge": image_size},
+        },
+    )
+    assert num_tokens(path) == expected
+
+
+def siglip(folder: Path, strategy: str) -> Path:
+    """Write a LLaVA whose tower has no class token."""
+    return edit_golden(
+        "llava",
+        folder,
+        config={
+            "vision_config.model_type": "siglip_vision_model",
+            "vision_feature_select_strategy": strategy,
+        },
+        processor_config={
+            "num_additional_image_tokens": 0,
+            "vision_feature_select_strategy": strategy,
+            "image_processor.image_processor_type": "SiglipImageProcessor",
+            "image_processor.size": {"height": 56, "width": 56},
+            "image_processor.crop_size": None,
+            "image_processor.do_center_crop": None,
+        },
+    )
+
+
+@pytest.mark.parametrize(("strategy", "expected"), [("full", 16), ("default", 15)])
+def test_siglip_has_no_class_token(tmp_path: Path, strategy: str, expected: int):
+    path = siglip(tmp_path, strategy)
+    assert num_tokens(path) == expected
+    hf = LlavaProcessor(
+        SiglipImageProcessorPil.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+        patch_size=14,
+        vision_feature_select_strategy=strategy,
+    )(text=f"{IMAGE} a {IMAGE}", images=[draw(90, 70), draw(5, 9)], return_tensors="np")
+    ours = golden_processor("llava", path=path).apply(
+        f"{IMAGE} a {IMAGE}", {"image": [draw(90, 70), draw(5, 9)]}
+    )
+    assert ours.prompt_token_ids == hf["input_ids"][0].tolist()
+    np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
+
+
+@pytest.mark.parametrize("tower", ["pixtral", "dinov2"])
+def test_another_tower_is_refused_by_name(tmp_path: Path, tower: str):
+    path = edit_golden("llava", tmp_path, config={"vision_config.model_type": tower})
+    with pytest.raises(CheckpointError, match=f"is a `{tower}`; .*`clip_vision_model`"):
+        golden_processor("llava", path=path).apply(IMAGE, {"image": draw(4, 4)})
+
+
+def test_another_image_processor_is_refused_by_name(tmp_path: Path):
+    edit = {"image_processor.image_processor_type": "PixtralImageProcessor"}
+    path = edit_golden("llava", tmp_path, processor_config=edit)
+    with pytest.raises(CheckpointError, match=r"`PixtralImageProcessor`; .*`CLIPImageProcessor`"):
+        golden_processor("llava", path=path).apply(IMAGE, {"image": draw(4, 4)})
+
+
+def test_pictures_padded_to_squares_are_hfs(tmp_path: Path):
+    """Some LLaVAs pad a picture with the mean colour, where others crop it."""
+    path = edit_golden(
+        "llava",
+        tmp_path,
+        processor_config={
+            "image_processor.image_processor_type": "LlavaImageProcessorFast",
+            "image_processor.do_pad": True,
+        },
+    )
+    hf = LlavaImageProcessorPil.from_pretrained(path)([draw(90, 30)], return_tensors="np")
+    ours = golden_processor("llava", path=path).apply(IMAGE, {"image": draw(90, 30)})
+    np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
+
+
+def test_what_an_old_checkpoint_lacks_comes_from_its_config(tmp_path: Path):
+    """Without processor_config.json HF would know no patch size, and count no class token."""
+    settings = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}}
+    settings["crop_size"] = {"height": 56, "width": 56}
+    path = edit_golden("llava", tmp_path, processor_config=None, preprocessor_config=settings)
+    assert num_tokens(path) == 16
+    whole, partial = golden_processor("llava"), golden_processor("llava", path=path)
+    prompt, images = f"{IMAGE}\nwhat {IMAGE}", {"image": [draw(90, 70), draw(5, 9)]}
+    assert partial.apply(prompt, images).mm_kwargs == whole.apply(prompt, images).mm_kwargs
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"patch_size": 28}, "`patch_size` of processor_config.json is 28, but .* has 14"),
+        ({"vision_feature_select_strategy": "full"}, "is 'full', but config.json has 'default'"),
+        ({"image_token": "<pad>"}, None),  # the tokenizer's own name for it wins, as in HF
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_named(
+    tmp_path: Path, edit: dict[str, Any], message: str | None
+):
+    path = edit_golden("llava", tmp_path, processor_config=edit)
+    if message is None:
+        assert num_tokens(path) == 16
+        return
+    with pytest.raises(CheckpointError, match=message):
+        num_tokens(path)
+
+
+def test_an_image_token_other_than_the_configs_is_named(tmp_path: Path):
+    path = edit_golden("llava", tmp_path, config={"image_token_index": 7})
+    with pytest.raises(CheckpointError, match=r"`<image>` is token 998, but .* is 7"):
+        golden_processor("llava", path=path).apply(IMAGE, {"image": draw(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_images", "message"),
+    [
+        ("look", 1, "prompt has 0 `<image>` placeholders but 1 image was given"),
+        (IMAGE, 0, "prompt has 1 `<image>` placeholder but 0 images were given"),
+        (f"{IMAGE} {IMAGE}", 1, "prompt has 2 `<image>` placeholders but 1 image was given"),
+    ],
+)
+def test_placeholders_and_pictures_go_together(
+    processor: Any, prompt: str, num_images: int, message: str
+):
+    for kind in both_kinds(processor, prompt):
+        with pytest.raises(PromptUpdateError, match=message) as caught:
+            processor.apply(kind, {"image": [draw(4, 4)] * num_images})
+        assert caught.value.status == 400
+
+
+def test_an_expanded_prompt_is_refused_rather_than_expanded_twice(processor: Any):
+    inputs = processor.apply(IMAGE, {"image": draw(4, 4)})
+    with pytest.raises(PromptUpdateError, match="16 `<image>` placeholders but 1 image"):
+        processor.apply(inputs.prompt_token_ids, {"image": draw(4, 4)})
+
+
+def test_pixels_that_the_tower_cannot_take_are_refused():
+    processor = golden_processor("llava", trust_request_mm_kwargs=True)
+    kwargs = {"crop_size": {"height": 42, "width": 42}}
+    with pytest.raises(RequestError, match=r"became 42x42 pixels .* takes 56x56; leave") as caught:
+        processor.apply(IMAGE, {"image": draw(90, 70)}, hf_processor_mm_kwargs=kwargs)
+    assert caught.value.param == "mm_processor_kwargs"
+
+
+def test_a_sliver_that_would_grow_to_a_bomb_is_refused(processor: Any):
+    """56 x 5,600,000 pixels, before the crop, from a picture of 100,000."""
+    with pytest.raises(RequestError, match=r"100000x1 pixels; .* it has 313600000, .* crop it"):
+        processor.apply(IMAGE, {"image": draw(100_000, 1)})
+
+
+@pytest.mark.parametrize("rows", [16, 3])
+def test_embeddings_stand_where_pictures_would(rows: int):
+    processor = golden_processor("llava", enable_mm_embeds=True)
+    embeds = [torch.ones(rows, 64), torch.zeros(5, 64)]
+    for prompt in both_kinds(processor, f"a {IMAGE} b {IMAGE}"):
+        inputs = processor.apply(prompt, {"image": embeds})
+        counts = [one.get_num_embeds() for one in inputs.mm_placeholders["image"]]
+        assert counts == [rows, 5]
+        assert inputs.prompt_token_ids.count(IMAGE_ID) == rows + 5
+        items = [item.get_data() for item in inputs.mm_kwargs["image"] if item is not None]
+        assert [np.asarray(item["image_embeds"]).shape for item in items] == [(rows, 64), (5, 64)]
+
+
+def test_embeddings_of_another_width_are_refused():
+    processor = golden_processor("llava", enable_mm_embeds=True)
+    with pytest.raises(RequestError, match=r"hidden dimension mismatch: got 32, the model has 64"):
+        processor.apply(IMAGE, {"image": [torch.ones(16, 32)]})
+
+
+def test_embeddings_need_the_operators_leave(processor: Any):
+    with pytest.raises(RequestError, match="--enable-mm-embeds"):
+        processor.apply(IMAGE, {"image": [torch.ones(16, 64)]})
