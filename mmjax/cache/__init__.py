@@ -18,7 +18,13 @@ from mmjax.cache.processor_cache import (
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
 )
-from mmjax.cache.selection import engine_receiver_cache_from_config, processor_cache_from_config
+from mmjax.cache.selection import (
+    config_with_segment,
+    engine_receiver_cache_from_config,
+    processor_cache_from_config,
+)
+from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 
 __all__ = [
@@ -33,6 +39,9 @@ __all__ = [
     "MultiModalProcessorOnlyCache",
     "MultiModalProcessorSenderCache",
     "MultiModalReceiverCache",
+    "ShmObjectStoreReceiverCache",
+    "ShmObjectStoreSenderCache",
+    "config_with_segment",
     "engine_receiver_cache_from_config",
     "generate_block_hash_extra_keys",
     "hash_block_tokens",

@@ -1,5 +1,6 @@
 """The processor-only cache: hits, sizes, evictions, statistics."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ from mmjax.cache import (
     MultiModalProcessorOnlyCache,
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
+    ShmObjectStoreReceiverCache,
+    ShmObjectStoreSenderCache,
+    config_with_segment,
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
@@ -102,23 +106,49 @@ def test_one_request_is_one_change():
 
 def make(num_api_processes: int = 1, **settings: Any):
     config = MultiModalConfig(**settings)
-    caches = (
-        processor_cache_from_config(config, num_api_processes=num_api_processes),
-        engine_receiver_cache_from_config(config, num_api_processes=num_api_processes),
+    sender = processor_cache_from_config(config, num_api_processes=num_api_processes)
+    receiver = engine_receiver_cache_from_config(
+        config_with_segment(config, sender), num_api_processes=num_api_processes
     )
-    return tuple(None if cache is None else type(cache) for cache in caches)
+    for cache in (receiver, sender):
+        if cache is not None:
+            cache.close()
+    return tuple(None if cache is None else type(cache) for cache in (sender, receiver))
 
 
 MIRRORED = (MultiModalProcessorSenderCache, MultiModalReceiverCache)
+SHARED = (ShmObjectStoreSenderCache, ShmObjectStoreReceiverCache)
 IN_P0 = (MultiModalProcessorOnlyCache, None)
 
 
 def test_the_config_decides():
     assert make() == MIRRORED
     assert make(mm_processor_cache_type="processor_only") == IN_P0
+    assert make(mm_processor_cache_type="shm", mm_processor_cache_gb=2**-10) == SHARED
     for size in (0.0, -1.0):
         assert make(mm_processor_cache_gb=size) == (None, None)
         assert make(mm_processor_cache_gb=size, mm_processor_cache_type="shm") == (None, None)
+
+
+def test_p1_must_be_told_of_the_segment():
+    config = MultiModalConfig(mm_processor_cache_type="shm")
+    with pytest.raises(ConfigError, match="make P0's cache first"):
+        engine_receiver_cache_from_config(config)
+
+
+def test_the_largest_shared_item_is_what_the_config_says():
+    config = MultiModalConfig(
+        mm_processor_cache_type="shm",
+        mm_processor_cache_gb=2**-6,
+        mm_shm_cache_max_object_size_mb=1,
+    )
+    cache = processor_cache_from_config(config)
+    assert isinstance(cache, ShmObjectStoreSenderCache)
+    with contextlib.closing(cache):
+        cache.get_and_update([item(2**19), item(2**20 + 1)], ["small", "large"])
+        assert cache.is_cached(["small", "large"]) == [True, False]
+        assert config_with_segment(config, cache).mm_shm_name == cache.name
+    assert config_with_segment(config, None) is config
 
 
 def test_several_senders_cannot_keep_one_receivers_order():
