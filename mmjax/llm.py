@@ -24,6 +24,7 @@ from mmjax.config import (
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.chat import ChatParser
+from mmjax.frontend.explain import Explanation
 from mmjax.frontend.delivery import MAX_MISSES
 from mmjax.frontend.input_processor import InputProcessor
 from mmjax.frontend.ledger import Ledger
@@ -168,6 +169,30 @@ class LLM:
             )
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
+
+    def explain(
+        self,
+        prompt: PromptType | Messages,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> Explanation:
+        """Show what processing makes of a prompt or of a conversation, without running the model.
+
+        In a notebook the answer is a picture: tokens as cells, placeholders coloured by item.
+        """
+        if _is_conversation(prompt):
+            template = None
+            if chat_template is not None:
+                template = self._chat.template.with_source(chat_template)
+            prompt = self._chat.parse(
+                cast(Messages, prompt),
+                template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        return self._input_processor.explain(cast(PromptType, prompt))
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
@@ -353,8 +378,13 @@ def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     return cast(list[PromptType], list(prompts))
 
 
+def _is_conversation(value: Any) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
 def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    if messages and all(isinstance(item, Mapping) for item in messages):
+    if _is_conversation(messages):
         return [cast(Messages, messages)]
     if not messages:
         raise RequestValueError("`messages` is empty; give at least one", param="messages")

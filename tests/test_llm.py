@@ -110,6 +110,36 @@ def test_chat(llm: LLM) -> None:
     assert other.prompt == "red"
 
 
+def test_explain_shows_what_a_request_gets(llm: LLM) -> None:
+    prompt = {"prompt": f"{IMAGE_START} what", "multi_modal_data": {"image": draw(31, 17, seed=9)}}
+    explanation = llm.explain(prompt)
+    assert explanation.items[0].cache == "miss"
+    (output,) = generate(llm, prompt)
+    assert explanation.prompt_token_ids == output.prompt_token_ids
+    again = llm.explain(prompt)
+    assert again.items[0].cache == "hit"
+    assert again.items[0].tensors == explanation.items[0].tensors
+    content = [{"type": "image_pil", "image_pil": draw(31, 17, seed=9)}]
+    chat = llm.explain([{"role": "user", "content": content}])
+    assert chat.items[0].mm_hash == explanation.items[0].mm_hash
+    assert chat.prompt is not None
+    assert "user" in chat.prompt
+    assert "image 0" in chat._repr_html_()
+
+
+def test_explain_of_an_id_alone_says_that_the_engine_holds_it(llm: LLM) -> None:
+    def prompt(image: Any) -> Any:
+        return {
+            "prompt": f"{IMAGE_START} what",
+            "multi_modal_data": {"image": [image]},
+            "multi_modal_uuids": {"image": ["scene-1"]},
+        }
+
+    generate(llm, prompt(draw(20, 20)))
+    (item,) = llm.explain(prompt(None)).items
+    assert (item.mm_hash, item.cache, item.tensors) == ("scene-1", "hit", None)
+
+
 def test_a_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
     with pytest.raises(RequestError, match="0 images"):
         generate(llm, ["red", "circle", IMAGE_START, "star"])

@@ -10,6 +10,7 @@ from functools import partial
 from mmjax.config import SchedulerConfig
 from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
 from mmjax.frontend.delivery import Courier, call_in_loop
+from mmjax.frontend.explain import Explanation
 from mmjax.frontend.input_processor import InputProcessor
 from mmjax.frontend.outbox import Outbox
 from mmjax.frontend.output_processor import OutputProcessor
@@ -162,6 +163,20 @@ class AsyncEngineClient:
         if ticket.handle is None:
             raise _unavailable(self.supervisor)
         return ticket.handle
+
+    async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
+        """Process a prompt, and describe it; counts against the same capacity as a request."""
+        self._admit(1)
+        self._num_processing += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, self._explain, prompt, id_domain)
+        finally:
+            self._num_processing -= 1
+
+    def _explain(self, prompt: PromptSource, id_domain: str | None) -> Explanation:
+        made = prompt() if callable(prompt) else prompt
+        return self.input_processor.explain(made, id_domain=id_domain)
 
     async def generate(
         self,

@@ -4,11 +4,14 @@ Knows nothing of HTTP and of the engine; asks the caches, and changes nothing in
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
+from mmjax.cache import BaseMultiModalProcessorCache
+from mmjax.errors import RequestError
 from mmjax.frontend.explain_html import draw_explanation
 from mmjax.processing.fields import (
     BaseMultiModalField,
@@ -22,6 +25,7 @@ from mmjax.processing.inputs import (
     argsort_mm_positions,
 )
 from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.processor import BaseMultiModalProcessor
 
 CacheState = Literal["hit", "miss", "off"]
 
@@ -82,6 +86,30 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     def _repr_html_(self) -> str:
         """Draw tokens as cells and placeholders in their items' colours, for notebooks."""
         return draw_explanation(self)
+
+
+def explain_prompt(
+    processor: BaseMultiModalProcessor[Any],
+    prepared: PreparedInputs,
+    cache: BaseMultiModalProcessorCache | None,
+) -> Explanation:
+    """Describe a prepared prompt, with the tensors also of the items that the cache had."""
+    hashes = {mm_hash for many in prepared.mm_hashes.values() for mm_hash in many}
+    held = {mm_hash for mm_hash in hashes if cache is not None and cache.is_cached_item(mm_hash)}
+    for mm_hash in sorted(hashes - prepared.fresh.keys()):
+        # An id without data cannot be shown: its tensors are where its cache keeps them.
+        with suppress(RequestError):
+            prepared = processor.rebuild(prepared, [mm_hash])
+    decode = processor.info.get_tokenizer().decode
+
+    def cache_state(mm_hash: str) -> CacheState:
+        if cache is None:
+            return "off"
+        return "hit" if mm_hash in held else "miss"
+
+    return explain_prepared(
+        prepared, decode_token=lambda token_id: decode([token_id]), cache_state=cache_state
+    )
 
 
 def explain_prepared(

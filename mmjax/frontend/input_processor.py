@@ -15,6 +15,7 @@ import msgspec
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestValueError
+from mmjax.frontend.explain import Explanation, explain_prompt
 from mmjax.frontend.ledger import Deliver, Ledger
 from mmjax.frontend.processor_pool import ProcessorPool
 from mmjax.frontend.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
@@ -148,6 +149,14 @@ class InputProcessor:
                 tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
                 decoder_prompt=prompt.decoder_prompt,
             )
+
+    def explain(self, prompt: PromptType, *, id_domain: str | None = None) -> Explanation:
+        """Process a prompt as a request's, and describe it. Changes no cache; asks no engine."""
+        parts = parse_prompt(prompt)
+        self._check_text_length(parts)
+        prepared = self.prepare_inputs(parts, id_domain=id_domain)
+        with self._pool.borrow() as processor:
+            return explain_prompt(processor, prepared, self.cache)
 
     def _complete(self, params: SamplingParams, *, num_prompt_tokens: int) -> SamplingParams:
         room = self.model_config.max_model_len - num_prompt_tokens

@@ -66,6 +66,10 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         return await service.chat(request, body)
 
+    @app.post("/v1/chat/completions/render")
+    async def render(body: ChatCompletionRequest) -> Response:
+        return await service.render(body)
+
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await service.complete(request, body)

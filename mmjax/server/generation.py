@@ -38,7 +38,7 @@ _CLIENT_GONE_STATUS = 499
 
 
 class GenerationService:
-    """Serves /v1/chat/completions and /v1/completions."""
+    """Serves /v1/chat/completions, its /render, and /v1/completions."""
 
     def __init__(self, client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> None:
         self._client = client
@@ -82,6 +82,17 @@ class GenerationService:
             prompt_token_ids=_prompt_token_ids(body, outputs[0]),
         )
         return json_response(answer)
+
+    async def render(self, body: ChatCompletionRequest) -> Response:
+        """Answer with what processing makes of a conversation: no model runs."""
+        self._check(body)
+        try:
+            explanation = await self._client.explain(partial(self._chat_prompt, body))
+        except RequestError as error:
+            error.param = "messages" if error.param == "prompt" else error.param
+            raise
+        head = {"object": "chat.completion.render", "model": self._model_name}
+        return json_response({**head, **explanation.to_dict()})
 
     async def _chat_events(
         self,
