@@ -25,7 +25,7 @@ from mmjax.processing.items import (
     VideoProcessorItems,
     VisionChunkProcessorItems,
 )
-from mmjax.processing.media import MediaLimits, as_numpy, is_array_like
+from mmjax.processing.media import MediaLimits, MediaWithBytes, as_numpy, is_array_like
 from mmjax.processing.parse_audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
 from mmjax.processing.parse_image import parse_image
 from mmjax.processing.parse_video import parse_video, parse_vision_chunk, split_videos
@@ -106,7 +106,7 @@ class MultiModalDataParser:
 
         A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
         """
-        if isinstance(data, list | tuple) and data:
+        if isinstance(data, list | tuple):
             first = next((entry for entry in data if entry is not None), None)
             return _is_foreign_floats(first, 2)
         return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)
@@ -276,7 +276,8 @@ _SPLIT_BY_MODALITY: Mapping[str, Callable[[Any], Sequence[Any]]] = {
 def _is_foreign_floats(data: Any, ndim: int) -> bool:
     """Whether `data` is a float array of a library other than numpy (jax, torch)."""
     return (
-        type(data).__module__.partition(".")[0] != "numpy"
+        not isinstance(data, MediaWithBytes)
+        and type(data).__module__.partition(".")[0] != "numpy"
         and is_array_like(data)
         and len(data.shape) == ndim
         and "float" in str(data.dtype)

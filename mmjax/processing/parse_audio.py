@@ -28,6 +28,8 @@ class AudioSpec(NamedTuple):
 
 def split_audios(data: Any) -> Sequence[Any]:
     """Return the entries of `data`, which may be one clip or several."""
+    if isinstance(data, MediaWithBytes):
+        return [data]
     if is_array_like(data):
         return [data] if len(data.shape) <= 1 else list(as_numpy(data))
     if not isinstance(data, list | tuple):

@@ -15,6 +15,7 @@ from mmjax.processing import (
     EmbeddingItems,
     ImageEmbeddingItems,
     ImageProcessorItems,
+    MediaWithBytes,
     MultiModalDataParser,
     MultiModalFieldConfig,
     VideoEmbeddingItems,
@@ -71,6 +72,7 @@ class TestWhatCountsAsEmbeddings:
             ([None], False),
             (None, False),
             ("text", False),
+            (MediaWithBytes(np.ones((2, 7, 16)), b"png"), False),
             ({"image_embeds": jnp.ones((2, 7, 16))}, False),
         ],
     )

@@ -47,13 +47,13 @@ FORMS = {
     "uint8": (CLIP * 128 + 128).astype(np.uint8),
     "with its rate": (CLIP, 16_000),
     "with bytes": MediaWithBytes((CLIP, 16_000.0), b"wav"),
+    "two channels with bytes": MediaWithBytes(np.stack([CLIP, CLIP]), b"wav"),
     "list with its rate": (CLIP.tolist(), 16_000),
     "one channel": [CLIP[None]],
     "two channels": [np.stack([CLIP, CLIP])],
-    "channels last": ([[CLIP, CLIP]][0], 16_000),
+    "channels last": [(np.stack([CLIP, CLIP], axis=1), 16_000)],
     "stereo": [(np.stack([CLIP + 0.1, CLIP - 0.1]).T, 16_000)],
 }
-FORMS["channels last"] = [(np.stack([CLIP, CLIP], axis=1), 16_000)]
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
