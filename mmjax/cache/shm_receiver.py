@@ -78,6 +78,7 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
         gone; the other features are filled in by then.
         """
         found: dict[str, MultiModalKwargsItem] = {}
+        read: dict[Handle, MultiModalKwargsItem | None] = {}
         missing: dict[str, None] = {}
         forgery: ShmHandleError | None = None
         for feature in features:
@@ -86,7 +87,7 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                 feature.data = found.get(key)
             elif is_handle(feature.data):
                 try:
-                    feature.data = self._read(feature.data)
+                    feature.data = self._read(feature.data, read)
                 except ShmHandleError as error:
                     # The others are taken all the same, so that they will be given back.
                     feature.data, forgery = None, forgery or error
@@ -110,13 +111,20 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                 self._is_closed = True
                 self._segment.close()
 
-    def _read(self, item: MultiModalKwargsItem) -> MultiModalKwargsItem | None:
-        """Return views of an object; None where it is gone, or this very handle came before."""
+    def _read(
+        self, item: MultiModalKwargsItem, read: dict[Handle, MultiModalKwargsItem | None]
+    ) -> MultiModalKwargsItem | None:
+        """Return views of an object; None where it is gone, or the handle came in a request before.
+
+        Within one request, `read`, a handle may stand several times.
+        """
         handle = open_handle(item, self._key)
-        with self._lock:
-            root = self._lease(handle)
-        self._note_given_back()
-        return None if root is None else view_item(handle.layout, root)
+        if handle not in read:
+            with self._lock:
+                root = self._lease(handle)
+            self._note_given_back()
+            read[handle] = None if root is None else view_item(handle.layout, root)
+        return read[handle]
 
     def _lease(self, handle: Handle) -> np.ndarray | None:
         """Return an object's bytes, to be given back when the last view of them is gone."""
