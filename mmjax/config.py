@@ -5,7 +5,7 @@ No logic beyond their validation.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -188,6 +188,10 @@ class EngineConfig:
     compilation_cache_dir: Path | None = None
     """None: `~/.cache/mmjax/xla`."""
     use_tqdm: bool = True
+
+    def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
+        """Return the same with other settings for media."""
+        return replace(self, model=replace(self.model, mm=mm))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from mmjax.cache import config_with_segment
 from mmjax.config import (
     DEFAULT_SHM_OBJECT_SIZE_MB,
     CacheConfig,
@@ -24,8 +25,8 @@ from mmjax.config import (
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.chat import ChatParser
-from mmjax.frontend.explain import Explanation
 from mmjax.frontend.delivery import MAX_MISSES
+from mmjax.frontend.explain import Explanation
 from mmjax.frontend.input_processor import InputProcessor
 from mmjax.frontend.ledger import Ledger
 from mmjax.frontend.output_processor import OutputProcessor
@@ -108,7 +109,8 @@ class LLM:
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
         self._pool.submit(self._input_processor.warm_up)
-        self.engine = EngineCore(config)
+        mm = config_with_segment(config.model.mm, self._input_processor.cache)
+        self.engine = EngineCore(config.with_mm(mm))
         self._inbox = _Inbox(
             self._input_processor.ledger, self.engine, begin=self._output_processor.add_request
         )

@@ -53,14 +53,16 @@ def _listen(config: ServerConfig) -> socket.socket:
 
 def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
     # transformers takes its seconds here; P1 should not wait for the rest.
+    from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.supervisor import Supervisor
     from mmjax.models.registry import require_model
 
     require_model(engine.model.architecture)
-    supervisor = Supervisor(engine)
+    cache = processor_cache_from_config(engine.model.mm)
+    supervisor = Supervisor(engine.with_mm(config_with_segment(engine.model.mm, cache)))
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
     try:
-        app = _make_app(engine, server, supervisor)
+        app = _make_app(engine, server, supervisor, cache)
     except BaseException:
         asyncio.run(supervisor.close())
         raise
@@ -70,14 +72,14 @@ def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) 
     return asyncio.run(_run(app, server, supervisor, listener))
 
 
-def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
+def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
     from mmjax.frontend.chat import ChatParser
     from mmjax.frontend.client import AsyncEngineClient
     from mmjax.frontend.input_processor import InputProcessor
     from mmjax.server.app import create_app
 
     start = time.perf_counter()
-    input_processor = InputProcessor(engine.model)
+    input_processor = InputProcessor(engine.model, cache=cache)
     input_processor.warm_up()
     client = AsyncEngineClient(input_processor, supervisor, engine.scheduler)
     app = create_app(client, ChatParser.for_model(input_processor), server)

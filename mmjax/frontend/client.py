@@ -118,6 +118,7 @@ class AsyncEngineClient:
         await self.supervisor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._courier.close()
+        self.input_processor.close()
 
     @property
     def num_requests(self) -> int:
