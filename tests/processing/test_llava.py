@@ -106,15 +106,15 @@ def siglip(folder: Path, strategy: str) -> Path:
 def test_siglip_has_no_class_token(tmp_path: Path, strategy: str, expected: int):
     path = siglip(tmp_path, strategy)
     assert num_tokens(path) == expected
-    hf = LlavaProcessor(
+    hf_processor: Any = LlavaProcessor(
         SiglipImageProcessorPil.from_pretrained(path),
         AutoTokenizer.from_pretrained(path),
         patch_size=14,
         vision_feature_select_strategy=strategy,
-    )(text=f"{IMAGE} a {IMAGE}", images=[draw(90, 70), draw(5, 9)], return_tensors="np")
-    ours = golden_processor("llava", path=path).apply(
-        f"{IMAGE} a {IMAGE}", {"image": [draw(90, 70), draw(5, 9)]}
     )
+    prompt, images = f"{IMAGE} a {IMAGE}", [draw(90, 70), draw(5, 9)]
+    hf = hf_processor(text=prompt, images=images, return_tensors="np")
+    ours = golden_processor("llava", path=path).apply(prompt, {"image": images})
     assert ours.prompt_token_ids == hf["input_ids"][0].tolist()
     np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
 

@@ -27,7 +27,6 @@ from mmjax.processing.prompt_updates import (
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
-    as_ids,
 )
 from mmjax.processing.registry import ProcessorFactories
 
@@ -51,12 +50,12 @@ class FuyuImageProcessor:
 
     def fit(self, size: ImageSize) -> ImageSize:
         """Return a picture's size after scaling."""
-        limit = ImageSize(width=self.size["width"], height=self.size["height"])
+        limit = ImageSize(**self.size)
         fitted = fit_within(size, limit)
         if min(fitted) < 1:
             raise ValueError(
-                f"image is {size.width}x{size.height} pixels: scaled to fit "
-                f"{limit.width}x{limit.height} its short side would have none; crop it"
+                f"image is {size.width}x{size.height} pixels: its short side would have none when "
+                f"it is scaled to fit {limit.width}x{limit.height}; crop it"
             )
         return fitted
 
@@ -80,15 +79,16 @@ class FuyuImageProcessor:
         return patchify(pixels, patch_height, patch_width)
 
 
+_FIXED_SETTINGS = dict.fromkeys(("do_resize", "do_pad", "do_rescale", "do_normalize"), True)
 _IMAGE_SETTINGS = frozenset(one.name for one in fields(FuyuImageProcessor))
 
 
+@dataclass(frozen=True, slots=True)
 class FuyuProcessor:
     """Called like HF's processors: ids for the text, as it is, and patches for the images."""
 
-    def __init__(self, image_processor: FuyuImageProcessor, tokenizer: Any) -> None:
-        self.image_processor = image_processor
-        self.tokenizer = tokenizer
+    image_processor: FuyuImageProcessor
+    tokenizer: Any
 
     def split_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[FuyuImageProcessor, dict[str, Any]]:
         """Return the image processor under `kwargs`, and the kwargs of the tokenizer."""
@@ -97,10 +97,9 @@ class FuyuProcessor:
         expected = self.image_processor.patch_size
         if for_images.get("patch_size", expected) != expected:
             raise ValueError(f"`patch_size` must be the model's, {expected}; leave it out")
-        skipped = {*_IMAGE_SETTINGS, "images_kwargs", "text_kwargs"}
-        for_text = {key: value for key, value in kwargs.items() if key not in skipped}
-        for_text |= kwargs.get("text_kwargs", {})
-        return replace(self.image_processor, **for_images), for_text
+        taken = {*_IMAGE_SETTINGS, "images_kwargs", "text_kwargs"}
+        for_text = {key: value for key, value in kwargs.items() if key not in taken}
+        return replace(self.image_processor, **for_images), for_text | kwargs.get("text_kwargs", {})
 
     def __call__(
         self, *, text: str, return_tensors: str, images: Sequence[Any] = (), **kwargs: Any
@@ -108,10 +107,9 @@ class FuyuProcessor:
         image_processor, for_text = self.split_kwargs(kwargs)
         outputs: dict[str, Any] = dict(self.tokenizer([text], **for_text))
         if images:
-            grids = [image_processor.get_grid(ImageSize(*image.size)) for image in images]
-            patches = [image_processor.make_patches(image) for image in images]
-            outputs["image_patches"] = np.concatenate(patches)
-            outputs["image_grid_hw"] = np.array(grids, np.int64)
+            sizes = [ImageSize(*image.size) for image in images]
+            outputs["image_grid_hw"] = np.array([*map(image_processor.get_grid, sizes)], np.int64)
+            outputs["image_patches"] = np.concatenate([*map(image_processor.make_patches, images)])
         return BatchFeature(outputs, tensor_type=return_tensors)
 
 
@@ -123,8 +121,9 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return {IMAGE_TOKEN: self.get_token_id(IMAGE_TOKEN)}
 
     def get_token_id(self, token: str) -> int:
-        token_id = self.get_tokenizer().get_vocab().get(token)
-        if token_id is None:
+        tokenizer = self.get_tokenizer()
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id in (None, tokenizer.unk_token_id):
             raise CheckpointError(f"the tokenizer lacks `{token}`, which Fuyu's prompts need")
         return token_id
 
@@ -134,9 +133,11 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         from transformers.image_processing_base import ImageProcessingMixin
 
         settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name in ("do_resize", "do_pad", "do_rescale", "do_normalize"):
-            if not settings.get(name, True):
-                raise CheckpointError(f"`{name}` of the image processor is off; Fuyu needs it on")
+        for name, value in (*_FIXED_SETTINGS.items(), ("padding_mode", "constant")):
+            if settings.get(name, value) != value:
+                raise CheckpointError(
+                    f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
+                )
         image_processor = FuyuImageProcessor(
             **{key: value for key, value in settings.items() if key in _IMAGE_SETTINGS}
         )
@@ -160,8 +161,7 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return image_processor
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        size = self.get_image_processor().size
-        return ImageSize(width=size["width"], height=size["height"])
+        return ImageSize(**self.get_image_processor().size)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
@@ -183,8 +183,7 @@ class FuyuDummyInputsBuilder(BaseDummyInputsBuilder[FuyuProcessingInfo]):
         size = self.info.get_image_size_with_most_features()
         return {
             "image": self._get_dummy_images(
-                width=size.width,
-                height=size.height,
+                **size._asdict(),
                 num_images=mm_counts.get("image", 0),
                 overrides=(mm_options or {}).get("image"),
             )
@@ -214,15 +213,14 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
         hf_processor_mm_kwargs: Mapping[str, object],
         out_mm_kwargs: MultiModalKwargsItems,
     ) -> Sequence[PromptUpdate]:
-        image, newline, start = map(
-            self.info.get_token_id, (IMAGE_TOKEN, NEWLINE_TOKEN, START_TOKEN)
-        )
+        get_id = self.info.get_token_id
+        image, newline, start = get_id(IMAGE_TOKEN), get_id(NEWLINE_TOKEN), get_id(START_TOKEN)
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
             item = out_mm_kwargs["image"][item_idx]
             assert item is not None
             rows, columns = item["image_grid_hw"].data.tolist()
-            full = [*([image] * columns), newline] * rows + [start]
+            full = [*[image] * columns, newline] * rows + [start]
             return PromptUpdateDetails.select_token_id(full, image)
 
         return [PromptReplacement("image", [start], get_replacement)]
@@ -232,14 +230,16 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
         """Frame the prompt as HF frames it around a picture, then write the picture's rows."""
         tokenizer = self.info.get_tokenizer()
-        start = self.info.get_token_id(START_TOKEN)
+        start, answer = map(self.info.get_token_id, (START_TOKEN, ANSWER_TOKEN))
         # The tokenizer's own first token may be another than Fuyu's.
         words = prompt[1:] if prompt[:1] in ([start], [tokenizer.bos_token_id]) else prompt
-        answer = self.info.get_token_id(ANSWER_TOKEN)
-        if not words or words[-1] in tokenizer.all_special_ids:
-            end = as_ids(ANSWER_TOKEN, tokenizer)  # a new text begins, with a space of its own
+        if words[-1:] == [answer]:
+            end = []
+        elif not words or words[-1] in tokenizer.added_tokens_decoder:
+            # A new text begins here, with a space of its own.
+            end = tokenizer.encode(ANSWER_TOKEN, add_special_tokens=False)
         else:
-            end = [] if words[-1] == answer else [answer]
+            end = [answer]
         return super()._apply_token_matches([start, *words, *end], mm_prompt_updates)
 
 

@@ -1,0 +1,134 @@
+"""BLIP-2's own: one picture before the whole prompt, and checkpoints from before `<image>`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.models.registry import get_placeholder_str
+from tests.kit import draw
+from tests.processing.families.family import edit_golden, golden_processor
+
+IMAGE_ID = 999
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
+    return golden_processor("blip2", processor_cache=cache)
+
+
+def test_nothing_in_a_prompt_stands_for_a_picture():
+    assert get_placeholder_str("Blip2ForConditionalGeneration", "image", 1) is None
+
+
+@pytest.mark.parametrize("prompt", ["", "what", "</s>"])
+def test_queries_stand_before_the_first_token(processor: Any, prompt: str):
+    token_ids = processor.info.get_tokenizer().encode(prompt)
+    for kind in (prompt, token_ids):
+        inputs = processor.apply(kind, {"image": draw(90, 70)})
+        assert inputs.prompt_token_ids == [IMAGE_ID] * 8 + token_ids
+        (placeholder,) = inputs.mm_placeholders["image"]
+        assert (placeholder.offset, placeholder.length, placeholder.is_embed) == (0, 8, None)
+
+
+def test_a_prompt_of_no_tokens_gets_the_queries_alone(processor: Any):
+    assert processor.apply([], {"image": draw(9, 9)}).prompt_token_ids == [IMAGE_ID] * 8
+
+
+def test_special_tokens_are_left_out_on_demand(processor: Any):
+    """After a chat template, which writes them itself."""
+    inputs = processor.apply(
+        "what", {"image": draw(9, 9)}, tokenization_kwargs={"add_special_tokens": False}
+    )
+    words = processor.info.get_tokenizer().encode("what", add_special_tokens=False)
+    assert inputs.prompt_token_ids == [IMAGE_ID] * 8 + words
+
+
+def test_a_second_picture_is_refused(processor: Any):
+    with pytest.raises(RequestError, match=r"At most 1 image\(s\) may be provided") as caught:
+        processor.apply("what", {"image": [draw(9, 9)] * 2})
+    assert caught.value.status == 400
+    assert "limit-mm-per-prompt" not in str(caught.value)  # the model takes no more
+
+
+def test_the_queries_token_is_not_for_clients(processor: Any):
+    for prompt in ("a <image>", processor.info.get_tokenizer().encode("a <image>")):
+        for images in ([], [draw(9, 9)]):
+            with pytest.raises(RequestError, match=r"has `<image>` at .*reserved.*; leave it out"):
+                processor.apply(prompt, {"image": images})
+
+
+def test_an_expanded_prompt_is_refused_rather_than_expanded_twice(processor: Any):
+    inputs = processor.apply("a", {"image": draw(4, 4)})
+    with pytest.raises(RequestError, match="reserved"):
+        processor.apply(inputs.prompt_token_ids, {"image": draw(4, 4)})
+
+
+def test_the_count_is_the_configs(tmp_path: Path):
+    edit = {"num_query_tokens": 3}
+    path = edit_golden("blip2", tmp_path, config=edit, processor_config=edit)
+    processor = golden_processor("blip2", path=path)
+    assert processor.apply("", {"image": draw(9, 9)}).prompt_token_ids == [IMAGE_ID] * 3 + [2]
+    assert processor.info.get_mm_max_tokens_per_item(512) == {"image": 3}
+
+
+def test_a_checkpoint_from_before_the_image_token_gets_it(tmp_path: Path):
+    """Its tokenizer lacks `<image>`, its processor the count: both follow config.json."""
+    path = edit_golden(
+        "blip2", tmp_path, processor_config={"num_query_tokens": None},
+        config={"image_token_index": None},
+    )  # fmt: skip
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [one for one in tokenizer["added_tokens"] if one["id"] != IMAGE_ID]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    old, new = golden_processor("blip2", path=path), golden_processor("blip2")
+    for prompt in ("what is it", [2, 50, 60]):
+        ours = old.apply(prompt, {"image": draw(90, 70)})
+        assert ours.prompt_token_ids == new.apply(prompt, {"image": draw(90, 70)}).prompt_token_ids
+    with pytest.raises(RequestError, match="reserved"):
+        golden_processor("blip2", path=path).apply("a <image>", {})  # already in the first prompt
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        (
+            {"processor_config": {"num_query_tokens": 32}},
+            "`num_query_tokens` of processor_config.json is 32, but config.json has 8",
+        ),
+        ({"config": {"image_token_index": 7}}, "`<image>` is token 999, .* is 7"),
+        (
+            {"config": {"text_config": {"model_type": "t5", "vocab_size": 1008}}},
+            "language model is a `t5`.* with OPT are served",
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_served_is_named(
+    tmp_path: Path, edits: dict[str, Any], message: str
+):
+    path = edit_golden("blip2", tmp_path, **edits)
+    with pytest.raises(CheckpointError, match=message):
+        golden_processor("blip2", path=path).apply("a", {"image": draw(4, 4)})
+
+
+def test_pixels_that_the_tower_cannot_take_are_refused():
+    processor = golden_processor("blip2", trust_request_mm_kwargs=True)
+    kwargs = {"size": {"height": 28, "width": 42}}
+    with pytest.raises(RequestError, match=r"became 28x42 pixels .* takes 56x56; leave"):
+        processor.apply("a", {"image": draw(90, 70)}, hf_processor_mm_kwargs=kwargs)
+
+
+def test_embeddings_stand_where_a_picture_would():
+    processor = golden_processor("blip2", enable_mm_embeds=True)
+    for prompt in ("what", processor.info.get_tokenizer().encode("what")):
+        inputs = processor.apply(prompt, {"image": [torch.ones(8, 64)]})
+        assert inputs.prompt_token_ids[:9] == [IMAGE_ID] * 8 + [2]
+        (item,) = inputs.mm_kwargs["image"]
+        assert item is not None
+        assert np.asarray(item["image_embeds"].data).shape == (8, 64)

@@ -1,0 +1,162 @@
+"""Chameleon's own: the separator at a prompt's end, framed pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.models.registry import get_placeholder_str
+from mmjax.processing import PromptUpdateError
+from tests.kit import draw
+from tests.processing.families.family import edit_golden, golden_processor
+
+IMAGE, IMAGE_ID, START_ID, END_ID = "<image>", 964, 965, 966
+SEP, SEP_ID = "<reserved08706>", 967
+COMPLETION = {"return_for_text_completion": True}
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
+    return golden_processor("chameleon", processor_cache=cache)
+
+
+def both_kinds(processor: Any, prompt: str) -> list[Any]:
+    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+
+
+def test_the_placeholder_is_known_without_a_checkpoint():
+    assert get_placeholder_str("ChameleonForConditionalGeneration", "image", 2) == IMAGE
+    assert get_placeholder_str("ChameleonForConditionalGeneration", "audio", 1) is None
+
+
+@pytest.mark.parametrize("prompt", ["", "what", f"what{SEP}", f"a{SEP}b", IMAGE, f"a{IMAGE}{SEP}"])
+def test_the_separator_ends_a_prompt_once(processor: Any, prompt: str):
+    images = {"image": [draw(9, 9)] * prompt.count(IMAGE)}
+    expected = prompt.count(SEP) + (not prompt.endswith(SEP))
+    for _ in range(2):  # the second time, a cache has the picture
+        for kind in both_kinds(processor, prompt):
+            token_ids = processor.apply(kind, images).prompt_token_ids
+            assert token_ids[-1] == SEP_ID
+            assert token_ids.count(SEP_ID) == expected
+
+
+def test_a_prompt_of_no_tokens_gets_a_separator(processor: Any):
+    assert processor.apply([]).prompt_token_ids == [SEP_ID]
+
+
+@pytest.mark.parametrize("kwargs", [COMPLETION, {"text_kwargs": COMPLETION}])
+@pytest.mark.parametrize("prompt", ["what", f"a {IMAGE} b"])
+def test_a_completion_has_no_separator(prompt: str, kwargs: dict[str, Any]):
+    images = {"image": [draw(9, 9)] * prompt.count(IMAGE)}
+    for config, request_kwargs in [({}, kwargs), ({"mm_processor_kwargs": kwargs}, {})]:
+        processor = golden_processor("chameleon", **config)
+        for kind in both_kinds(processor, prompt):
+            inputs = processor.apply(kind, images, hf_processor_mm_kwargs=request_kwargs)
+            assert SEP_ID not in inputs.prompt_token_ids
+
+
+def test_a_request_may_want_the_operators_separator_back():
+    processor = golden_processor("chameleon", mm_processor_kwargs=COMPLETION)
+    kwargs = {"return_for_text_completion": False}
+    for kind in both_kinds(processor, IMAGE):
+        inputs = processor.apply(kind, {"image": draw(9, 9)}, hf_processor_mm_kwargs=kwargs)
+        assert inputs.prompt_token_ids[-1] == SEP_ID
+
+
+def test_only_what_the_frame_holds_takes_embeddings(processor: Any):
+    inputs = processor.apply(f"{IMAGE}{IMAGE}", {"image": [draw(9, 9), draw(70, 80)]})
+    first, second = inputs.mm_placeholders["image"]
+    framed = [START_ID, *[IMAGE_ID] * 256, END_ID]
+    assert inputs.prompt_token_ids == [0, *framed, *framed, SEP_ID]
+    assert (first.offset, second.offset) == (1, 259)
+    mask = [token_id == IMAGE_ID for token_id in framed]
+    np.testing.assert_array_equal(first.is_embed, mask)
+    np.testing.assert_array_equal(second.is_embed, mask)
+
+
+def test_frames_in_the_users_text_bind_no_picture(processor: Any):
+    inputs = processor.apply(f"<racm3:break><eoss>{IMAGE}<eoss>", {"image": draw(9, 9)})
+    (placeholder,) = inputs.mm_placeholders["image"]
+    assert placeholder.offset == 3
+    assert inputs.prompt_token_ids[:5] == [0, START_ID, END_ID, START_ID, IMAGE_ID]
+
+
+@pytest.mark.parametrize("num_images", [0, 2])
+def test_placeholders_and_pictures_go_together(processor: Any, num_images: int):
+    for kind in both_kinds(processor, f"a {IMAGE}"):
+        with pytest.raises(PromptUpdateError, match=f"1 `{IMAGE}` placeholder but {num_images}"):
+            processor.apply(kind, {"image": [draw(4, 4)] * num_images})
+
+
+def test_the_count_is_the_vq_vaes(tmp_path: Path):
+    path = edit_golden(
+        "chameleon",
+        tmp_path,
+        config={"vq_config.resolution": 32},
+        processor_config={
+            "image_seq_length": 64,
+            "image_processor.size": {"shortest_edge": 32},
+            "image_processor.crop_size": {"height": 32, "width": 32},
+        },
+    )
+    processor = golden_processor("chameleon", path=path)
+    assert processor.info.get_mm_max_tokens_per_item(512) == {"image": 64}
+    for kind in both_kinds(processor, IMAGE):
+        inputs = processor.apply(kind, {"image": draw(90, 70)})
+        assert inputs.prompt_token_ids.count(IMAGE_ID) == 64
+
+
+def test_a_checkpoint_of_old_names_no_length_and_no_image_token(tmp_path: Path):
+    path = edit_golden(
+        "chameleon",
+        tmp_path,
+        config={"image_token_id": None, "vocabulary_map": None},
+        processor_config={"image_seq_length": None},
+    )
+    inputs = golden_processor("chameleon", path=path).apply(IMAGE, {"image": draw(9, 9)})
+    assert inputs.prompt_token_ids.count(IMAGE_ID) == 256
+
+
+@pytest.mark.parametrize(
+    ("edits", "message"),
+    [
+        (
+            {"processor_config": {"image_seq_length": 1024}},
+            "`image_seq_length` of processor_config.json is 1024, .* gives 256; make them equal",
+        ),
+        (
+            {"config": {"vocabulary_map.<image>": 7, "image_token_id": 7}},
+            "`<image>` is token 964, but .* is 7",
+        ),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_named(
+    tmp_path: Path, edits: dict[str, Any], message: str
+):
+    path = edit_golden("chameleon", tmp_path, **edits)
+    with pytest.raises(CheckpointError, match=message):
+        golden_processor("chameleon", path=path).apply(IMAGE, {"image": draw(4, 4)})
+
+
+def test_pixels_that_the_vq_vae_does_not_expect_are_refused():
+    processor = golden_processor("chameleon", trust_request_mm_kwargs=True)
+    kwargs = {"crop_size": {"height": 32, "width": 32}}
+    with pytest.raises(RequestError, match=r"became 32x32 pixels .* takes 64x64; leave"):
+        processor.apply(IMAGE, {"image": draw(90, 70)}, hf_processor_mm_kwargs=kwargs)
+
+
+def test_a_sliver_that_would_grow_to_a_bomb_is_refused(processor: Any):
+    with pytest.raises(RequestError, match=r"1x100000 pixels; .* it has 409600000, .* crop it"):
+        processor.apply(IMAGE, {"image": draw(1, 100_000)})
+
+
+def test_embeddings_are_refused_by_name():
+    processor = golden_processor("chameleon", enable_mm_embeds=True)
+    for kind in both_kinds(processor, IMAGE):
+        with pytest.raises(RequestError, match="Chameleon takes no image embeddings; send"):
+            processor.apply(kind, {"image": [torch.ones(256, 64)]})
