@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import BatchFeature
 
-from mmjax.errors import RequestValueError
+from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hooks import InfoT, ProcessorHooks
@@ -73,11 +73,11 @@ class ItemProcessing(ProcessorHooks[InfoT]):
         processed: Mapping[str, Sequence[ProcessedItem]],
     ) -> dict[str, ProcessedItem]:
         """Return the processed items by hash; `rows` has them in the same order."""
-        return {
-            mm_hash: (item.own_arrays(), alternatives)
-            for modality, hashes in rows.items()
-            for mm_hash, (item, alternatives) in zip(hashes, processed[modality], strict=True)
-        }
+        fresh: dict[str, ProcessedItem] = {}
+        for modality, hashes in rows.items():
+            for mm_hash, (item, alternatives) in zip(hashes, processed[modality], strict=True):
+                _add_fresh(fresh, mm_hash, (item.own_arrays(), alternatives))
+        return fresh
 
     def _select(
         self, mm_items: MultiModalDataItems, rows: Mapping[str, Mapping[str, int]]
@@ -104,7 +104,7 @@ class ItemProcessing(ProcessorHooks[InfoT]):
         for modality, items in processed.items():
             for mm_hash, (item, alternatives) in zip(call.hashes[modality], items, strict=True):
                 kept = item if self.cache is None else item.own_arrays()
-                fresh.setdefault(mm_hash, (kept, alternatives))
+                _add_fresh(fresh, mm_hash, (kept, alternatives))
         updates = {
             modality: [alternatives for _, alternatives in items]
             for modality, items in processed.items()
@@ -153,8 +153,28 @@ def _look_up(
             if updates is None:
                 missing.setdefault(modality, {}).setdefault(mm_hash, index)
             else:
+                _check_alike(mm_hash, {update.modality for update in updates}, {modality})
                 known[mm_hash] = updates
     return known, missing
+
+
+def _add_fresh(fresh: dict[str, ProcessedItem], mm_hash: str, processed: ProcessedItem) -> None:
+    """Keep the first item of a hash; all others must do the same to the prompt."""
+    first = fresh.setdefault(mm_hash, processed)
+    if first is not processed:
+        ours, others = (
+            [(u.modality, u.content.full) for u in one[1]] for one in (processed, first)
+        )
+        _check_alike(mm_hash, others, ours)
+
+
+def _check_alike(mm_hash: str, first: object, other: object) -> None:
+    if first != other:
+        # Of one content they are alike: a caller's own id stands for two.
+        raise MediaIdConflictError(
+            f"the id `{mm_hash}` stands for two items that differ; give each an id of its own",
+            param="multi_modal_uuids",
+        )
 
 
 def _check_data(modality: str, items: ModalityDataItems, indices: Iterable[int]) -> None:

@@ -64,10 +64,10 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         self,
         prompt: str | list[int],
         mm_data: MultiModalDataDict | MultiModalDataItems | None = None,
-        *,
-        mm_uuids: MultiModalUUIDDict | None = None,
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
+        *,
+        mm_uuids: MultiModalUUIDDict | None = None,
         decoder_prompt: str | list[int] | None = None,
         id_domain: str | None = None,
         request_id: str | None = None,
@@ -76,9 +76,9 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         prepared = self.prepare(
             prompt,
             mm_data,
+            hf_processor_mm_kwargs,
+            tokenization_kwargs,
             mm_uuids=mm_uuids,
-            hf_processor_mm_kwargs=hf_processor_mm_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
             decoder_prompt=decoder_prompt,
             id_domain=id_domain,
             request_id=request_id,
@@ -94,10 +94,10 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         self,
         prompt: str | list[int],
         mm_data: MultiModalDataDict | MultiModalDataItems | None = None,
-        *,
-        mm_uuids: MultiModalUUIDDict | None = None,
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
+        *,
+        mm_uuids: MultiModalUUIDDict | None = None,
         decoder_prompt: str | list[int] | None = None,
         id_domain: str | None = None,
         request_id: str | None = None,
@@ -107,10 +107,10 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         Args:
             prompt: Text, or token ids, with a placeholder for each item (not yet expanded).
             mm_data: Per modality, one item or a list of items; or items that are parsed already.
-            mm_uuids: Per modality, an id for each item (or None), which stands for its content.
             hf_processor_mm_kwargs: For the HF processor, over the operator's own.
             tokenization_kwargs: For the tokenizer, where the prompt is text
                 (`{"add_special_tokens": False}` after a chat template).
+            mm_uuids: Per modality, an id for each item (or None), which stands for its content.
             decoder_prompt: For an encoder-decoder model, in place of the decoder's own.
             id_domain: Whose uuids these are: claims, which the content must bear out. None: they
                 are trusted.

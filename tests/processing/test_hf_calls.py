@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import BatchFeature
 
-from mmjax.errors import RequestValueError
+from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing import (
     InputProcessingContext,
     MultiModalFieldConfig,
@@ -170,3 +170,31 @@ class TestEmbeddings:
             processor.apply(
                 "[img][vid]", {"image": [None], "video": [self.EMBEDS[0]]}, mm_uuids=uuids
             )
+
+
+class TestOneIdForTwoItems:
+    """An id that the caller answers for must not bring one item's tensors to another's place."""
+
+    @pytest.mark.parametrize("cache", [None, RecordingCache()])
+    def test_of_two_modalities_in_one_request(self, cache: Any):
+        request = {"image": [TestEmbeddings.EMBEDS[0]], "video": [TestEmbeddings.EMBEDS[0]]}
+        uuids = {"image": ["me"], "video": ["me"]}
+        with pytest.raises(MediaIdConflictError, match="`me` stands for two items that differ"):
+            make_embeds(cache).apply("[img][vid]", request, mm_uuids=uuids)
+
+    def test_of_two_modalities_one_after_the_other(self):
+        cache = RecordingCache()
+        processor = make_embeds(cache)
+        processor.apply("[img]", {"image": draw(5, 2)}, mm_uuids={"image": ["me"]})
+        with pytest.raises(MediaIdConflictError):
+            processor.apply("[vid]", {"video": [None]}, mm_uuids={"video": ["me"]})
+
+    def test_of_two_sizes(self):
+        uuids = {"image": ["me", "me"]}
+        with pytest.raises(MediaIdConflictError):
+            make_embeds().apply(
+                "[img][img]", {"image": list(TestEmbeddings.EMBEDS)}, mm_uuids=uuids
+            )
+        rows = TestEmbeddings.EMBEDS[0]
+        inputs = make_embeds().apply("[img][img]", {"image": [rows, rows]}, mm_uuids=uuids)
+        assert inputs.mm_hashes == uuids
