@@ -82,7 +82,13 @@ def open_file(name: str, directory: Path | None = None) -> tuple[Path, int]:
             "starts P1, and P1 gets its name as `mm_shm_name`"
         )
     _check_private(path.parent, path.parent.lstat())
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"the processor cache's shared memory `{path}` cannot be read: {error.strerror}; P1 "
+            "must run as the user that P0 runs as"
+        ) from error
     try:
         _check_private(path, os.fstat(fd))
     except ConfigError:

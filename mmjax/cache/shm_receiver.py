@@ -65,7 +65,8 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
         self._readings: dict[int, _Reading] = {}
         self._max_num_readings = MIN_NUM_READINGS
         self._lock = threading.Lock()
-        self._given_back: deque[int] = deque()
+        self._given_back: deque[tuple[int, int]] = deque()
+        """(epoch, object id)"""
         self._is_closed = False
 
     def get_and_update_features(
@@ -80,7 +81,7 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
         found: dict[str, MultiModalKwargsItem] = {}
         read: dict[Handle, MultiModalKwargsItem | None] = {}
         missing: dict[str, None] = {}
-        forgery: ShmHandleError | None = None
+        forgery = ""
         for feature in features:
             key = feature.mm_hash or feature.identifier
             if feature.data is None:
@@ -90,13 +91,14 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                     feature.data = self._read(feature.data, read)
                 except ShmHandleError as error:
                     # The others are taken all the same, so that they will be given back.
-                    feature.data, forgery = None, forgery or error
+                    feature.data, forgery = None, forgery or str(error)
             if feature.data is None:
                 missing[key] = None
             else:
                 found[key] = feature.data
-        if forgery is not None:
-            raise forgery
+        if forgery:
+            # Anew: an exception in a variable of ours would keep the others' views with it.
+            raise ShmHandleError(forgery)
         if missing:
             raise MultiModalCacheMissError(list(missing))
         return list(features)
@@ -129,15 +131,18 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
     def _lease(self, handle: Handle) -> np.ndarray | None:
         """Return an object's bytes, to be given back when the last view of them is gone."""
         address, object_id, size = handle.address, handle.object_id, handle.size
-        if self._is_closed or handle.epoch != self._epoch:
+        if self._is_closed or handle.epoch != self._segment.epoch:
             return None
+        if handle.epoch != self._epoch:
+            # P0 took this reader for a new one; it cannot have sent it anything before.
+            self._epoch, self._readings = handle.epoch, {}
         if not self._segment.holds(address, object_id, size):
             return None
         reading = self._readings.setdefault(object_id, _Reading(address, size))
         if not reading.take(handle.lease_number):
             return None
         root = np.frombuffer(self._segment.data[address : address + size], np.uint8)
-        weakref.finalize(root, self._give_back, object_id).atexit = False
+        weakref.finalize(root, self._give_back, self._epoch, object_id).atexit = False
         if len(self._readings) > self._max_num_readings:
             self._drop_readings()
         return root
@@ -149,24 +154,25 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                 del self._readings[object_id]
         self._max_num_readings = max(MIN_NUM_READINGS, 2 * len(self._readings))
 
-    def _give_back(self, object_id: int) -> None:
+    def _give_back(self, epoch: int, object_id: int) -> None:
         # The garbage collector calls this anywhere, in a thread that has our lock too: note it,
         # and leave the rest to whoever has the lock.
-        self._given_back.append(object_id)
+        self._given_back.append((epoch, object_id))
         self._note_given_back()
 
     def _note_given_back(self) -> None:
         """Tell P0 what was given back. Every holder of the lock does so afterwards."""
         while self._given_back and self._lock.acquire(blocking=False):
             try:
-                while self._given_back and not self._is_closed:
-                    object_id = self._given_back.popleft()
-                    reading = self._readings[object_id]
-                    reading.num_open -= 1
-                    reading.num_released += 1
-                    count = reading.num_released
-                    self._segment.set_num_released(reading.address, count, self._epoch)
-                if self._is_closed:
-                    self._given_back.clear()
+                while self._given_back:
+                    self._count_given_back(*self._given_back.popleft())
             finally:
                 self._lock.release()
+
+    def _count_given_back(self, epoch: int, object_id: int) -> None:
+        if self._is_closed or epoch != self._epoch:
+            return
+        reading = self._readings[object_id]
+        reading.num_open -= 1
+        reading.num_released += 1
+        self._segment.set_num_released(reading.address, reading.num_released, epoch)

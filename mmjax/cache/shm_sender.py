@@ -34,7 +34,7 @@ class _Held(NamedTuple):
 class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
     """Writes items to shared memory, and hands out handles. The only writer.
 
-    Every handle must reach the reader, or be withdrawn. `reset_readers` voids all at once.
+    Every handle must reach the reader, or be withdrawn: it keeps its item until then.
     """
 
     def __init__(
@@ -147,7 +147,10 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
                 self._writer.withdraw(item)
 
     def reset_readers(self) -> None:
-        """Void every handle, after the reader died: nothing is in use, all that is held stays."""
+        """Void every handle, after the reader died: nothing is in use, all that is held stays.
+
+        To be called before the next reader gets its first handle, and never while one reads.
+        """
         with self._lock:
             if not self._writer.is_closed:
                 self._writer.reset_readers()

@@ -204,6 +204,13 @@ class World:
         self.receivers.append(self.attach())
         self.counts["kill"] += 1
 
+    def renew(self) -> None:
+        """P0 voids what it made for a reader that has got nothing yet."""
+        if not self.live:
+            self.epoch += 1
+            self.sender.reset_readers()
+            self.counts["renew"] += 1
+
     def bury(self) -> None:
         """What a dead reader held is given back, too late to count."""
         self.ghosts.clear()
@@ -305,6 +312,10 @@ class SharedMemory(RuleBasedStateMachine):
         self.world.kill_reader()
 
     @rule()
+    def renew(self) -> None:
+        self.world.renew()
+
+    @rule()
     def bury(self) -> None:
         self.world.bury()
 
@@ -357,13 +368,13 @@ def act(world: World, rng: random.Random) -> None:
         world.sender.invalidate(str(rng.randrange(NUM_HASHES)))
     elif action == "clear":
         world.sender.clear_cache()
-    elif action in ("kill_reader", "bury"):
+    elif action in ("kill_reader", "bury", "renew"):
         getattr(world, action)()
 
 
 WEIGHTS = {
     **{"commit": 300, "deliver": 300, "drop": 350, "withdraw": 10, "forge": 5, "repeat": 5},
-    **{"invalidate": 10, "clear": 1, "kill_reader": 1, "bury": 3},
+    **{"invalidate": 10, "clear": 1, "kill_reader": 1, "renew": 2, "bury": 3},
 }
 
 

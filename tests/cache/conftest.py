@@ -1,0 +1,27 @@
+"""Both halves of a small cache in shared memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm_segment import PAGE
+from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+
+
+@pytest.fixture
+def sender(tmp_path: Path) -> Iterator[ShmObjectStoreSenderCache]:
+    sender = ShmObjectStoreSenderCache(4 * PAGE, max_object_bytes=3 * PAGE, directory=tmp_path)
+    yield sender
+    sender.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def receiver(
+    sender: ShmObjectStoreSenderCache, tmp_path: Path
+) -> Iterator[ShmObjectStoreReceiverCache]:
+    receiver = ShmObjectStoreReceiverCache(sender.name, directory=tmp_path)
+    yield receiver
+    receiver.close()

@@ -1,0 +1,73 @@
+"""Items, handles and forgeries for the tests of shared memory."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm_segment import HEADER, PAGE
+from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.processing import (
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    PromptReplacement,
+)
+from mmjax.processing.fields import MultiModalBatchedField
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.codec import decode, encode
+from mmjax.transport.messages import EngineCoreRequest
+
+UPDATES = [PromptReplacement("image", [1], [2]).resolve(0)]
+ONE_PAGE = PAGE - HEADER
+"""Bytes of an array whose object takes one page."""
+
+
+def make_item(num_bytes: int = ONE_PAGE, value: int = 7) -> MultiModalKwargsItem:
+    data = np.full(num_bytes, value, np.uint8)
+    return MultiModalKwargsItem({"x": MultiModalFieldElem(data, MultiModalBatchedField())})
+
+
+def put(sender: ShmObjectStoreSenderCache, mm_hash: str, **kwargs: int) -> MultiModalKwargsItem:
+    item, updates = sender.get_and_update_item((make_item(**kwargs), UPDATES), mm_hash)
+    assert updates is UPDATES
+    assert item is not None
+    return item
+
+
+def feature(data: MultiModalKwargsItem | None, mm_hash: str | None = "a") -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(
+        data=data,
+        modality="image",
+        identifier="a",
+        mm_position=PlaceholderRange(offset=0, length=1),
+        mm_hash=mm_hash,
+    )
+
+
+def read(receiver: ShmObjectStoreReceiverCache, item: MultiModalKwargsItem | None):
+    (resolved,) = receiver.get_and_update_features([feature(item)])
+    assert resolved.data is not None
+    return resolved.data
+
+
+def over_the_bridge(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
+    message = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        mm_features=[feature(item)],
+        sampling_params=SamplingParams(),
+    )
+    decoded = decode([bytes(frame) for frame in encode(message)])
+    assert isinstance(decoded, EngineCoreRequest)
+    data = decoded.mm_features[0].data
+    assert data is not None
+    return data
+
+
+def forge(handle: MultiModalKwargsItem, name: str) -> MultiModalKwargsItem:
+    """Change one bit of one field."""
+    value = handle[name].data.copy()
+    value.reshape(-1).view(np.uint8)[0] ^= 1
+    return MultiModalKwargsItem({**handle, name: replace(handle[name], data=value)})
