@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -113,6 +113,7 @@ class MultiModalFlatField(BaseMultiModalField):
     """Item i is a slice of the concatenation of all items."""
 
     slices: Sequence[slice] | Sequence[Sequence[slice]]
+    """Empty in the field of one item's element."""
     dim: int = 0
 
     def build_elems(
@@ -122,8 +123,10 @@ class MultiModalFlatField(BaseMultiModalField):
             data, np.ndarray
         ):
             raise ValueError(f"`{key}` is a list, but its slices run over several axes")
+        # The others' slices say nothing of an item, and would travel with each of them.
+        field = replace(self, slices=())
         return [
-            MultiModalFieldElem(data[part if isinstance(part, slice) else tuple(part)], self)
+            MultiModalFieldElem(data[part if isinstance(part, slice) else tuple(part)], field)
             for part in self.slices
         ]
 

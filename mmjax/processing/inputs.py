@@ -38,17 +38,24 @@ class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem]):
     def own_arrays(self) -> "MultiModalKwargsItem":
         """Return the item without views: one that is kept must not keep its batch alive."""
         return MultiModalKwargsItem(
-            {
-                key: replace(elem, data=elem.data.copy())
-                if isinstance(elem.data, np.ndarray) and elem.data.base is not None
-                else elem
-                for key, elem in self.items()
-            }
+            {key: replace(elem, data=_own(elem.data)) for key, elem in self.items()}
         )
 
     def get_data(self) -> dict[str, NestedTensors]:
         """Return the tensors alone."""
         return {key: elem.data for key, elem in self.items()}
+
+
+def _own(data: NestedTensors) -> NestedTensors:
+    if isinstance(data, list):
+        return [_own(entry) for entry in data]
+    if isinstance(data, tuple):
+        return tuple(_own(entry) for entry in data)
+    if not isinstance(data, np.ndarray) or data.base is None:
+        return data
+    # A batch of one item is that item: nothing else is kept alive.
+    is_whole = isinstance(data.base, np.ndarray) and data.base.nbytes == data.nbytes
+    return data if is_whole else data.copy()
 
 
 class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):

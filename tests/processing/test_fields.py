@@ -125,6 +125,15 @@ def test_unequal_sides_are_filled_with_zeros(parts: list[np.ndarray], data: st.D
     assert not rest.any()
 
 
+def test_an_items_field_does_not_grow_with_the_batch():
+    config = MultiModalFieldConfig.flat_from_sizes("image", [1] * 100)
+    fields = {id(elem.field) for elem in config.build_elems("x", np.ones(100))}
+    assert len(fields) == 1
+    (elem, *_) = config.build_elems("x", np.ones(100))
+    assert isinstance(elem.field, MultiModalFlatField)
+    assert elem.field.slices == ()
+
+
 class TestMerging:
     def test_one_tensor_is_a_view_or_itself(self):
         row = np.ones(3)

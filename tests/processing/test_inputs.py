@@ -125,10 +125,19 @@ class TestKwargsItems:
             items.require_data()
 
     def test_own_arrays_lets_go_of_the_batch(self):
-        item = full(items_of({"x": np.ones((2, 3))}, x=MultiModalFieldConfig.batched("image")))[0]
-        assert item["x"].data.base is not None
-        assert item.own_arrays()["x"].data.base is None
-        assert item.own_arrays() == item
+        batched = MultiModalFieldConfig.batched("image")
+        rows = MultiModalFieldConfig.flat("image", [slice(0, 1), slice(1, 2)])
+        batch = np.ones((2, 3))
+        item = full(items_of({"x": batch, "rows": list(batch)}, x=batched, rows=rows))[0]
+        owned = item.own_arrays()
+        assert owned == item
+        assert (item["x"].data.base is batch, owned["x"].data.base) == (True, None)
+        assert (item["rows"].data[0].base is batch, owned["rows"].data[0].base) == (True, None)
+
+    def test_a_batch_of_one_item_is_not_copied(self):
+        batch = np.ones((1, 3))
+        item = full(items_of({"x": batch}, x=MultiModalFieldConfig.batched("image")))[0]
+        assert np.shares_memory(item.own_arrays()["x"].data, batch)
 
     def test_items_that_fit_no_one_batch_are_not_merged(self):
         config = MultiModalFieldConfig.batched("image")
