@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.processing.uuids import complete_mm_data
 
 _MAX_SALT_LENGTH = 128
 
@@ -63,11 +64,12 @@ def parse_prompt(prompt: PromptType) -> ParsedPrompt:
         )
     if text is not None and not isinstance(text, str):
         raise RequestTypeError(f"`prompt` must be a str, not {type(text).__name__}", param="prompt")
+    mm_uuids = _mapping(prompt, "multi_modal_uuids")
     return ParsedPrompt(
         text=text,
         token_ids=None if token_ids is None else _token_list(token_ids, "prompt_token_ids"),
-        mm_data=_mapping(prompt, "multi_modal_data"),
-        mm_uuids=_mapping(prompt, "multi_modal_uuids") or None,
+        mm_data=complete_mm_data(_mapping(prompt, "multi_modal_data"), mm_uuids),
+        mm_uuids=mm_uuids or None,
         mm_processor_kwargs=_mapping(prompt, "mm_processor_kwargs"),
         cache_salt=_salt(prompt.get("cache_salt")),
         add_special_tokens=prompt.get("add_special_tokens", True),
