@@ -56,6 +56,7 @@ class ObjectWriter:
         self._num_objects = 0
         self._num_backed = 0
         """Bytes from the beginning for which there is memory."""
+        self._has_noted_full = False
         self._warmer = PageWarmer(self._segment)
         self._warmer.stay_ahead_of(0)
         self.is_closed = False
@@ -142,14 +143,20 @@ class ObjectWriter:
             try:
                 self._segment.back_with_memory(self._num_backed, stored.stop - self._num_backed)
             except OSError as error:
+                self._note_full(error)
                 self.ring.remove(stored)
-                self.ring.shrink(self._num_backed)
-                logger.warning(
-                    "no more shared memory in `%s`: %s; the processor cache stays at %d bytes: "
-                    "enlarge it, or lower `--mm-processor-cache-gb`",
-                    *(self.path.parent, error.strerror, self._num_backed),
-                )
+                # What is smaller may still fit.
+                self.ring.shrink(stored.stop - PAGE)
                 return False
             self._num_backed = stored.stop
         self._warmer.stay_ahead_of(stored.stop)
         return True
+
+    def _note_full(self, error: OSError) -> None:
+        if not self._has_noted_full:
+            self._has_noted_full = True
+            logger.warning(
+                "no more shared memory in `%s`: %s; the processor cache stays at about %d bytes: "
+                "enlarge it, or lower `--mm-processor-cache-gb`",
+                *(self.path.parent, error.strerror, self._num_backed),
+            )

@@ -266,6 +266,7 @@ def test_where_memory_ends_the_ring_ends(tmp_path, monkeypatch, caplog):
     sender = ShmObjectStoreSenderCache(8 * PAGE, directory=tmp_path)
     receiver = ShmObjectStoreReceiverCache(sender.name, directory=tmp_path)
     with caplog.at_level(logging.WARNING):
+        assert put(sender, "large", num_bytes=4 * PAGE) == make_item(num_bytes=4 * PAGE)
         for number in range(10):
             assert read(receiver, put(sender, str(number), value=number))["x"].data[0] == number
     assert "no more shared memory" in caplog.text
