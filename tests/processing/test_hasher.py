@@ -340,9 +340,9 @@ def test_the_same_scalars_and_containers():
 
     assert digest(Pair(1, "x")) == digest([1, "x"])
     assert digest(OrderedDict(a=1)) == digest({"a": 1})
-    assert digest(memoryview(np.arange(6, dtype="u1").reshape(2, 3))) == digest(bytes(range(6)))
+    assert digest(np.arange(6, dtype="u1").reshape(2, 3).data) == digest(bytes(range(6)))
     assert digest(memoryview(bytes(range(6)))[::2]) == digest(bytes([0, 2, 4]))
-    assert digest(memoryview(np.zeros((0, 3)))) == digest(b"")
+    assert digest(np.zeros((0, 3)).data) == digest(b"")
 
 
 def test_encoded_pictures_hash_as_what_they_decode_to():
@@ -379,7 +379,7 @@ def test_large_arrays_are_hashed_in_place():
     digest(array[:1])
     tracemalloc.start()
     try:
-        for value in (array, memoryview(array), array.data, frames, frames.original_bytes):
+        for value in (array, array.data, frames, frames.original_bytes):
             digest(value)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
