@@ -65,6 +65,7 @@ class LLM:
         chat_template: str | None = None,
         block_size: int = 32,
         kv_cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
         compilation_cache_dir: str | Path | None = None,
         use_tqdm_on_load: bool = True,
     ) -> None:
@@ -89,13 +90,15 @@ class LLM:
         require_model(model_config.architecture)
         config = EngineConfig(
             model=model_config,
-            cache=CacheConfig(block_size=block_size, kv_cache_memory_bytes=kv_cache_memory_bytes),
+            cache=CacheConfig(
+                block_size=block_size,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
-            compilation_cache_dir=(
-                None if compilation_cache_dir is None else Path(compilation_cache_dir)
-            ),
+            compilation_cache_dir=Path(compilation_cache_dir) if compilation_cache_dir else None,
             use_tqdm=use_tqdm_on_load,
         )
         self._open(config)
