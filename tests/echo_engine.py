@@ -1,21 +1,32 @@
 """An engine that says a prompt back, for tests of the doors: no jax, no weights.
 
 `EchoEngine` keeps EngineCore's contract; `EchoSupervisor` stands where P1's supervisor does, in
-the test's own process; `run_echo_engine` is a P1 main for the real supervisor.
+the test's own process; `run_echo_engine` and `run_item_engine` are P1 mains for the real
+supervisor. With a `MultiModalConfig` the engine keeps P1's cache, and answers with what it was
+given to see: `item_tokens`.
 """
 
 import asyncio
+import hashlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from mmjax.config import EngineConfig
-from mmjax.errors import RequestValueError
+import numpy as np
+
+from mmjax.cache import engine_receiver_cache_from_config
+from mmjax.config import EngineConfig, MultiModalConfig
+from mmjax.engine.features import resolve_features
+from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.frontend.supervisor import EngineListener, EngineState
+from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import Receiver, Sender
+from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
+    CacheMiss,
     EngineCoreRequest,
     EngineMessage,
     Heartbeat,
@@ -30,6 +41,34 @@ from mmjax.transport.messages import (
 REFUSED_TOKEN = 7
 """A prompt that ends with it is refused by the engine."""
 
+FORGET_TOKEN = 8
+"""A prompt that ends with it makes the engine forget all items before it reads the request's."""
+
+DEATH_TOKEN = 9
+"""A prompt that ends with it ends the engine's process."""
+
+
+def item_tokens(features: Sequence[MultiModalFeatureSpec]) -> list[int]:
+    """Return token ids that depend on every bit of the items and on their places."""
+    digest = hashlib.sha256()
+    for feature in features:
+        assert feature.data is not None
+        position = feature.mm_position
+        digest.update(repr((feature.modality, position.offset, position.length)).encode())
+        for key in sorted(feature.data):
+            _add_to(digest, key, feature.data[key].data)
+    return [100 + byte for byte in digest.digest()[:8]]
+
+
+def _add_to(digest: Any, key: str, data: Any) -> None:
+    parts = data if isinstance(data, list | tuple) else [data]
+    for part in parts:
+        if isinstance(part, list | tuple):
+            _add_to(digest, key, part)
+            continue
+        array = np.asarray(part)
+        digest.update(f"{key} {array.dtype} {array.shape} ".encode() + array.tobytes())
+
 
 @dataclass
 class _Running:
@@ -41,12 +80,19 @@ class _Running:
 class EchoEngine:
     """Answers with the prompt's token ids, one a step, then the end token (if there is one)."""
 
-    def __init__(self) -> None:
+    def __init__(self, mm: MultiModalConfig | None = None) -> None:
+        """With `mm`: keep P1's cache, and answer a request with items by `item_tokens`, at once."""
+        self._has_eyes = mm is not None
+        self.cache = None if mm is None else engine_receiver_cache_from_config(mm)
         self.running: dict[str, _Running] = {}
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
 
     def add_request(self, request: EngineCoreRequest) -> None:
+        if self.cache is not None and request.prompt_token_ids[-1] == FORGET_TOKEN:
+            self.cache.clear_cache()
+        if self._has_eyes:
+            resolve_features(request.mm_features, self.cache)
         if request.prompt_token_ids[-1] == REFUSED_TOKEN:
             raise RequestValueError("the engine does not like this prompt", param="prompt")
         self.added.append(request)
@@ -73,6 +119,13 @@ class EchoEngine:
 
     def _advance(self, state: _Running) -> RequestOutputDelta:
         params, request = state.request.sampling_params, state.request
+        if self._has_eyes and request.mm_features:
+            del self.running[request.request_id]
+            return RequestOutputDelta(
+                request_id=request.request_id,
+                new_token_ids=item_tokens(request.mm_features),
+                finish_reason="length",
+            )
         ends = request.eos_token_ids[:1]
         script = state.script + ([] if params.ignore_eos else ends)
         token_id = script[state.num_sent]
@@ -118,7 +171,14 @@ class EchoSupervisor:
     pid: int | None = None
     num_restarts: int = 0
     heartbeat: Heartbeat | None = None
-    engine: EchoEngine = field(default_factory=EchoEngine)
+    mm: MultiModalConfig | None = None
+    """The engine's, which then has a cache, and gets its messages as the bridge carries them."""
+    num_bytes: list[int] = field(default_factory=list)
+    """Of each request that came over the bridge."""
+    engine: EchoEngine = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = EchoEngine(self.mm)
 
     @property
     def is_healthy(self) -> bool:
@@ -136,17 +196,26 @@ class EchoSupervisor:
         self._listener.on_ready()
 
     def die(self, *, restarts: bool) -> None:
-        self.engine = EchoEngine()
+        self.engine = EchoEngine(self.mm)
         self.state = "restarting" if restarts else "dead"
         self.health = False
         self.num_restarts += 1
         self._listener.on_death()
 
     async def send(self, message: EngineMessage) -> None:
+        if self.mm is not None:
+            frames = [bytes(frame) for frame in encode(message)]
+            message = decode(frames)  # type: ignore[assignment]
+            if isinstance(message, EngineCoreRequest):
+                self.num_bytes.append(sum(map(len, frames)))
         match message:
             case EngineCoreRequest():
                 try:
                     self.engine.add_request(message)
+                except MultiModalCacheMissError as miss:
+                    self._listener.on_message(
+                        CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
+                    )
                 except RequestValueError as error:
                     self._listener.on_message(
                         RequestFailed(
@@ -180,11 +249,18 @@ class EchoSupervisor:
 
 def run_echo_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
     """P1's main without a model. `hf_config` (a str here) says how it misbehaves."""
+    _run(EchoEngine(), config.model.hf_config, address_in, address_out)
+
+
+def run_item_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
+    """P1's main without a model, but with P1's cache: answers with what it was given to see."""
+    _run(EchoEngine(config.model.mm), "", address_in, address_out)
+
+
+def _run(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:
     receiver, sender = Receiver(address_in), Sender(address_out)
-    mood = config.model.hf_config
     if mood == "dies at start":
         raise SystemExit(3)
-    engine = EchoEngine()
     sender.send(Ready(num_kv_blocks=1, num_programs=2))
     while True:
         if mood == "falls silent":
@@ -197,9 +273,12 @@ def run_echo_engine(config: EngineConfig, address_in: str, address_out: str) -> 
             case AbortRequests():
                 engine.abort(message.request_ids)
             case EngineCoreRequest():
-                if mood == "dies on requests":
+                if mood == "dies on requests" or message.prompt_token_ids[-1] == DEATH_TOKEN:
                     os._exit(9)
-                engine.add_request(message)
+                try:
+                    engine.add_request(message)
+                except MultiModalCacheMissError as miss:
+                    sender.send(CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes))
         if deltas := engine.step():
             sender.send(StepOutput(deltas=deltas))
     receiver.close()

@@ -241,8 +241,8 @@ class AsyncEngineClient:
         self._courier.on_death()
         can_wait = self.supervisor.state == "restarting"
         for request_id, handle in list(self._streams.items()):
-            has_output = self._output_processor.has_output(request_id)
-            if can_wait and not has_output and handle.num_replays < _MAX_REPLAYS:
+            is_broken_off = self._output_processor.has_partial_output(request_id)
+            if can_wait and not is_broken_off and handle.num_replays < _MAX_REPLAYS:
                 continue
             self._output_processor.abort([request_id])
             self._courier.forget(handle.request)
@@ -310,9 +310,7 @@ class AsyncEngineClient:
             )
 
     def _on_unsent(self, message: EngineCoreRequest) -> None:
-        self.input_processor.ledger.invalidate(
-            [item.mm_hash for item in message.mm_features if item.mm_hash is not None]
-        )
+        self.input_processor.ledger.take_back(message)
         self._fail_sequence(message.request_id, _internal_error())
 
     def _deliver(self, output: RequestOutput) -> None:

@@ -9,6 +9,7 @@ Knows nothing of HTTP, of chat or of the engine.
 import random
 import time
 from collections.abc import Mapping, Sequence
+from itertools import count
 
 import msgspec
 
@@ -48,6 +49,7 @@ class InputProcessor:
         self.generation_defaults = load_generation_defaults(model_config)
         self.ledger = Ledger(self._pool, self.cache)
         self._random = random.Random(model_config.seed)
+        self._counter = count()
         text_config = model_config.hf_config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
 
@@ -117,7 +119,9 @@ class InputProcessor:
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         self._check_stop_token_ids(params)
-        prepared = self.prepare_inputs(parts, id_domain=id_domain)
+        prepared = self.prepare_inputs(
+            parts, id_domain=id_domain, request_id=self._unshared_id(request_id)
+        )
         token_ids = list(prepared.prompt_token_ids)
         self._check_prompt(token_ids, "prompt")
         if prepared.encoder_prompt_token_ids is not None:
@@ -135,9 +139,16 @@ class InputProcessor:
         return ProcessedRequest.create(template, prepared, continues_prompt=continues_prompt)
 
     def prepare_inputs(
-        self, prompt: ParsedPrompt, *, id_domain: str | None = None
+        self,
+        prompt: ParsedPrompt,
+        *,
+        id_domain: str | None = None,
+        request_id: str | None = None,
     ) -> PreparedInputs:
-        """Process a prompt alone: no sampling, no limits of the engine. Changes no cache."""
+        """Process a prompt alone: no sampling, no limits of the engine. Changes no cache.
+
+        With `request_id`, items are named after it, and not hashed.
+        """
         text = (prompt.token_ids or []) if prompt.text is None else prompt.text
         has_specials = prompt.text is None or prompt.add_special_tokens
         with self._pool.borrow() as processor:
@@ -148,7 +159,16 @@ class InputProcessor:
                 hf_processor_mm_kwargs=dict(prompt.mm_processor_kwargs),
                 tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
                 decoder_prompt=prompt.decoder_prompt,
+                id_domain=id_domain,
+                request_id=request_id,
             )
+
+    def _unshared_id(self, request_id: str) -> str | None:
+        """Return a name for items where no cache asks for their content, else None."""
+        if self.cache is not None:
+            return None
+        # A caller may use an id again, and the engine keep an item of that name.
+        return f"{request_id}.{next(self._counter)}"
 
     def explain(self, prompt: PromptType, *, id_domain: str | None = None) -> Explanation:
         """Process a prompt as a request's, and describe it. Changes no cache; asks no engine."""

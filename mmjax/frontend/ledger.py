@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from mmjax.cache import BaseMultiModalProcessorCache
+from mmjax.cache import BaseMultiModalProcessorCache, ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.frontend.features import all_hashes, build_features, inputs_with_tensors
 from mmjax.frontend.processor_pool import ProcessorPool
@@ -68,6 +68,14 @@ class Ledger:
         """Learn that P1 does not hold these items."""
         with self._lock:
             self._invalidate(mm_hashes)
+
+    def take_back(self, message: EngineCoreRequest) -> None:
+        """Learn that a message was not sent, and never will be."""
+        with self._lock:
+            for feature in message.mm_features:
+                if isinstance(self._cache, ShmObjectStoreSenderCache) and feature.data is not None:
+                    self._cache.withdraw(feature.data)
+            self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
     def forget_engine(self) -> None:
         """Learn that P1 is a new one, which holds nothing, or that there is none."""

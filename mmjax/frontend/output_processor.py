@@ -74,10 +74,12 @@ class OutputProcessor:
         parent = self._parent_by_id.get(request_id)
         return [] if parent is None else _running_ids(parent)
 
-    def has_output(self, request_id: str) -> bool:
-        """Return whether a token of the request has been seen."""
+    def has_partial_output(self, request_id: str) -> bool:
+        """Return whether a sequence of the request has begun, and not ended."""
         parent = self._parent_by_id.get(request_id)
-        return parent is not None and any(sequence.token_ids for sequence in parent.sequences)
+        return parent is not None and any(
+            sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
+        )
 
     def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
         """Apply one step's deltas; unknown ids (aborted meanwhile) are skipped."""

@@ -42,5 +42,6 @@ class ProcessorPool:
     def _make(self) -> BaseMultiModalProcessor[Any]:
         tokenizer = copy.deepcopy(self.tokenizer)
         processor = create_processor(self._model_config, tokenizer, cache=self._cache)
+        processor.item_hasher = self.first.item_hasher
         self.num_instances += 1
         return processor

@@ -1,7 +1,6 @@
 """A request that is processed, and what it takes to send it to P1, once or again."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -51,7 +50,8 @@ class ProcessedRequest:
         ]
 
 
-class Delivery(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delivery:
     """One message that is committed: it must be sent, and in this order."""
 
     request: ProcessedRequest

@@ -188,7 +188,8 @@ def test_a_crash_replays_what_has_shown_nothing(input_processor: InputProcessor)
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         shown = await client.add_request("shown", "red", ENDLESS, stream=True)
         await anext(shown)
-        supervisor.delay_s = 1000.0  # the step under way will never end
+        supervisor.delay_s = 1000.0  # from the next one on, a step never ends
+        await asyncio.sleep(0.1)
         waiting = await client.add_request("waiting", "red", SamplingParams(max_tokens=64))
         supervisor.die(restarts=True)
         with pytest.raises(EngineUnavailableError, match="restarts"):
