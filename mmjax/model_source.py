@@ -22,6 +22,9 @@ DEFAULT_MAX_MODEL_LEN = 8192
 _HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "tokenizer*", "*.txt")
 """What is taken from the hub. No pickles: `*.bin`, `*.pt` and code stay there."""
 
+_LANGUAGE_PARTS = {"internvl_chat": "llm_config"}
+"""Model types that transformers does not know -> the key of their language model in config.json."""
+
 
 def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
     """Return the local directory of `model`: None (the default), a directory, or a hub id."""
@@ -156,12 +159,30 @@ def _load_hf_config(path: Path) -> Any:
     from transformers import AutoConfig
 
     try:
+        if raw.get("model_type") in _LANGUAGE_PARTS:
+            return _build_hf_config(raw)
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
             f"`{file}` names the model type `{raw.get('model_type')}`, whose configuration "
             f"transformers could not build ({type(error).__name__}: {error})"
         ) from error
+
+
+def _build_hf_config(raw: dict[str, Any]) -> Any:
+    """Build the configuration of a model type that transformers does not know."""
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    parts: dict[str, Any] = {}
+    for key, value in raw.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            model_type = value.get("model_type")
+            known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
+            parts[key] = known.from_dict(value)
+    # By this name `get_text_config` finds it.
+    parts["text_config"] = parts[_LANGUAGE_PARTS[raw["model_type"]]]
+    return PreTrainedConfig(**{**raw, **parts})
 
 
 def _architecture(hf_config: Any) -> str:

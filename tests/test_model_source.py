@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,31 @@ def test_bad_configurations(content: str | None, match: str, copy_of: Path) -> N
         file.write_text(content)
     with pytest.raises(CheckpointError, match=match):
         load_model_config(str(copy_of))
+
+
+def test_a_layout_that_transformers_does_not_know(tmp_path: Path) -> None:
+    """InternVL's own: its language model lies in `llm_config`, its tower is of no known type."""
+    language = {"model_type": "qwen2", "vocab_size": 100, "max_position_embeddings": 50}
+    raw = {
+        "architectures": ["InternVLChatModel"],
+        "auto_map": {"AutoConfig": "configuration_internvl_chat.InternVLChatConfig"},
+        "model_type": "internvl_chat",
+        "llm_config": language,
+        "vision_config": {"model_type": "intern_vit_6b", "patch_size": 14},
+        "downsample_ratio": 0.5,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = load_model_config(str(tmp_path))
+    assert (config.architecture, config.max_model_len) == ("InternVLChatModel", 50)
+    for hf_config in (config.hf_config, deepcopy(config).hf_config):
+        assert hf_config.get_text_config().vocab_size == 100
+        assert hf_config.llm_config.model_type == "qwen2"
+        assert hf_config.llm_config.hidden_size > 0  # what config.json leaves out
+        assert hf_config.vision_config.patch_size == 14
+        assert (hf_config.model_type, hf_config.downsample_ratio) == ("internvl_chat", 0.5)
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "llm_config": None}))
+    with pytest.raises(CheckpointError, match=r"internvl_chat.*llm_config"):
+        load_model_config(str(tmp_path))
 
 
 def test_generation_defaults(copy_of: Path) -> None:
