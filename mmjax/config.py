@@ -155,6 +155,10 @@ class CacheConfig:
     """None: room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory."""
     encoder_cache_size: int | None = None
     """Rows of the encoder-output pool; None: twice the encoder budget."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin alike share the KV cache of their beginning."""
+    prefix_caching_hash_algo: Literal["sha256", "blake3"] = "sha256"
+    """What names a block of tokens."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
