@@ -177,8 +177,7 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     parts: dict[str, Any] = {}
     for key, value in raw.items():
         if key.endswith("_config") and isinstance(value, dict):
-            model_type = value.get("model_type")
-            known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else PreTrainedConfig
+            known = CONFIG_MAPPING.get(value.get("model_type", ""), PreTrainedConfig)
             parts[key] = known.from_dict(value)
     # By this name `get_text_config` finds it.
     parts["text_config"] = parts[_LANGUAGE_PARTS[raw["model_type"]]]
