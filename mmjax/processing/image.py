@@ -67,11 +67,21 @@ def check_resized_pixels(images: Any, shortest_edge: int | None, max_pixels: int
     if shortest_edge is None:
         return
     for image in images:
-        long, short = max(image.size), min(image.size)
-        resized = shortest_edge * int(shortest_edge * long / short)
-        if resized > max_pixels:
-            raise RequestValueError(
-                f"image is {image.size[0]}x{image.size[1]} pixels; scaled until its short side "
-                f"is {shortest_edge} it has {resized}, at most {max_pixels} are accepted: crop it",
-                param="multi_modal_data",
-            )
+        resized = shortest_edge * int(shortest_edge * max(image.size) / min(image.size))
+        _check_pixels(image, resized, f"scaled until its short side is {shortest_edge}", max_pixels)
+
+
+def check_squared_pixels(images: Any, max_pixels: int) -> None:
+    """Refuse pictures so long that padding them to a square is a bomb."""
+    for image in images:
+        _check_pixels(image, max(image.size) ** 2, "padded to a square", max_pixels)
+
+
+def _check_pixels(image: Image.Image, num_pixels: int, when: str, max_pixels: int) -> None:
+    if num_pixels > max_pixels:
+        width, height = image.size
+        raise RequestValueError(
+            f"image is {width}x{height} pixels; {when} it has {num_pixels}, at most {max_pixels} "
+            "are accepted: crop it, or scale it down",
+            param="multi_modal_data",
+        )

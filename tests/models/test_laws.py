@@ -131,6 +131,21 @@ def test_any_words_around_pictures_give_hf_tokens(
     assert_same(text, cached.apply(token_ids, mm_data, hf_processor_mm_kwargs=kwargs))
 
 
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+@pytest.mark.parametrize("num_images", [0, 1])
+def test_text_without_special_tokens_gives_the_same_on_every_path(family: Family, num_images: int):
+    """A chat template writes them itself."""
+    uncached, cached = family.make_processor(), make_cached(family)
+    plain = {"add_special_tokens": False}
+    prompt = f"look {family.placeholder * num_images}\nwhat"
+    mm_data = {"image": [draw(60, 50)] * num_images} if num_images else {}
+    token_ids = uncached.info.get_tokenizer().encode(prompt, **plain)
+    text = uncached.apply(prompt, mm_data, tokenization_kwargs=plain)
+    assert_same(text, uncached.apply(token_ids, mm_data))
+    assert_same(text, cached.apply(token_ids, mm_data))
+    assert_same(text, cached.apply(prompt, mm_data, tokenization_kwargs=plain))
+
+
 @pytest.mark.parametrize(("family", "kwargs"), CASES)
 @pytest.mark.parametrize("capacity", [0, 50_000, 2**26])
 def test_cold_warm_and_partly_warm_caches_agree(

@@ -135,7 +135,7 @@ def test_a_checkpoint_of_old_names_no_length_and_no_image_token(tmp_path: Path):
         ),
     ],
 )
-def test_a_checkpoint_that_contradicts_itself_is_named(
+def test_a_checkpoint_that_cannot_be_served_is_named(
     tmp_path: Path, edits: dict[str, Any], message: str
 ):
     path = edit_golden("chameleon", tmp_path, **edits)

@@ -146,6 +146,8 @@ def test_pictures_padded_to_squares_are_hfs(tmp_path: Path):
     hf = LlavaImageProcessorPil.from_pretrained(path)([draw(90, 30)], return_tensors="np")
     ours = golden_processor("llava", path=path).apply(IMAGE, {"image": draw(90, 30)})
     np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
+    with pytest.raises(RequestError, match=r"9000x2 pixels; padded to a square it has 81000000"):
+        golden_processor("llava", path=path).apply(IMAGE, {"image": draw(9000, 2)})
 
 
 def test_what_an_old_checkpoint_lacks_comes_from_its_config(tmp_path: Path):
@@ -221,9 +223,10 @@ def test_a_sliver_that_would_grow_to_a_bomb_is_refused(processor: Any):
         processor.apply(IMAGE, {"image": draw(100_000, 1)})
 
 
+@pytest.mark.parametrize("cache", [None, MultiModalProcessorOnlyCache(2**24)])
 @pytest.mark.parametrize("rows", [16, 3])
-def test_embeddings_stand_where_pictures_would(rows: int):
-    processor = golden_processor("llava", enable_mm_embeds=True)
+def test_embeddings_stand_where_pictures_would(rows: int, cache: Any):
+    processor = golden_processor("llava", processor_cache=cache, enable_mm_embeds=True)
     embeds = [torch.ones(rows, 64), torch.zeros(5, 64)]
     for prompt in both_kinds(processor, f"a {IMAGE} b {IMAGE}"):
         inputs = processor.apply(prompt, {"image": embeds})

@@ -62,6 +62,11 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
             image_seq_length=num_image_tokens,
             image_token=settings.get("image_token", "<image>"),
         )
+        if self.get_tokenizer().sep_token_id is None:
+            raise CheckpointError(
+                "the tokenizer has no `sep_token`, which ends Chameleon's prompts; "
+                "name it in tokenizer_config.json"
+            )
         image_token_id = self.get_hf_config().image_token_id
         if image_token_id not in (None, processor.image_token_id):
             raise CheckpointError(
@@ -114,7 +119,7 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
         check_resized_pixels(
             mm_data.get("images", ()),
             self.info.get_hf_processor().image_processor.size.shortest_edge,
-            self.info.ctx.model_config.mm.max_image_pixels,
+            self.info.ctx.get_mm_config().max_image_pixels,
         )
         # The separator is ours to add, to text and token ids alike.
         without_sep = {**mm_kwargs, "return_for_text_completion": True}

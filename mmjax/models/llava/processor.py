@@ -14,7 +14,7 @@ from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import check_pixel_size, check_resized_pixels
+from mmjax.processing.image import check_pixel_size, check_resized_pixels, check_squared_pixels
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import (
     ImageEmbeddingItems,
@@ -164,11 +164,13 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
         mm_kwargs: Mapping[str, object],
         tok_kwargs: Mapping[str, object],
     ) -> BatchFeature:
-        check_resized_pixels(
-            mm_data.get("images", ()),
-            self.info.get_hf_processor().image_processor.size.shortest_edge,
-            self.info.ctx.model_config.mm.max_image_pixels,
-        )
+        image_processor = self.info.get_hf_processor().image_processor
+        images = mm_data.get("images", ())
+        max_pixels = self.info.ctx.get_mm_config().max_image_pixels
+        if image_processor.do_pad:
+            check_squared_pixels(images, max_pixels)
+        else:
+            check_resized_pixels(images, image_processor.size.shortest_edge, max_pixels)
         outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
         if "pixel_values" in outputs:
             side = self.info.get_hf_config().vision_config.image_size
