@@ -56,6 +56,9 @@ class MultiModalConfig:
     """An encoded image with more bytes is refused."""
     trust_request_mm_kwargs: bool = False
     """Whether HTTP clients may send `mm_processor_kwargs`."""
+    trust_media_ids: bool = False
+    """Whether an HTTP client's `uuid` of an image is its identity, for all clients; else it is a
+    claim: good for one API key, and for the content that it came with."""
     enable_mm_embeds: bool = False
     """Whether prompts may hold embeddings in place of media: only for trusted callers."""
 

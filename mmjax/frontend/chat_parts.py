@@ -9,8 +9,7 @@ from mmjax.config import MultiModalConfig
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.encoded import EncodedImage
 from mmjax.processing.media import IMAGE_FORMATS, MediaLimits, decode_data_url
-
-MAX_UUID_LENGTH = 128
+from mmjax.processing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
@@ -176,17 +175,17 @@ def _part_type(part: Mapping[str, Any], place: str) -> str:
     return kind
 
 
-def _uuid(part: Mapping[str, Any], place: str) -> str | None:
+def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
     uuid = part.get("uuid")
     if uuid is None:
         return None
     text = str(uuid)
-    if not 0 < len(text) <= MAX_UUID_LENGTH or not text.isprintable():
+    if not is_media_id(text):
         raise RequestValueError(
-            f"`{place}.uuid` must be 1 to {MAX_UUID_LENGTH} printable characters",
+            f"`{place}.uuid` must be 1 to {MAX_MEDIA_ID_LENGTH} printable characters",
             param=f"{place}.uuid",
         )
-    return text
+    return MediaId(text, f"{place}.uuid")
 
 
 def _check_detail(detail: Any, place: str) -> None:

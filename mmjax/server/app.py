@@ -67,8 +67,8 @@ def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
         return await service.chat(request, body)
 
     @app.post("/v1/chat/completions/render")
-    async def render(body: ChatCompletionRequest) -> Response:
-        return await service.render(body)
+    async def render(request: Request, body: ChatCompletionRequest) -> Response:
+        return await service.render(request, body)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:

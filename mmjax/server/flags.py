@@ -113,6 +113,7 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
             max_image_pixels=flags.max_image_pixels,
             max_image_bytes=flags.max_image_bytes,
             trust_request_mm_kwargs=flags.trust_request_mm_kwargs,
+            trust_media_ids=flags.trust_media_ids,
         ),
     )
 
@@ -237,6 +238,11 @@ def _add_media_flags(group: Any) -> None:
     )
     add(
         "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
+    )
+    add(
+        "--trust-media-ids",
+        action="store_true",
+        help="take the uuid of an image for its content, whoever sends it",
     )
 
 

@@ -20,6 +20,7 @@ from mmjax.frontend.input_processor import PromptDict
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.errors import json_response
+from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mmjax.server.responses import (
     Answer,
@@ -47,6 +48,7 @@ class GenerationService:
         model_config = client.input_processor.model_config
         self._model_name = model_config.public_name
         self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
+        self._are_media_ids_trusted = model_config.mm.trust_media_ids
 
     # ---- chat -----------------------------------------------------------------------------------
 
@@ -63,10 +65,10 @@ class GenerationService:
                 params,
                 is_stream=bool(body.stream),
                 continues_prompt=False,
+                id_domain=self._id_domain(request),
             )
         except RequestError as error:
-            # The prompt is what the template made of the messages: the client sent those.
-            error.param = "messages" if error.param == "prompt" else error.param
+            error.param = _param_of_messages(error)
             raise
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
         options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
@@ -83,13 +85,15 @@ class GenerationService:
         )
         return json_response(answer)
 
-    async def render(self, body: ChatCompletionRequest) -> Response:
+    async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Answer with what processing makes of a conversation: no model runs."""
         self._check(body)
         try:
-            explanation = await self._client.explain(partial(self._chat_prompt, body))
+            explanation = await self._client.explain(
+                partial(self._chat_prompt, body), id_domain=self._id_domain(request)
+            )
         except RequestError as error:
-            error.param = "messages" if error.param == "prompt" else error.param
+            error.param = _param_of_messages(error)
             raise
         head = {"object": "chat.completion.render", "model": self._model_name}
         return json_response({**head, **explanation.to_dict()})
@@ -142,7 +146,12 @@ class GenerationService:
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         streams = await self._submit(
-            answer_id, prompts, params, is_stream=bool(body.stream), continues_prompt=True
+            answer_id,
+            prompts,
+            params,
+            is_stream=bool(body.stream),
+            continues_prompt=True,
+            id_domain=self._id_domain(request),
         )
         new_answer = self._answer_factory(answer_id, "text_completion", False)
         options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
@@ -211,6 +220,12 @@ class GenerationService:
                 param="chat_template",
             )
 
+    def _id_domain(self, request: Request) -> str | None:
+        """Say whose media ids a request names; None: everybody's, for they are trusted."""
+        if self._are_media_ids_trusted:
+            return None
+        return f"{getattr(request.state, API_KEY_STATE, '')}/{self._model_name}"
+
     def _default_params(self) -> SamplingParams:
         return self._client.input_processor.default_sampling_params()
 
@@ -222,6 +237,7 @@ class GenerationService:
         *,
         is_stream: bool,
         continues_prompt: bool,
+        id_domain: str | None,
     ) -> list[RequestStream]:
         """Add one request for each prompt; where one is refused, none runs."""
         added = await asyncio.gather(
@@ -232,6 +248,7 @@ class GenerationService:
                     params,
                     stream=is_stream,
                     continues_prompt=continues_prompt,
+                    id_domain=id_domain,
                 )
                 for number, prompt in enumerate(prompts)
             ),
@@ -277,6 +294,12 @@ async def _gather(
     except ClientGone:
         return None, usage
     return [outputs[index] for index in range(len(streams))], usage
+
+
+def _param_of_messages(error: RequestError) -> str | None:
+    # The prompt is what the template made of the messages: the client sent those.
+    is_made = error.param == "prompt" or (error.param or "").startswith("multi_modal_")
+    return "messages" if is_made else error.param
 
 
 def _text_prompt(prompt: str | list[int], body: CompletionRequest) -> PromptDict:

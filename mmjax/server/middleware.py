@@ -13,6 +13,10 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """All that is served without a key, when keys are set."""
 
 
+API_KEY_STATE = "api_key_digest"
+"""Where in a request's state the key that it bore is found: its digest, never the key."""
+
+
 class KeyMiddleware:
     """Denies by default: every path needs a key but the open ones, whether it exists or not."""
 
@@ -46,6 +50,7 @@ class KeyMiddleware:
         digest = _digest(key.strip())
         # All keys are compared, and digests of one length: time tells nothing of them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        scope.setdefault("state", {})[API_KEY_STATE] = digest.hex()
         return scheme.lower() == b"bearer" and any(matches)
 
 

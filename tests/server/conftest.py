@@ -63,13 +63,18 @@ def make_server(server_input_processor: InputProcessor) -> Iterator[MakeServer]:
             scheduler: SchedulerConfig | None = None,
             supervisor: EchoSupervisor | None = None,
             trusts_mm_kwargs: bool = False,
+            trusts_media_ids: bool = False,
             **config: Any,
         ) -> Server:
             supervisor = supervisor or EchoSupervisor()
             processor = server_input_processor
-            if trusts_mm_kwargs:
+            if trusts_mm_kwargs or trusts_media_ids:
                 old = processor.model_config
-                mm = replace(old.mm, trust_request_mm_kwargs=True)
+                mm = replace(
+                    old.mm,
+                    trust_request_mm_kwargs=trusts_mm_kwargs,
+                    trust_media_ids=trusts_media_ids,
+                )
                 processor = InputProcessor(replace(old, mm=mm))
             client = AsyncEngineClient(processor, supervisor, scheduler or SchedulerConfig())
             app = create_app(client, ChatParser.for_model(processor), ServerConfig(**config))

@@ -19,7 +19,7 @@ ACCEPTED = (
     "--mm-processor-cache-gb 0.5 --mm-processor-cache-type shm "
     "--mm-shm-cache-max-object-size-mb 32 --mm-hasher-algorithm sha256 --block-size 16 "
     "--kv-cache-memory-bytes 1000000 --revision main --seed 7 --root-path /api "
-    "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs "
+    "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs --trust-media-ids "
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
     "--sse-keep-alive-interval 3 --shutdown-timeout 4 --max-image-pixels 9 --max-image-bytes 8 "
     "--max-request-bytes 7"
@@ -53,6 +53,7 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.model.mm.mm_processor_cache_gb == 0.5
     assert config.model.mm.mm_shm_cache_max_object_size_mb == 32
     assert config.model.mm.trust_request_mm_kwargs
+    assert config.model.mm.trust_media_ids
     assert (config.model.mm.max_image_pixels, config.model.mm.max_image_bytes) == (9, 8)
     assert (config.cache.block_size, config.cache.kv_cache_memory_bytes) == (16, 1_000_000)
     assert config.scheduler.max_num_seqs == 2
