@@ -14,6 +14,9 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
 from mmjax.logger import get_logger
+from mmjax.processing.hooks import InfoT
+from mmjax.processing.parse import MultiModalDataItems
+from mmjax.processing.processor import BaseMultiModalProcessor
 
 logger = get_logger(__name__)
 
@@ -75,6 +78,19 @@ class ProcessorOfParts:
             }
             for scope, names in known.items()
         }
+
+
+class PartsMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
+    """For families whose `load_hf_processor` gives a `ProcessorOfParts`."""
+
+    def _hf_processor_applies_updates(
+        self,
+        prompt: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> bool:
+        return False
 
 
 def _names_of(valid_kwargs: Any) -> frozenset[str]:

@@ -10,20 +10,18 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import (
-    ImageSize,
-    MultiModalDataDict,
-    MultiModalDataItems,
-    MultiModalDataParser,
+from mmjax.processing.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.parts import (
+    PartsMultiModalProcessor,
+    ProcessorOfParts,
+    load_video_settings,
 )
-from mmjax.processing.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.patches import ImagePatcher, VideoPatcher
-from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates import PromptReplacement, PromptUpdate
 from mmjax.processing.registry import ProcessorFactories
 
@@ -48,6 +46,17 @@ class Qwen2VLDataParser(MultiModalDataParser):
     def __init__(self, *, merge_size: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.merge_size = merge_size
+
+    @staticmethod
+    def is_embeddings(data: object) -> bool:
+        """Refuse embeddings without a grid, which says where each of them stands."""
+        if MultiModalDataParser.is_embeddings(data):
+            raise RequestValueError(
+                "embeddings must come with their grids, as {image_embeds, image_grid_thw} or "
+                "{video_embeds, video_grid_thw}",
+                param="multi_modal_data",
+            )
+        return False
 
     def _get_embedding_fields_config(
         self, modality: str, data: Mapping[str, Any]
@@ -79,7 +88,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return Qwen2VLDataParser(
             merge_size=self.merge_size,
             limits=self.get_media_limits(),
-            expected_hidden_size=self.get_hf_config().get_text_config().hidden_size,
+            expected_hidden_size=self.get_expected_hidden_size(),
         )
 
     def load_hf_processor(self) -> ProcessorOfParts:
@@ -153,45 +162,18 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return {"image": num_image_tokens, "video": num_steps * num_frame_tokens}
 
 
-class Qwen2VLDummyInputsBuilder(BaseDummyInputsBuilder[Qwen2VLProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return "".join(_PLACEHOLDERS[modality] * n for modality, n in mm_counts.items())
+class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
+        return self.info.get_largest_frame("image")[0]
 
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        image_size, _ = self.info.get_largest_frame("image")
-        frame_size, _ = self.info.get_largest_frame("video")
-        data = {
-            "image": self._get_dummy_images(
-                width=image_size.width,
-                height=image_size.height,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            ),
-            "video": self._get_dummy_videos(
-                size=frame_size,
-                num_frames=self.info.get_max_frames(seq_len, mm_counts),
-                num_videos=mm_counts.get("video", 0),
-                overrides=(mm_options or {}).get("video"),
-            ),
-        }
-        return {modality: items for modality, items in data.items() if items}
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        num_frames = self.info.get_max_frames(seq_len, mm_counts)
+        return num_frames, self.info.get_largest_frame("video")[0]
 
 
-class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
-    def _hf_processor_applies_updates(
-        self,
-        prompt: str,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> bool:
-        return False
-
+class Qwen2VLMultiModalProcessor(PartsMultiModalProcessor[Qwen2VLProcessingInfo]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:

@@ -1,0 +1,275 @@
+"""InternVL's prompt side: tiles of pictures, frames of videos, in the original layout and in HF's.
+
+Before: `look <image> please`. After: `look <img> <IMG_CONTEXT>*N </img> please`, where only the
+N take embeddings: as many for each tile. HF's layout writes `<IMG_CONTEXT>` for a picture. A
+video is a row of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.parse import EmbeddingItems, ImageSize, MultiModalDataItems
+from mmjax.processing.parts import PartsMultiModalProcessor, ProcessorOfParts
+from mmjax.processing.prompt_updates import (
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+    as_ids,
+)
+from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tiling import (
+    HFFrameCutter,
+    HFTileCutter,
+    OriginalFrameCutter,
+    OriginalTileCutter,
+    find_largest_picture,
+)
+
+START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
+_VIDEO_TOKENS = {
+    "qwen2": "<|video_pad|>",
+    "qwen3": "<|video_pad|>",
+    "qwen3_moe": "<|video_pad|>",
+    "gpt_oss": "<|reserved_200000|>",
+}
+"""By the language model's type; those that have none were not trained on videos."""
+
+
+class BaseInternVLProcessingInfo(BaseProcessingInfo):
+    """What both layouts share."""
+
+    frame_separator: ClassVar[str]
+    pixel_keys: ClassVar[Mapping[str, str]]
+    """By modality, the name of its tiles."""
+
+    @property
+    @abstractmethod
+    def tile_size(self) -> int:
+        """The side of the square that the tower takes, in pixels."""
+
+    @cached_property
+    def num_tile_tokens(self) -> int:
+        """The embeddings of one tile."""
+        hf_config = self.get_hf_config()
+        patch_size = _only_side(hf_config.vision_config.patch_size, "patch_size")
+        return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
+
+    def get_token_id(self, token: str) -> int:
+        token_id = self.get_tokenizer().get_vocab().get(token)
+        if token_id is None:
+            raise CheckpointError(f"the tokenizer does not know `{token}`, which InternVL needs")
+        return token_id
+
+    def get_largest_picture(self) -> tuple[ImageSize, int]:
+        """Return the size of a picture with the most tiles, and how many."""
+        parts = self.get_hf_processor()
+        kwargs = parts.scope_kwargs(self.ctx.merge_mm_kwargs({}))["images_kwargs"]
+        return find_largest_picture(parts.image_processor, kwargs)
+
+    def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
+        """Return how many frames a video has at most, if all videos share `seq_len` tokens."""
+        num_tokens = seq_len or self.ctx.model_config.max_model_len
+        num_videos = max((mm_counts or {}).get("video", 0), 1)
+        num_frames = num_tokens // self.num_tile_tokens // num_videos
+        return max(min(num_frames, self.get_media_limits().max_video_frames), 1)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        _, num_tiles = self.get_largest_picture()
+        most = {"image": num_tiles, "video": self.get_max_frames(seq_len, mm_counts)}
+        return {
+            modality: most[modality] * self.num_tile_tokens for modality in self.supported_mm_limits
+        }
+
+
+class InternVLProcessingInfo(BaseInternVLProcessingInfo):
+    """The original layout, which comes without an HF processor."""
+
+    frame_separator = ""
+    pixel_keys: ClassVar = {"image": "pixel_values_flat", "video": "pixel_values_flat_video"}
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)
+        tokenizer = self.get_tokenizer()
+        takes_videos = token and (tokenizer is None or token in tokenizer.get_vocab())
+        return {"image": None, "video": None} if takes_videos else {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return {"image": "<image>", "video": "<video>"}.get(modality)
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        return {CONTEXT: self.get_token_id(CONTEXT)}
+
+    @property
+    def tile_size(self) -> int:
+        hf_config = self.get_hf_config()
+        forced = getattr(hf_config, "force_image_size", None)
+        return forced or _only_side(hf_config.vision_config.image_size, "image_size")
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=OriginalTileCutter(self.get_hf_config(), self.tile_size),
+            video_processor=OriginalFrameCutter(self.tile_size),
+        )
+
+
+class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
+    """HF's layout (InternVLForConditionalGeneration)."""
+
+    frame_separator = "\n"
+    pixel_keys: ClassVar = {"image": "pixel_values", "video": "pixel_values_videos"}
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None, "video": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return {"image": CONTEXT, "video": "<video>"}.get(modality)
+
+    @property
+    def tile_size(self) -> int:
+        return _only_side(self.get_hf_config().vision_config.image_size, "image_size")
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Put together what AutoProcessor would, which wants torchvision for the videos."""
+        path, hf_config = self.ctx.model_config.path, self.get_hf_config()
+        for name, found, wanted in (
+            ("image_token_id", self.get_token_id(CONTEXT), hf_config.image_token_id),
+            ("image_seq_length", self.num_tile_tokens, hf_config.image_seq_length),
+        ):
+            if found != wanted:
+                raise CheckpointError(
+                    f"`{name}` of config.json is {wanted}, but its vision_config and the "
+                    f"tokenizer give {found}"
+                )
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=HFTileCutter.from_pretrained(path, self.tile_size),
+            video_processor=HFFrameCutter.from_pretrained(path, self.tile_size),
+            defaults={"images_kwargs": {"crop_to_patches": True}},  # as HF's InternVLProcessor
+        )
+
+
+class InternVLDummyInputsBuilder(VisionDummyInputsBuilder[BaseInternVLProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
+        return self.info.get_largest_picture()[0]
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        side = self.info.tile_size
+        return self.info.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
+
+
+class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessingInfo]):
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
+        for modality in ("image", "video"):
+            outputs[f"{modality}_token_id"] = np.array(self.info.get_token_id(CONTEXT))
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields: dict[str, MultiModalFieldConfig] = {}
+        for modality, pixels in self.info.pixel_keys.items():
+            num_tiles = hf_inputs.get(f"{modality}_num_patches", np.empty(0, np.int64))
+            fields |= {
+                pixels: MultiModalFieldConfig.flat_from_sizes(modality, num_tiles),
+                f"{modality}_num_patches": MultiModalFieldConfig.batched(
+                    modality, keep_on_cpu=True
+                ),
+                f"{modality}_embeds": MultiModalFieldConfig.batched(modality),
+                f"{modality}_token_id": MultiModalFieldConfig.shared(modality, len(num_tiles)),
+            }
+        return fields
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        tokenizer, num_tile_tokens = self.info.get_tokenizer(), self.info.num_tile_tokens
+        start, context, end = (self.info.get_token_id(token) for token in (START, CONTEXT, END))
+
+        def count_embeds(modality: str, item_idx: int) -> int:
+            items, item = mm_items[modality], out_mm_kwargs[modality][item_idx]
+            if isinstance(items, EmbeddingItems):
+                return items.get_feature_size(item_idx)
+            assert item is not None
+            return int(item[f"{modality}_num_patches"].data) * num_tile_tokens
+
+        def replace_image(item_idx: int) -> list[int]:
+            return [start, *[context] * count_embeds("image", item_idx), end]
+
+        @cache  # videos of as many frames share one content
+        def write_frames(num_frames: int) -> list[int]:
+            tile = START + CONTEXT * num_tile_tokens + END
+            texts = [f"Frame{number}: {tile}" for number in range(1, num_frames + 1)]
+            return as_ids(self.info.frame_separator.join(texts), tokenizer)
+
+        def replace_video(item_idx: int) -> list[int]:
+            num_embeds = count_embeds("video", item_idx)
+            if num_embeds % num_tile_tokens:
+                raise RequestValueError(
+                    f"video {item_idx} has {num_embeds} embeddings; a frame has {num_tile_tokens}: "
+                    "give those of whole frames",
+                    param="multi_modal_data",
+                )
+            return write_frames(num_embeds // num_tile_tokens)
+
+        def make_update(modality: str, replace: Callable[[int], list[int]]) -> PromptReplacement:
+            placeholder = self.info.get_placeholder_str(modality, 1) or ""
+            return PromptReplacement(
+                modality,
+                as_ids(placeholder, tokenizer),
+                lambda item_idx: PromptUpdateDetails.select_token_id(replace(item_idx), context),
+            )
+
+        replacements = {"image": replace_image, "video": replace_video}
+        return [
+            make_update(modality, replacements[modality])
+            for modality in self.info.supported_mm_limits
+        ]
+
+
+def _only_side(size: Any, name: str) -> int:
+    """Return the side of a square, which configurations write as one number or as two."""
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    if len(sides) != 1:
+        raise CheckpointError(
+            f"`{name}` of config.json's vision_config is {size}; tiles are square"
+        )
+    return sides.pop()
+
+
+FACTORIES = ProcessorFactories(
+    info=InternVLProcessingInfo,
+    dummy_inputs=InternVLDummyInputsBuilder,
+    processor=InternVLMultiModalProcessor,
+)
+HF_FACTORIES = ProcessorFactories(
+    info=InternVLHFProcessingInfo,
+    dummy_inputs=InternVLDummyInputsBuilder,
+    processor=InternVLMultiModalProcessor,
+)
