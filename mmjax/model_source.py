@@ -177,8 +177,11 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     parts: dict[str, Any] = {}
     for key, value in raw.items():
         if key.endswith("_config") and isinstance(value, dict):
-            known = CONFIG_MAPPING.get(value.get("model_type", ""), PreTrainedConfig)
-            parts[key] = known.from_dict(value)
+            model_type = value.get("model_type")
+            # NOTE: this mapping loads on use, and its `get` finds nothing.
+            is_known = model_type in CONFIG_MAPPING
+            make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
+            parts[key] = make.from_dict(value)
     # By this name `get_text_config` finds it.
     parts["text_config"] = parts[_LANGUAGE_PARTS[raw["model_type"]]]
     return PreTrainedConfig(**{**raw, **parts})
