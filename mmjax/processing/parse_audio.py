@@ -57,7 +57,7 @@ def parse_audio(entry: Any, spec: AudioSpec, limits: MediaLimits, *, param: str)
     """
     if entry is None:
         return None
-    if isinstance(entry, MediaWithBytes):
+    if isinstance(entry, MediaWithBytes) and entry.media is not None:
         samples = parse_audio(entry.media, spec, limits, param=param)
         return MediaWithBytes(samples, entry.original_bytes, entry.io_config)
     samples, rate = entry if _has_rate(entry) else (entry, None)

@@ -27,8 +27,10 @@ def parse_image(
     if entry is None or isinstance(entry, EncodedImage):
         return entry
     if isinstance(entry, MediaWithBytes):
-        check_image_size(entry.media.size, limits, param=param)
-        return entry
+        if isinstance(entry.media, Image.Image):
+            check_image_size(entry.media.size, limits, param=param)
+            return entry
+        entry = entry.media  # an array, or nothing that is a picture
     if isinstance(entry, Image.Image):
         check_image_size(entry.size, limits, param=param)
         return _convert(entry, param)

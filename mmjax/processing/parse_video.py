@@ -63,9 +63,10 @@ def parse_video(entry: Any, limits: MediaLimits, *, param: str) -> Video:
     """Return the frames, checked against `limits`; an array stays the object that it is."""
     if entry is None:
         return Video(None, None)
-    if isinstance(entry, MediaWithBytes):
-        frames, metadata = parse_video(entry.media, limits, param=param)
-        return Video(MediaWithBytes(frames, entry.original_bytes, entry.io_config), metadata)
+    if isinstance(entry, MediaWithBytes) and entry.media is not None:
+        inner = parse_video(entry.media, limits, param=param)
+        frames = MediaWithBytes(inner.frames, entry.original_bytes, entry.io_config)
+        return Video(frames, inner.metadata)
     if _is_with_metadata(entry):
         frames, metadata = entry
         inner = parse_video(frames, limits, param=param)

@@ -1,6 +1,7 @@
 """Placeholder ranges, items and their batches."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def mask(*bits: int) -> np.ndarray:
     return np.array(bits, dtype=bool)
 
 
-def items_of(data: dict[str, np.ndarray], **configs: MultiModalFieldConfig):
+def items_of(data: dict[str, Any], **configs: MultiModalFieldConfig):
     return MultiModalKwargsItems.from_hf_inputs(data, configs)["image"]
 
 
