@@ -106,7 +106,9 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self.config = config
         # First what is quick to fail: tokenizer, processor and template.
-        self._input_processor = InputProcessor(config.model)
+        self._input_processor = InputProcessor(
+            config.model, enable_prefix_caching=config.cache.enable_prefix_caching
+        )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
         # A copy: a thread encodes while this one decodes, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))

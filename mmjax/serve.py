@@ -79,7 +79,9 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
     from mmjax.server.app import create_app
 
     start = time.perf_counter()
-    input_processor = InputProcessor(engine.model, cache=cache)
+    input_processor = InputProcessor(
+        engine.model, cache=cache, enable_prefix_caching=engine.cache.enable_prefix_caching
+    )
     input_processor.warm_up()
     client = AsyncEngineClient(input_processor, supervisor, engine.scheduler)
     app = create_app(client, ChatParser.for_model(input_processor), server)

@@ -39,10 +39,18 @@ class InputProcessor:
     """
 
     def __init__(
-        self, model_config: ModelConfig, *, cache: BaseMultiModalProcessorCache | None = None
+        self,
+        model_config: ModelConfig,
+        *,
+        cache: BaseMultiModalProcessorCache | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
-        """Load tokenizer and processor; `cache` stands for the one of the configuration."""
+        """Load tokenizer and processor; `cache` stands for the one of the configuration.
+
+        Without a cache of either kind nobody asks for an item's content, and none is hashed.
+        """
         self.model_config = model_config
+        self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
         self._pool = ProcessorPool(model_config, self.cache)
         self.tokenizer = self._pool.tokenizer
@@ -165,7 +173,7 @@ class InputProcessor:
 
     def _unshared_id(self, request_id: str) -> str | None:
         """Return a name for items where no cache asks for their content, else None."""
-        if self.cache is not None:
+        if self.cache is not None or self._enable_prefix_caching:
             return None
         # A caller may use an id again, and the engine keep an item of that name.
         return f"{request_id}.{next(self._counter)}"
