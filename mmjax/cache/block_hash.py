@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.processing.inputs import PlaceholderRange
 
 BlockHash = bytes
 """32 bytes, which stand for a full block and all before it."""
@@ -35,6 +35,21 @@ _HASHERS: Mapping[BlockHashAlgorithm, Callable[[bytes], Any]] = {
 
 
 @runtime_checkable
+class PlacedItem(Protocol):
+    """An item of a prompt: a `MultiModalFeatureSpec`, or what an engine makes of one."""
+
+    @property
+    def identifier(self) -> str:
+        """Equal identifiers have equal embeddings."""
+        ...
+
+    @property
+    def mm_position(self) -> PlaceholderRange:
+        """Where its placeholder stands."""
+        ...
+
+
+@runtime_checkable
 class HashableRequest(Protocol):
     """What the hashes of a request's blocks depend on, besides its tokens.
 
@@ -42,7 +57,7 @@ class HashableRequest(Protocol):
     """
 
     @property
-    def mm_features(self) -> Sequence[MultiModalFeatureSpec] | None:
+    def mm_features(self) -> Sequence[PlacedItem] | None:
         """Sorted by `mm_position.offset`."""
         ...
 
@@ -133,7 +148,7 @@ def iter_block_hashes(
 
 
 def _mm_keys(
-    features: Sequence[MultiModalFeatureSpec], start: int, end: int, first: int
+    features: Sequence[PlacedItem], start: int, end: int, first: int
 ) -> tuple[list[ExtraKey], int]:
     index = max(first + len(features), 0) if first < 0 else first
     keys: list[ExtraKey] = []

@@ -1,10 +1,16 @@
-"""Which KV blocks each request holds. Ids and counts only: no requests, no device arrays."""
+"""Which KV blocks each request holds. Ids and counts only: no requests, no device arrays.
+
+Requests that begin alike share the blocks of their beginning: those that are full, computed, and
+equal by hash.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from mmjax.cache.block_hash import BlockHash
 from mmjax.cache.block_pool import BlockPool
+from mmjax.cache.lru import CacheInfo
 
 
 class KVCacheManager:
@@ -17,6 +23,10 @@ class KVCacheManager:
         self._block_ids: dict[str, list[int]] = {}
         self._tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_blocks]; unused entries are 0."""
+        self._num_named: dict[str, int] = {}
+        """request_id -> blocks from the beginning that can be found by their hash, or are known."""
+        self.prefix_info = CacheInfo(0, 0)
+        """Prompt tokens that were found, and that were asked for, over all admitted requests."""
 
     @property
     def num_blocks(self) -> int:
@@ -33,15 +43,47 @@ class KVCacheManager:
         """The held share of all blocks, between 0 and 1."""
         return self._pool.usage
 
-    def start(self, request_id: str, block_hashes: Sequence[bytes] = ()) -> int:
-        """Open a request's block table; return how many of its tokens are cached already.
+    def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
+        """Return how many of a request's first tokens lie in cached blocks; changes nothing.
 
-        `block_hashes` name the request's full blocks; until blocks are kept by hash, none is found.
+        The last of its `num_tokens` never counts: its logits are wanted, so it must be computed.
+        """
+        limit = max(0, num_tokens - 1) // self.block_size
+        return len(self._pool.find_prefix(block_hashes[:limit])) * self.block_size
+
+    def start(self, request_id: str, block_hashes: Sequence[BlockHash] = ()) -> int:
+        """Open a request's block table with the cached blocks of `block_hashes`.
+
+        Returns:
+            How many of its tokens they hold: all, where `count_cached_tokens` said so just before.
         """
         assert request_id not in self._tables, f"{request_id=} holds blocks already"
-        self._block_ids[request_id] = []
-        self._tables[request_id] = np.zeros(self.max_blocks, np.int32)
-        return 0
+        shared = self._pool.find_prefix(block_hashes)
+        self._pool.share(shared)
+        self._block_ids[request_id] = shared
+        self._num_named[request_id] = len(shared)
+        table = self._tables[request_id] = np.zeros(self.max_blocks, np.int32)
+        table[: len(shared)] = shared
+        return len(shared) * self.block_size
+
+    def note_prefix(self, num_found: int, num_asked: int) -> None:
+        """Count an admitted request's prompt tokens into `prefix_info`."""
+        info = self.prefix_info
+        self.prefix_info = CacheInfo(info.hits + num_found, info.total + num_asked)
+
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[BlockHash], num_computed: int
+    ) -> None:
+        """Let the full blocks of a request's first `num_computed` tokens be found by others."""
+        full = min(num_computed // self.block_size, len(block_hashes))
+        block_ids = self._block_ids[request_id]
+        for index in range(self._num_named[request_id], full):
+            self._pool.cache(block_ids[index], block_hashes[index])
+        self._num_named[request_id] = max(full, self._num_named[request_id])
+
+    def reset_prefix_cache(self) -> None:
+        """Let no block be found by its hash any more; what requests hold stays theirs."""
+        self._pool.forget_all()
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
         """Return whether `allocate_slots` would succeed."""
@@ -72,6 +114,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Return a request's blocks, last first, so that its beginning is evicted last."""
         self._tables.pop(request_id, None)
+        self._num_named.pop(request_id, None)
         self._pool.free(reversed(self._block_ids.pop(request_id, [])))
 
 

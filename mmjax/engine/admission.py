@@ -65,7 +65,7 @@ class AdmissionLimits:
         ids = np.asarray(token_ids, np.int64)
         is_text = np.ones(len(ids), bool)
         for item in items:
-            for first, last in item.position.extract_embeds_range():
+            for first, last in item.mm_position.extract_embeds_range():
                 is_text[first : last + 1] = False
         unknown = ids[is_text & ((ids < 0) | (ids >= self.vocab_size))]
         if unknown.size:

@@ -228,9 +228,11 @@ class BatchBuilder:
                     first_row + low - scheduled.start, first_row + high - scheduled.start
                 )
                 inside = slice(low - item.start, high - item.start)
-                first, last = item.position.get_embeds_indices_in_range(inside.start, inside.stop)
+                first, last = item.mm_position.get_embeds_indices_in_range(
+                    inside.start, inside.stop
+                )
                 rows = self.rows_of(item.identifier)[first:last]
-                mask = item.position.is_embed
+                mask = item.mm_position.is_embed
                 chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
                 fields["src_index"][window][chosen] = rows
                 if self.has_spans:

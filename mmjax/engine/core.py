@@ -1,6 +1,7 @@
 """The engine: take requests in, schedule, run, report. Runs in P1, or in the caller's process."""
 
 import os
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,14 +13,16 @@ import numpy as np
 from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
+from mmjax.cache.block_hash import make_none_hash
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
 from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
 from mmjax.engine.features import check_places, resolve_features
-from mmjax.engine.request import EncoderItem, Request
+from mmjax.engine.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.runner import ModelRunner, ModelShape
 from mmjax.engine.scheduler import Scheduler
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestValueError
@@ -83,6 +86,7 @@ class EngineCore:
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
         self.num_preemptions = 0
         self._receiver_cache = engine_receiver_cache_from_config(config.model.mm)
+        self._block_hasher = _make_block_hasher(config.cache)
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
         logger.info(
@@ -185,6 +189,9 @@ class EngineCore:
             eos_token_ids=message.eos_token_ids,
             seed=int(self._seeds.integers(2**63)),
             priority=message.priority,
+            cache_salt=message.cache_salt,
+            lora_name=message.lora_name,
+            block_hasher=self._block_hasher,
         )
         self._limits.check_request(request)
         self._scheduler.add_request(request)
@@ -217,6 +224,7 @@ class EngineCore:
         request_ids = self._scheduler.request_ids
         self._scheduler.abort(request_ids)
         self._scheduler.encoder_cache.reset()
+        self._scheduler.kv_cache.reset_prefix_cache()
         self._runner.reset()
         return request_ids
 
@@ -224,6 +232,15 @@ class EngineCore:
     def compilations(self) -> int:
         """Programs that were compiled while serving: 0 unless something is wrong."""
         return self._counter.count
+
+    @property
+    def prefix_cache_info(self) -> CacheInfo:
+        """Prompt tokens that were found in the prefix cache, of all that were admitted."""
+        return self._scheduler.kv_cache.prefix_info
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all blocks by hash; running requests keep theirs."""
+        self._scheduler.kv_cache.reset_prefix_cache()
 
     def encoder_usage(self) -> float:
         """Return the share of the encoder cache that requests hold, between 0 and 1."""
@@ -256,7 +273,7 @@ class EngineCore:
             ) from error
         _check_units(feature, arrays, spec)
         return EncoderItem(
-            identifier=feature.identifier, position=feature.mm_position, units=arrays
+            identifier=feature.identifier, mm_position=feature.mm_position, units=arrays
         )
 
     @contextmanager
@@ -272,6 +289,17 @@ def resolve_dtype(name: str, platform: str) -> Any:
         # XLA's bfloat16 products on CPU are several times slower than float32.
         name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
+    if not cache.enable_prefix_caching:
+        return None
+    return BlockHasher(
+        block_size=cache.block_size,
+        # Of this start alone: nobody outside can know the name of a block.
+        none_hash=make_none_hash(secrets.token_hex(16)),
+        algorithm=cache.prefix_caching_hash_algo,
+    )
 
 
 def choose_num_blocks(

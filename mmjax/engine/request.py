@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmjax.cache.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
 from mmjax.processing.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
@@ -33,24 +34,48 @@ class EncoderItem:
 
     identifier: str
     """Equal identifiers share one encoder output."""
-    position: PlaceholderRange
+    mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
 
     @property
     def start(self) -> int:
         """First place of the item in the prompt."""
-        return self.position.offset
+        return self.mm_position.offset
 
     @property
     def end(self) -> int:
         """Place after the item."""
-        return self.position.offset + self.position.length
+        return self.mm_position.offset + self.mm_position.length
 
     @property
     def num_embeds(self) -> int:
         """Rows of the encoder output."""
-        return self.position.get_num_embeds()
+        return self.mm_position.get_num_embeds()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHasher:
+    """How one engine names the blocks of its requests."""
+
+    block_size: int
+    none_hash: BlockHash
+    """The parent of first blocks; another one names no block alike."""
+    algorithm: BlockHashAlgorithm = "sha256"
+
+    def hash_new_blocks(self, request: "Request") -> list[BlockHash]:
+        """Return the hashes of the request's full blocks that have none yet."""
+        if request.num_tokens // self.block_size == len(request.block_hashes):
+            return []
+        new = iter_block_hashes(
+            request,
+            self.block_size,
+            token_ids=request.token_ids[: request.num_tokens],
+            previous=request.block_hashes,
+            algorithm=self.algorithm,
+            none_hash=self.none_hash,
+        )
+        return list(new)
 
 
 class Request:
@@ -67,7 +92,9 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         priority: int = 0,
-        block_hashes: Sequence[bytes] = (),
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        block_hasher: BlockHasher | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -86,10 +113,20 @@ class Request:
         self.stop_reason: int | None = None
         self.seed = sampling_params.seed if sampling_params.seed is not None else seed
         self.priority = priority
-        self.block_hashes = block_hashes
+        self.cache_salt = cache_salt
+        self.lora_name = lora_name
         self.eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
         self.ending_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
+        self.block_hashes: list[BlockHash] = []
+        """Of the full blocks of `token_ids`, sampled ones too; empty without a prefix cache."""
+        self._block_hasher = block_hasher
+        self._hash_new_blocks()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt alone."""
+        return self.token_ids[: self.num_prompt_tokens].tolist()
 
     @property
     def num_output_tokens(self) -> int:
@@ -100,6 +137,11 @@ class Request:
     def output_token_ids(self) -> list[int]:
         """The sampled tokens."""
         return self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
+
+    @property
+    def mm_features(self) -> Sequence[EncoderItem]:
+        """The items, as block hashes ask for them."""
+        return self.items
 
     @property
     def is_finished(self) -> bool:
@@ -115,12 +157,17 @@ class Request:
         """Add a sampled token, and finish the request where that ends it."""
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
+        self._hash_new_blocks()
         may_stop = self.num_output_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.ending_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif self.num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
+
+    def _hash_new_blocks(self) -> None:
+        if self._block_hasher is not None:
+            self.block_hashes += self._block_hasher.hash_new_blocks(self)
 
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
         """Return the items that overlap the places [start, end), in order."""
@@ -134,6 +181,6 @@ def _span_ends(items: Sequence[EncoderItem], num_prompt_tokens: int) -> np.ndarr
     """
     ends = np.zeros(num_prompt_tokens, np.int32)
     for item in items:
-        for first, last in item.position.extract_embeds_range():
+        for first, last in item.mm_position.extract_embeds_range():
             ends[first : last + 1] = last + 1
     return ends

@@ -194,9 +194,7 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
             request = self.waiting.peek()
-            request.num_computed_tokens = self.kv_cache.start(
-                request.request_id, request.block_hashes
-            )
+            request.num_computed_tokens = self._start_after_prefix(request)
             # All blocks of the prompt must be free, not only the first chunk's: else half-computed
             # prompts would preempt each other.
             has_room = self.kv_cache.has_room(request.request_id, request.num_tokens)
@@ -209,9 +207,24 @@ class Scheduler:
             )
             self.waiting.pop()
             request.status = RequestStatus.RUNNING
-            request.num_cached_tokens = request.num_computed_tokens
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+                self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
             insort(self.running, request, key=self.waiting.key)
             self._commit(plan, request, num_tokens, items)
+
+    def _start_after_prefix(self, request: Request) -> int:
+        """Give the request the cached blocks of its beginning; return how many tokens they hold."""
+        block_size = self.kv_cache.block_size
+        num_found = self.kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+        if self._keeps_items_whole:
+            # Inside such an item everything sees everything: it is found whole, or not at all.
+            for item in reversed(request.items):
+                if item.start < num_found < item.end:
+                    num_found = item.start // block_size * block_size
+        return self.kv_cache.start(
+            request.request_id, request.block_hashes[: num_found // block_size]
+        )
 
     def _fit(self, plan: _Plan, request: Request, max_tokens: int) -> tuple[int, list[EncoderItem]]:
         """Return how many tokens the request may compute, and the items to encode for them.
@@ -225,7 +238,7 @@ class Scheduler:
         for item in request.items_between(start, end):
             if self._keeps_items_whole and start <= item.start and end < item.end:
                 return item.start - start, list(new.values())
-            first, last = item.position.get_embeds_indices_in_range(
+            first, last = item.mm_position.get_embeds_indices_in_range(
                 max(0, start - item.start), min(end, item.end) - item.start
             )
             if first == last or item.identifier in new:
@@ -259,6 +272,7 @@ class Scheduler:
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
+        self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
         overlapping = request.items_between(start, end)
         begun = {item.identifier for item in overlapping if item.end > end}
         for item in overlapping:

@@ -66,7 +66,10 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         model=_to_model_config(flags),
         cache=CacheConfig(
-            block_size=flags.block_size, kv_cache_memory_bytes=flags.kv_cache_memory_bytes
+            block_size=flags.block_size,
+            kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
+            enable_prefix_caching=flags.enable_prefix_caching,
+            prefix_caching_hash_algo=flags.prefix_caching_hash_algo,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=flags.max_num_seqs,
@@ -190,6 +193,18 @@ def _add_engine_flags(group: Any) -> None:
         help="wait at once; more get 429",
     )
     add("--block-size", type=_positive, default=cache.block_size, help="slots of a KV block")
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=cache.enable_prefix_caching,
+        help="share the KV cache of equal beginnings",
+    )
+    add(
+        "--prefix-caching-hash-algo",
+        choices=("sha256", "blake3"),
+        default=cache.prefix_caching_hash_algo,
+        help="names blocks of tokens",
+    )
     add("--kv-cache-memory-bytes", type=_positive, help="of the KV cache; default: what is useful")
     add("--compilation-cache-dir", type=Path, help="default: ~/.cache/mmjax/xla")
     add(

@@ -9,7 +9,7 @@ from mmjax.cache.block_pool import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random allocations, shares and frees against a plain count of references."""
+    """Random allocations, shares, names and frees against a plain account of all blocks."""
 
     SIZE = 12
 
@@ -17,11 +17,16 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(self.SIZE)
         self.held: list[list[int]] = []
+        self.content: dict[int, bytes] = {}
+        """What a block was named after it was handed out the last time."""
 
     @rule(count=st.integers(0, SIZE))
     def allocate(self, count: int) -> None:
         if count <= self.pool.num_free_blocks:
-            self.held.append(self.pool.allocate(count))
+            block_ids = self.pool.allocate(count)
+            self.held.append(block_ids)
+            for block_id in block_ids:
+                self.content.pop(block_id, None)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -29,6 +34,30 @@ class PoolMachine(RuleBasedStateMachine):
         block_ids = data.draw(st.sampled_from(self.held))
         self.pool.share(block_ids)
         self.held.append(list(block_ids))
+
+    @precondition(lambda self: any(self.held))
+    @rule(data=st.data(), number=st.integers(0, 5))
+    def name(self, data: st.DataObject, number: int) -> None:
+        block_id = data.draw(st.sampled_from([block for many in self.held for block in many]))
+        block_hash = bytes([number])
+        if block_hash not in self.content.values() and block_id not in self.content:
+            self.content[block_id] = block_hash
+        self.pool.cache(block_id, block_hash)
+
+    @rule(numbers=st.lists(st.integers(0, 5), max_size=3))
+    def take_back(self, numbers: list[int]) -> None:
+        block_ids = self.pool.find_prefix([bytes([number]) for number in numbers])
+        for block_id, number in zip(block_ids, numbers, strict=False):
+            assert self.content[block_id] == bytes([number])
+        if len(block_ids) < len(numbers):
+            assert bytes([numbers[len(block_ids)]]) not in self.content.values()
+        self.pool.share(block_ids)
+        self.held.append(block_ids)
+
+    @rule()
+    def forget_all(self) -> None:
+        self.pool.forget_all()
+        self.content.clear()
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -41,6 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block_id for block_ids in self.held for block_id in block_ids}
         assert len(in_use) + self.pool.num_free_blocks == self.SIZE
         assert self.pool.usage == pytest.approx(len(in_use) / self.SIZE)
+        assert self.pool.num_cached_blocks == len(self.content)
 
     def teardown(self) -> None:
         for block_ids in self.held:
@@ -58,12 +88,51 @@ def test_blocks_in_use_are_distinct(counts: list[int]) -> None:
     assert len(set(block_ids)) == len(block_ids)
 
 
+def named(pool: BlockPool, count: int) -> list[int]:
+    """Return blocks that can be found: by b"0", b"1" and so on."""
+    block_ids = pool.allocate(count)
+    for number, block_id in enumerate(block_ids):
+        pool.cache(block_id, str(number).encode())
+    return block_ids
+
+
 def test_the_block_freed_longest_ago_is_reused_first() -> None:
     pool = BlockPool(4)
-    first = pool.allocate(4)
+    first = named(pool, 4)
     pool.free([first[2]])
     pool.free([first[0]])
     assert pool.allocate(2) == [first[2], first[0]]
+
+
+def test_what_nobody_can_ask_for_is_reused_before_what_somebody_may() -> None:
+    pool = BlockPool(4)
+    first = named(pool, 2)
+    nameless = pool.allocate(2)
+    pool.free(first)
+    pool.free(nameless)
+    assert pool.allocate(2) == nameless
+    assert pool.find_prefix([b"0", b"1"]) == first
+
+
+def test_a_reused_block_is_found_no_more() -> None:
+    pool = BlockPool(2)
+    pool.free(reversed(named(pool, 2)))
+    pool.allocate(1)
+    assert len(pool.find_prefix([b"0", b"1"])) == 1
+    pool.allocate(1)
+    assert pool.find_prefix([b"0", b"1"]) == []
+    assert pool.num_cached_blocks == 0
+
+
+def test_of_two_equal_blocks_the_first_one_is_found() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.cache(first, b"x")
+    pool.cache(second, b"x")
+    assert pool.find_prefix([b"x"]) == [first]
+    pool.free([second])
+    assert pool.allocate(1) == [second]
+    assert pool.find_prefix([b"x"]) == [first]
 
 
 def test_a_waiting_block_can_be_taken_back() -> None:

@@ -46,6 +46,62 @@ def test_the_beginning_of_a_request_is_evicted_last() -> None:
     assert manager.get_block_ids("b") == block_ids[::-1]
 
 
+HASHES = [bytes([number]) for number in range(4)]
+
+
+def test_a_prefix_is_found_shared_and_kept_after_its_holder() -> None:
+    manager = make_manager()
+    manager.start("a")
+    manager.allocate_slots("a", 14)
+    manager.cache_blocks("a", HASHES[:3], 9)
+    assert manager.count_cached_tokens(HASHES, 16) == 8  # the third block is not computed yet
+    manager.cache_blocks("a", HASHES[:3], 14)
+    assert manager.count_cached_tokens(HASHES, 16) == 12
+    blocks = manager.get_block_ids("a")
+    assert manager.start("b", HASHES) == 12
+    assert manager.get_block_ids("b") == blocks[:3]
+    assert manager.get_block_table("b").tolist() == [*blocks[:3], 0, 0]
+    manager.free("a")
+    manager.free("b")
+    assert manager.num_free_blocks == 8
+    assert manager.start("c", HASHES[:2]) == 8
+    assert manager.get_block_ids("c") == blocks[:2]
+
+
+def test_the_last_token_is_always_computed() -> None:
+    manager = make_manager()
+    manager.start("a")
+    manager.allocate_slots("a", 12)
+    manager.cache_blocks("a", HASHES[:3], 12)
+    assert manager.count_cached_tokens(HASHES[:3], 12) == 8
+    assert manager.count_cached_tokens(HASHES[:3], 13) == 12
+    assert manager.count_cached_tokens(HASHES[:3], 1) == 0
+
+
+def test_shared_blocks_leave_room_for_what_is_new() -> None:
+    manager = make_manager(num_blocks=4)
+    manager.start("a")
+    manager.allocate_slots("a", 8)
+    manager.cache_blocks("a", HASHES[:2], 8)
+    assert manager.start("b", HASHES[:2]) == 8
+    assert manager.has_room("b", 16)
+    assert not manager.has_room("b", 17)
+    assert manager.allocate_slots("b", 16)
+    manager.free("b")
+    assert manager.num_free_blocks == 2
+
+
+def test_nothing_is_found_after_a_reset() -> None:
+    manager = make_manager()
+    manager.start("a")
+    manager.allocate_slots("a", 8)
+    manager.cache_blocks("a", HASHES[:2], 8)
+    manager.reset_prefix_cache()
+    assert manager.count_cached_tokens(HASHES, 16) == 0
+    manager.free("a")
+    assert manager.num_free_blocks == 8
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 18)), max_size=40))
 def test_all_blocks_return(steps: list[tuple[str, int]]) -> None:
     """A request grows to a length; length 0 frees it."""

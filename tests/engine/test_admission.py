@@ -24,7 +24,7 @@ LIMITS: dict[str, Any] = {
 
 def item(offset: int, length: int, num_embeds: int | None = None) -> EncoderItem:
     mask = None if num_embeds is None else np.arange(length) < num_embeds
-    return EncoderItem(identifier="x", position=PlaceholderRange(offset, length, mask))
+    return EncoderItem(identifier="x", mm_position=PlaceholderRange(offset, length, mask))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def window(request: Request, start: int, end: int, blocks: list[int]) -> Schedul
 
 def item(identifier: str, offset: int, mask: list[int] | None, length: int) -> EncoderItem:
     is_embed = None if mask is None else np.array(mask, bool)
-    return EncoderItem(identifier=identifier, position=PlaceholderRange(offset, length, is_embed))
+    return EncoderItem(
+        identifier=identifier, mm_position=PlaceholderRange(offset, length, is_embed)
+    )
 
 
 def fields_of(flat: np.ndarray, bucket: StepBucket) -> dict[str, np.ndarray]:

@@ -22,7 +22,7 @@ def make_request(num_prompt_tokens: int = 4, items: tuple = (), **sampling: obje
 def item(offset: int, mask: list[int]) -> EncoderItem:
     is_embed = np.array(mask, bool)
     return EncoderItem(
-        identifier=f"at {offset}", position=PlaceholderRange(offset, len(mask), is_embed)
+        identifier=f"at {offset}", mm_position=PlaceholderRange(offset, len(mask), is_embed)
     )
 
 

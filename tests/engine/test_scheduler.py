@@ -42,7 +42,7 @@ def make_item(
 ) -> EncoderItem:
     is_embed = None if mask is None else np.array(mask, bool)
     position = PlaceholderRange(offset, length, is_embed)
-    return EncoderItem(identifier=identifier or f"item at {offset}", position=position)
+    return EncoderItem(identifier=identifier or f"item at {offset}", mm_position=position)
 
 
 def make_request(

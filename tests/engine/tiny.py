@@ -136,6 +136,7 @@ def engine_config(
     num_blocks: int | None = None,
     block_size: int = 8,
     encoder_cache_size: int | None = None,
+    enable_prefix_caching: bool = True,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a small engine's config; `num_blocks` None: room for all requests."""
@@ -152,6 +153,7 @@ def engine_config(
             block_size=block_size,
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * bytes_per_block,
             encoder_cache_size=encoder_cache_size,
+            enable_prefix_caching=enable_prefix_caching,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler
