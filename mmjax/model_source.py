@@ -177,7 +177,7 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     parts: dict[str, Any] = {}
     for key, value in raw.items():
         if key.endswith("_config") and isinstance(value, dict):
-            model_type = value.get("model_type")
+            model_type = str(value.get("model_type"))
             # NOTE: this mapping loads on use, and its `get` finds nothing.
             is_known = model_type in CONFIG_MAPPING
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
