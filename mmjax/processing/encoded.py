@@ -51,7 +51,10 @@ class EncodedImage:
         return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
 
     def decode(self) -> MediaWithBytes:
-        """Return the picture, upright in RGB, decoded once; MediaError where it is none."""
+        """Return the picture, upright in RGB, decoded once; MediaError where it is none.
+
+        Again after `drop_pixels`.
+        """
         with self._lock:
             if self._media is None:
                 try:
@@ -61,6 +64,11 @@ class EncodedImage:
                 except RequestError as error:
                     raise self._explained(error) from error
             return self._media
+
+    def drop_pixels(self) -> None:
+        """Forget what was decoded: a request that waits then holds no more than the file."""
+        with self._lock:
+            self._media = None
 
     def _explained(self, error: RequestError) -> RequestError:
         return error if self._explain is None else self._explain(error)

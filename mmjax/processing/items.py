@@ -62,6 +62,12 @@ class ModalityDataItems(ABC):
     def get_all_items_for_hash(self) -> list[Any]:
         return [self.get_item_for_hash(index) for index in range(self.get_count())]
 
+    def drop_decoded(self) -> None:
+        """Forget what can be decoded again."""
+        for item in self.get_all_items_for_hash():
+            if isinstance(item, EncodedImage):
+                item.drop_pixels()
+
     @abstractmethod
     def select(self, indices: Sequence[int]) -> "ModalityDataItems":
         """Return the items at `indices` alone."""
@@ -249,6 +255,11 @@ class MultiModalDataItems(UserDict[str, ModalityDataItems]):
         if strict:
             raise self._absent(modality)
         return 0
+
+    def drop_decoded(self) -> None:
+        """Forget what can be decoded again."""
+        for items in self.values():
+            items.drop_decoded()
 
     def get_all_counts(self) -> dict[str, int]:
         return {modality: items.get_count() for modality, items in self.items()}

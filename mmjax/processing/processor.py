@@ -14,8 +14,9 @@ batch of the items that the cache lacks), and the updates are applied here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
-from mmjax.errors import MultiModalCacheMissError, RequestValueError
+from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hooks import InfoT
@@ -48,6 +49,8 @@ from mmjax.processing.validation import (
 class BaseMultiModalProcessor(ItemProcessing[InfoT]):
     """Processes the requests of one model. One instance serves one thread at a time."""
 
+    requires_tokenizer: ClassVar[bool] = True
+
     def __init__(
         self,
         info: InfoT,
@@ -56,6 +59,10 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         cache: ProcessorCache | None = None,
     ) -> None:
         super().__init__(info, dummy_inputs, cache=cache)
+        if self.requires_tokenizer and info.ctx.tokenizer is None:
+            raise ConfigError(
+                f"{type(self).__name__} works with text, and there is no tokenizer; give one"
+            )
         mm = info.ctx.get_mm_config()
         self.item_hasher = ItemHasher(info.model_id, mm.mm_hasher_algorithm)
         """Processors of one model may share one, and with it what is known of encoded media."""
@@ -141,6 +148,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             for modality, found in placeholders.items()
         }
         validate_reserved_tokens(self.info, token_ids, ranges)
+        mm_items.drop_decoded()
         return PreparedInputs(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
@@ -176,6 +184,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         mm_items = self._select(call.mm_items, rows)
         hf_inputs = self._apply_hf_processor_mm_only(mm_items, call)
         fresh = self._to_fresh(rows, self._split_into_items(mm_items, hf_inputs, call.mm_kwargs))
+        mm_items.drop_decoded()
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
     def _to_mm_items(

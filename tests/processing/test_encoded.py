@@ -1,7 +1,9 @@
 """A picture that waits to be decoded: bytes are checked at once, the decoder runs once."""
 
+import gc
 import threading
 import uuid
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,18 @@ def test_many_threads_decode_once(opened: list[object]) -> None:
     assert len(seen) == 8
     assert len({id(media) for media in seen}) == 1
     assert len(opened) == 1
+
+
+def test_pixels_can_be_dropped_and_made_again(opened: list[object]) -> None:
+    image = EncodedImage(encode(draw(4, 4)), LIMITS)
+    image.drop_pixels()
+    first = weakref.ref(image.decode().media)
+    assert first() is not None
+    image.drop_pixels()
+    gc.collect()
+    assert first() is None
+    np.testing.assert_array_equal(np.asarray(image.decode().media), np.asarray(draw(4, 4)))
+    assert len(opened) == 2
 
 
 def test_too_many_bytes_are_refused_at_once() -> None:

@@ -2,6 +2,7 @@
 
 import threading
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -270,7 +271,19 @@ class TestWarmRequests:
         with pytest.raises(Decoded):
             self.prepare(processor, FILES[2])
 
-    def test_nor_is_a_claimed_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_prepared_request_holds_no_pixels(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        processor = make(MultiModalProcessorOnlyCache(10**6))
+        pictures = [EncodedImage(data, LIMITS) for data in FILES]
+        prepared = self.prepare(processor, *pictures)
+        assert len(prepared.fresh) == len(FILES)
+        again = processor.rebuild(replace(prepared, fresh={}), prepared.mm_hashes["image"])
+        assert set(again.fresh) == set(prepared.fresh)
+        forbid_decoding(monkeypatch)
+        for picture in pictures:
+            with pytest.raises(Decoded):
+                picture.decode()
+
+    def test_a_claimed_picture_is_not_decoded_either(self, monkeypatch: pytest.MonkeyPatch) -> None:
         processor = make(MultiModalProcessorOnlyCache(10**6))
         uuids = {"image": ["x"]}
         cold = self.prepare(processor, FILES[0], mm_uuids=uuids, id_domain="d")
