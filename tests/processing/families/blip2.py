@@ -33,4 +33,5 @@ FAMILY = Family(
     call_hf=call_hf,
     embed_token_ids=lambda processor: [processor.info.get_image_token_id()],
     max_images=1,
+    words=(*Family.words, *("</s>", "<s>", "<pad>")),
 )

@@ -35,4 +35,5 @@ FAMILY = Family(
     embed_token_ids=lambda processor: [processor.info.get_hf_processor().image_token_id],
     placeholder="<image>",
     extra_kwargs=({}, COMPLETION),
+    words=(*Family.words, *("<s>", "</s>", "<racm3:break>", "<eoss>")),
 )

@@ -47,4 +47,5 @@ FAMILY = Family(
     max_images=1,
     tensors={"image_patches": 0.0},
     takes_size=takes_size,
+    words=(*Family.words, *("<s>", "</s>", "|ENDOFTEXT|", "|NEWLINE|", "<box>1, 2, 3, 4</box>")),
 )

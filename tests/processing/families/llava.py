@@ -35,4 +35,5 @@ FAMILY = Family(
     call_hf=call_hf,
     embed_token_ids=lambda processor: [processor.info.get_hf_config().image_token_id],
     placeholder="<image>",
+    words=(*Family.words, *("<s>", "</s>", "<pad>")),
 )
