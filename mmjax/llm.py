@@ -139,9 +139,7 @@ class LLM:
         many = _as_prompts(prompts)
         jobs = [
             partial(self._process, make_prompt=partial(_identity, prompt), params=params)
-            for prompt, params in zip(
-                many, self._params_for(sampling_params, len(many)), strict=True
-            )
+            for prompt, params in zip(many, _params_for(sampling_params, len(many)), strict=True)
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
 
@@ -172,7 +170,7 @@ class LLM:
                 continues_prompt=False,
             )
             for conversation, params in zip(
-                many, self._params_for(sampling_params, len(many)), strict=True
+                many, _params_for(sampling_params, len(many)), strict=True
             )
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
@@ -238,19 +236,6 @@ class LLM:
             continues_prompt=continues_prompt,
             deliver=self._inbox.put,
         )
-
-    def _params_for(
-        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
-    ) -> Sequence[SamplingParams | None]:
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            return [sampling_params] * number
-        if len(sampling_params) != number:
-            raise RequestValueError(
-                f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
-                "give one for all, or one for each",
-                param="sampling_params",
-            )
-        return sampling_params
 
     def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [str(next(self._request_ids)) for _ in jobs]
@@ -375,6 +360,20 @@ class _Inbox:
 
 def _identity(prompt: PromptType) -> PromptType:
     return prompt
+
+
+def _params_for(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> Sequence[SamplingParams | None]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * number
+    if len(sampling_params) != number:
+        raise RequestValueError(
+            f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
+            "give one for all, or one for each",
+            param="sampling_params",
+        )
+    return sampling_params
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

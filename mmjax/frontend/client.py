@@ -169,15 +169,11 @@ class AsyncEngineClient:
         """Process a prompt, and describe it; counts against the same capacity as a request."""
         self._admit(1)
         self._num_processing += 1
+        job = partial(_explain, self.input_processor, prompt, id_domain)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._pool, self._explain, prompt, id_domain)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
         finally:
             self._num_processing -= 1
-
-    def _explain(self, prompt: PromptSource, id_domain: str | None) -> Explanation:
-        made = prompt() if callable(prompt) else prompt
-        return self.input_processor.explain(made, id_domain=id_domain)
 
     async def generate(
         self,
@@ -295,9 +291,6 @@ class AsyncEngineClient:
         deadline = clock() + self._max_start_wait_s
         while self.supervisor.state == "starting" and clock() < deadline:
             await asyncio.sleep(0.05)
-        self._check_ready()
-
-    def _check_ready(self) -> None:
         if self.supervisor.state != "ready":
             raise _unavailable(self.supervisor)
 
@@ -343,6 +336,13 @@ def _internal_error() -> RequestError:
     error = RequestError("the engine failed on this request; the log says why")
     error.status = 500
     return error
+
+
+def _explain(
+    input_processor: InputProcessor, prompt: PromptSource, id_domain: str | None
+) -> Explanation:
+    made = prompt() if callable(prompt) else prompt
+    return input_processor.explain(made, id_domain=id_domain)
 
 
 def _error_of(failure: RequestFailed) -> RequestError:
