@@ -22,7 +22,7 @@ ACCEPTED = (
     "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs --trust-media-ids "
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
     "--sse-keep-alive-interval 3 --shutdown-timeout 4 --max-image-pixels 9 --max-image-bytes 8 "
-    "--max-request-bytes 7"
+    "--max-request-bytes 7 --no-enable-prefix-caching --prefix-caching-hash-algo blake3"
 ).split()
 JSON_FLAGS = [
     *("--limit-mm-per-prompt", '{"image": {"count": 2, "width": 64}, "video": 0}'),
@@ -56,6 +56,8 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.model.mm.trust_media_ids
     assert (config.model.mm.max_image_pixels, config.model.mm.max_image_bytes) == (9, 8)
     assert (config.cache.block_size, config.cache.kv_cache_memory_bytes) == (16, 1_000_000)
+    assert config.cache.prefix_caching_hash_algo == "blake3"
+    assert not config.cache.enable_prefix_caching
     assert config.scheduler.max_num_seqs == 2
     assert config.scheduler.max_num_batched_tokens == 128
     assert config.scheduler.max_num_queued_reqs == 3
