@@ -56,8 +56,9 @@ def test_garbage_may_be_collected_while_the_lock_is_held(sender, receiver):
     with receiver._lock:
         gc.collect()
     assert sender.num_in_use == 1
-    read(receiver, put(sender, "b"))
-    assert sender.num_in_use == 0
+    kept = read(receiver, put(sender, "b"))
+    assert sender.num_in_use == 1
+    assert kept == make_item()
 
 
 def test_a_feature_without_tensors_has_those_of_an_earlier_one(sender, receiver):
@@ -128,6 +129,16 @@ def test_a_new_reader_has_all_that_is_held(sender, receiver, tmp_path):
     del got
     assert sender.num_in_use == 0
     new.close()
+
+
+def test_a_reader_may_be_taken_for_a_new_one(sender, receiver):
+    live = read(receiver, put(sender, "a"))
+    sender.reset_readers()
+    again, third = (read(receiver, put(sender, "a")) for _ in range(2))
+    del live, again  # the first does not count
+    assert sender.num_in_use == 1
+    del third
+    assert sender.num_in_use == 0
 
 
 def test_views_outlive_both_halves(sender, receiver):

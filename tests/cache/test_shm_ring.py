@@ -68,6 +68,12 @@ def test_a_block_that_stays_is_stepped_over():
     assert ring.place(Block(3), nothing_stays) == [a]
 
 
+def test_what_lies_before_one_that_stays_is_not_evicted_in_vain():
+    ring, (a, b, c, d) = filled(8, 2, 2, 2, 2)
+    assert ring.place(Block(4), lambda block: block is not b) == [c, d]
+    assert next(iter(ring)) is a
+
+
 def test_without_room_nothing_changes():
     ring, (a, b, c) = filled(10, 3, 3, 4)
     assert ring.place(Block(4), lambda block: block is a) is None
@@ -128,6 +134,7 @@ def drive(rng: random.Random, num_operations: int, capacity: int) -> None:
             assert (victims is not None) == could
             if victims is not None:
                 assert not staying & set(victims)
+                assert all(one.address < block.stop and block.address < one.stop for one in victims)
                 order = [one for one in order if one not in victims] + [block]
         elif order and action < 0.75:
             staying.add(rng.choice(order))
