@@ -112,7 +112,15 @@ class ItemHasher:
         return entries
 
     def _to_factors(self, modality: str, mm_kwargs: Mapping[str, object]) -> _Factors:
-        scoped = scope_mm_kwargs(modality, mm_kwargs) if mm_kwargs else None
+        if not mm_kwargs:
+            return _NO_FACTORS
+        try:
+            scoped = scope_mm_kwargs(modality, mm_kwargs)
+        except RecursionError as error:
+            raise RequestValueError(
+                "mm_processor_kwargs are nested too deep, or hold themselves; flatten them",
+                param="mm_processor_kwargs",
+            ) from error
         if not scoped:
             return _NO_FACTORS
         kwargs = {"mm_processor_kwargs": scoped}

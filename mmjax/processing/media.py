@@ -113,7 +113,9 @@ def load_image_bytes(
             f"send a whole file of one of {formats}",
             param=param,
         ) from error
-    io_config = {"image_mode": "RGB", "background": _WHITE} if _has_transparency(image) else None
+    io_config = None
+    if _has_transparency(image):
+        io_config = {"image_mode": "RGB", "rgba_background_color": _WHITE}
     return MediaWithBytes(rgb, bytes(data), io_config)
 
 

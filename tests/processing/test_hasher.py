@@ -112,6 +112,11 @@ ADVERSARIES: list[Any] = [
     *(Image.new("RGB", (3, 2)), draw(2, 3), draw(2, 3).transpose(Image.Transpose.TRANSPOSE)),
     *(paletted(1), paletted(2), see_through(0), see_through(1)),
     *(palette_mode("RGB"), palette_mode("RGBA")),
+    *(
+        Image.merge("RGB", draw(2, 3).split()[::-1]),
+        Image.new("RGB", (6, 1)),
+        Image.new("RGB", (1, 6)),
+    ),
     *(MediaWithBytes(draw(2, 3), b"a"), MediaWithBytes(draw(2, 3), b"b")),
     *(MediaWithBytes(draw(2, 3), b"a", {"background": (0, 0, n)}) for n in range(2)),
     *(MediaWithBytes(np.zeros((n, 2, 2), np.uint8), b"a" * 99) for n in range(1, 4)),

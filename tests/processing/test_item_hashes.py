@@ -172,6 +172,16 @@ class TestFactors:
         for kwargs in ({"images_kwargs": {"a": 1}}, {"a": 1}, {"text_kwargs": {"a": 1}}):
             assert hash_images(hasher, FILES[0], mm_kwargs=kwargs) != plain
 
+    @pytest.mark.parametrize("make_inner", [lambda x: {"a": x}, lambda x: [x]])
+    def test_endless_kwargs_are_refused(self, hasher: ItemHasher, make_inner: Any) -> None:
+        kwargs: Any = {}
+        for _ in range(5000):
+            kwargs = make_inner(kwargs)
+        with pytest.raises(ValueError, match="nested") as caught:
+            hash_images(hasher, FILES[0], mm_kwargs={"a": kwargs})
+        assert isinstance(caught.value, RequestError)
+        assert caught.value.param == "mm_processor_kwargs"
+
     def test_every_modality_has_its_own(self) -> None:
         kwargs = {"b": 1, "videos_kwargs": {"c": 2}, "images_kwargs": {"a": 3}}
         assert scope_mm_kwargs("image", kwargs) == {"b": 1, "images_kwargs": {"a": 3}}

@@ -83,7 +83,10 @@ class TestDecoding:
     def test_a_transparent_palette_survives_its_file(self):
         media = load_image_bytes(encode(two_colours("P"), transparency=1), LIMITS)
         assert media.getpixel((1, 0)) == (255, 255, 255)
-        assert media.io_config is not None
+        assert media.io_config == {
+            "image_mode": "RGB",
+            "rgba_background_color": (255, 255, 255),
+        }
         assert load_image_bytes(encode(draw(2, 2)), LIMITS).io_config is None
 
     @pytest.mark.parametrize("orientation", range(1, 9))
