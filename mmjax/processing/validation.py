@@ -69,8 +69,7 @@ def validate_placeholder_counts(
         if isinstance(prompt, str):
             num_placeholders = prompt.count(placeholder)
         else:
-            target = info.get_tokenizer().encode(placeholder, add_special_tokens=False)
-            num_placeholders = count_token_matches(prompt, target)
+            num_placeholders = _count_in_tokens(info.get_tokenizer(), prompt, placeholder)
         num_items = mm_counts.get(modality, 0)
         if num_placeholders != num_items:
             raise PromptUpdateError(
@@ -79,6 +78,14 @@ def validate_placeholder_counts(
                 f"pass one {modality} for each",
                 param="prompt",
             )
+
+
+def _count_in_tokens(tokenizer: Any, prompt: list[int], placeholder: str) -> int:
+    target = tokenizer.encode(placeholder, add_special_tokens=False)
+    if len(target) == 1:
+        return count_token_matches(prompt, target)
+    # Of several tokens, its outer ones may have joined the words around it.
+    return tokenizer.decode(prompt).count(placeholder)
 
 
 def _count(number: int, noun: str) -> str:
@@ -98,7 +105,8 @@ def validate_mm_kwargs(mm_kwargs: MultiModalKwargsItems, mm_counts: Mapping[str,
         if found != num_items:
             raise RequestRuntimeError(
                 f"Expected there to be {num_items} {modality} items in keyword arguments "
-                f"corresponding to {num_items} {modality} data items, but found {found}",
+                f"corresponding to {num_items} {modality} data items, but found {found}; "
+                "`_call_hf_processor` and `_get_mm_fields_config` of the model must agree",
                 param="multi_modal_data",
             )
 
@@ -112,7 +120,9 @@ def validate_mm_updates(
         if found != num_items:
             raise RequestRuntimeError(
                 f"Expected there to be {num_items} prompt updates corresponding to "
-                f"{num_items} {modality} items, but instead found {found} prompt updates",
+                f"{num_items} {modality} items, but instead found {found} prompt updates; either "
+                "`_get_prompt_updates` of the model gives none, or you forgot to include input "
+                "placeholder tokens in the prompt",
                 param="prompt",
             )
 

@@ -21,7 +21,7 @@ from mmjax.processing import (
 )
 from tests.kit import draw
 from tests.processing.families import gemma3
-from tests.processing.test_processor import SOFT, DummyInputs, Info, Processor
+from tests.processing.test_processor import SOFT, TOKENIZER, DummyInputs, Info, Processor
 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSOR = """
@@ -105,8 +105,10 @@ class TestDecorator:
         with pytest.raises(ValueError, match="`Derived` is not a multimodal model"):
             MULTIMODAL_REGISTRY.get_factories(Derived)
         factories = MULTIMODAL_REGISTRY.get_factories(Model)
-        ctx = InputProcessingContext(model_config=gemma3.model_config(), tokenizer=None)
-        processor = factories.build_processor(ctx)
+        without = InputProcessingContext(model_config=gemma3.model_config(), tokenizer=None)
+        with pytest.raises(ValueError, match="Processor works with text, and there is no tokeniz"):
+            factories.build_processor(without)
+        processor = factories.build_processor(replace(without, tokenizer=TOKENIZER))
         assert isinstance(processor, Processor)
         assert processor.dummy_inputs.info is processor.info
         assert not caplog.text
