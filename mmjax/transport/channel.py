@@ -3,6 +3,7 @@
 Two verbs, `send` and `receive`. Knows nothing of what the messages mean.
 """
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -96,8 +97,18 @@ class AsyncSender:
         self._socket = _open(zmq.asyncio.Context.instance(), zmq.PUSH, address, bind=bind)
 
     async def send(self, message: Message) -> None:
-        """Queue `message`; arrays are not copied, so they must not change afterwards."""
-        await self._socket.send_multipart(encode(message), copy=False)
+        """Queue `message`; arrays are not copied, so they must not change afterwards.
+
+        Waits while nobody is connected. A message is lost where the end is closed meanwhile.
+        """
+        frames = encode(message)
+        try:
+            await self._socket.send_multipart(frames, copy=False)
+        except (asyncio.CancelledError, zmq.ZMQError):
+            # What waits in a socket is cancelled when it closes, and not because its task is.
+            task = asyncio.current_task()
+            if not self._socket.closed or (task is not None and task.cancelling()):
+                raise
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close the end; wait at most `linger_s` for what is still queued."""

@@ -79,6 +79,34 @@ def test_asyncio_twins(directory: IpcDirectory) -> None:
     assert asyncio.run(talk()) == [AbortRequests(request_ids=[str(i)]) for i in range(3)]
 
 
+def test_closing_an_end_frees_who_sends(directory: IpcDirectory) -> None:
+    """A P1 that dies leaves nobody to send to: whoever waits for it must go on."""
+
+    async def talk() -> None:
+        sender = AsyncSender(directory.address("in"), bind=True)
+        waiting = asyncio.create_task(sender.send(Shutdown()))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        sender.close()
+        assert await asyncio.wait_for(waiting, 5.0) is None
+        await sender.send(Shutdown())
+
+    asyncio.run(talk())
+
+
+def test_a_task_that_sends_can_be_cancelled(directory: IpcDirectory) -> None:
+    async def talk() -> None:
+        sender = AsyncSender(directory.address("in"), bind=True)
+        waiting = asyncio.create_task(sender.send(Shutdown()))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        sender.close()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(talk())
+
+
 def test_the_directory_is_private_and_goes() -> None:
     with IpcDirectory() as directory:
         path = directory.path
