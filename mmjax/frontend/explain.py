@@ -5,6 +5,7 @@ Knows nothing of HTTP and of the engine; asks the caches, and changes nothing in
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -100,16 +101,22 @@ def explain_prompt(
         # An id without data cannot be shown: its tensors are where its cache keeps them.
         with suppress(RequestError):
             prepared = processor.rebuild(prepared, [mm_hash])
-    decode = processor.info.get_tokenizer().decode
 
     def cache_state(mm_hash: str) -> CacheState:
         if cache is None:
             return "off"
         return "hit" if mm_hash in held else "miss"
 
-    return explain_prepared(
-        prepared, decode_token=lambda token_id: decode([token_id]), cache_state=cache_state
-    )
+    decode_token = partial(_decode_token, processor.info.get_tokenizer())
+    return explain_prepared(prepared, decode_token=decode_token, cache_state=cache_state)
+
+
+def _decode_token(tokenizer: Any, token_id: int) -> str:
+    """Return a token's own text; decoding it alone would strip the space that it begins with."""
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's mark for a space
+        return piece.replace("\u2581", " ")
+    return tokenizer.decode([token_id])
 
 
 def explain_prepared(
