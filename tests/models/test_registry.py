@@ -15,11 +15,27 @@ from mmjax.models.registry import (
     load_model_class,
     require_model,
 )
+from mmjax.processing import MULTIMODAL_REGISTRY, ProcessorFactories
+from mmjax.processing import create_processor as create_processor_of
 from tests.processing.families import gemma3
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SERVED = [name for name, row in MODELS.items() if row.has_model]
 NOT_SERVED = [name for name, row in MODELS.items() if not row.has_model]
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_every_architecture_has_a_processor(architecture: str):
+    assert isinstance(get_processor_factories(architecture), ProcessorFactories)
+
+
+@pytest.mark.parametrize("folder", sorted({row.folder for row in MODELS.values()}))
+def test_a_directory_alone_gives_a_processor(folder: str):
+    processor = create_processor_of(GOLDEN / folder)
+    inputs = processor.get_dummy_mm_inputs({"image": 1}, max_num_batched_tokens=1024)
+    maximum = processor.get_mm_max_tokens_per_item()["image"]
+    assert inputs.mm_placeholders["image"][0].get_num_embeds() == maximum
+    assert MULTIMODAL_REGISTRY.supports_multimodal_inputs(processor.info.ctx.model_config)
 
 
 @pytest.mark.parametrize("architecture", SERVED)
