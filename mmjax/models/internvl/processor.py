@@ -20,13 +20,16 @@ from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import EmbeddingItems, ImageSize, MultiModalDataItems
 from mmjax.processing.parts import PartsMultiModalProcessor, ProcessorOfParts
+from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates import (
+    MultiModalPromptUpdates,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
     as_ids,
 )
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.text_splicing import has_long_target, splice_in_text
 from mmjax.processing.tiling import (
     HFFrameCutter,
     HFTileCutter,
@@ -251,6 +254,17 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
             make_update(modality, replacements[modality])
             for modality in self.info.supported_mm_limits
         ]
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        """Replace; a marker of several tokens is replaced in the text, as the original does."""
+        if has_long_target(mm_prompt_updates):
+            tokenizer = self.info.get_tokenizer()
+            spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=END, after=START)
+            if spliced is not None:
+                return spliced
+        return super()._apply_token_matches(prompt, mm_prompt_updates)
 
 
 def _only_side(size: Any, name: str) -> int:

@@ -1,0 +1,479 @@
+"""InternVL's own: the original layout, tiles of any shape, videos, kwargs."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoTokenizer, BatchFeature
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
+
+from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.config import MultiModalConfig
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.model_source import load_model_config
+from mmjax.models.registry import create_processor, get_placeholder_str
+from mmjax.processing import ImageSize, PromptUpdateError
+from mmjax.processing.tiling import choose_arrangement, list_arrangements
+from tests.kit import draw
+from tests.processing.families import internvl
+from tests.processing.families.internvl import PATH, VIDEO
+
+CONFIG = {
+    "architectures": ["InternVLChatModel"],
+    "model_type": "internvl_chat",
+    "downsample_ratio": 0.5,
+    "dynamic_image_size": True,
+    "force_image_size": 56,
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 6,
+    "use_thumbnail": True,
+    "vision_config": {"model_type": "intern_vit_6b", "image_size": 56, "patch_size": 14},
+    "llm_config": {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "vocab_size": 1024,
+        "max_position_embeddings": 4096,
+    },
+}
+ROOMY = MultiModalProcessorOnlyCache
+
+
+@cache
+def original(**overrides: Any) -> Path:
+    """Write a tiny checkpoint in the original layout; its `<image>` is several tokens."""
+    path = Path(mkdtemp(prefix="mmjax-internvl-"))
+    tokenizer = AutoTokenizer.from_pretrained(PATH)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **overrides}))
+    return path
+
+
+def make_original(cache: Any = None, mm: Any = None, **overrides: Any) -> Any:
+    config = load_model_config(str(original(**overrides)), mm=mm)
+    return create_processor(config, cache=cache)
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest) -> Any:
+    return make_original(ROOMY(2**26) if request.param == "cached" else None)
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def hf_layout(request: pytest.FixtureRequest) -> Any:
+    return internvl.make_processor(
+        processor_cache=ROOMY(2**26) if request.param == "cached" else None
+    )
+
+
+def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
+    frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
+def cut_as_original(image: Image.Image, fewest: int, most: int) -> list[Image.Image]:
+    """`dynamic_preprocess` as the model's README has it."""
+    ratios = sorted(
+        {
+            (i, j)
+            for n in range(fewest, most + 1)
+            for i in range(1, n + 1)
+            for j in range(1, n + 1)
+            if fewest <= i * j <= most
+        },
+        key=lambda ratio: ratio[0] * ratio[1],
+    )
+    best, best_difference = (1, 1), float("inf")
+    for ratio in ratios:
+        difference = abs(image.width / image.height - ratio[0] / ratio[1])
+        if difference < best_difference:
+            best, best_difference = ratio, difference
+        elif difference == best_difference and (
+            image.width * image.height > 0.5 * 56 * 56 * ratio[0] * ratio[1]
+        ):
+            best = ratio
+    resized = image.resize((56 * best[0], 56 * best[1]))
+    tiles = []
+    for i in range(best[0] * best[1]):
+        x, y = i % best[0] * 56, i // best[0] * 56
+        tiles.append(resized.crop((x, y, x + 56, y + 56)))
+    return [*tiles, image.resize((56, 56))] if len(tiles) > 1 else tiles
+
+
+def normalize_as_original(tiles: Sequence[Image.Image]) -> np.ndarray:
+    """ToTensor and Normalize, in torch."""
+    mean = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
+    std = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
+    pixels = [torch.from_numpy(np.asarray(tile).copy()).permute(2, 0, 1) for tile in tiles]
+    return torch.stack([(one.float().div(255) - mean) / std for one in pixels]).numpy()
+
+
+def ids_as_original(processor: Any, prompt: str, counts: Sequence[int]) -> list[int]:
+    for count in counts:
+        prompt = prompt.replace("<image>", f"<img>{'<IMG_CONTEXT>' * 4 * count}</img>", 1)
+    return processor.info.get_tokenizer()(prompt)["input_ids"]
+
+
+def check_soft_places(inputs: Any, modality: str, context_id: int = 998) -> None:
+    places = [
+        place
+        for one in inputs.mm_placeholders[modality]
+        for start, stop in one.extract_embeds_range()
+        for place in range(start, stop + 1)
+    ]
+    ids = enumerate(inputs.prompt_token_ids)
+    assert places == [place for place, token_id in ids if token_id == context_id]
+
+
+PROMPTS = [
+    "<image>\nwhat is this?",
+    "<image>",
+    "look <image> at",
+    "a<image>\nb <image>!<image> ",
+    "<image><image>",
+    "x\n\n<image>\n\n  <image>the cat",
+    "(<image>) <image>>",
+]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_prompts_are_those_of_the_original(processor: Any, prompt: str):
+    """Also where the marker's outer tokens join the words: the text is replaced then."""
+    sizes = [(60, 60), (200, 90), (37, 211)]
+    images = [draw(*sizes[i % 3], seed=i) for i in range(prompt.count("<image>"))]
+    tiles = [cut_as_original(image, 1, 6) for image in images]
+    wanted = ids_as_original(processor, prompt, [len(one) for one in tiles])
+    for given_prompt in (prompt, processor.info.get_tokenizer().encode(prompt)):
+        inputs = processor.apply(given_prompt, {"image": images})
+        assert inputs.prompt_token_ids == wanted
+        check_soft_places(inputs, "image")
+        data = inputs.mm_kwargs.get_data()
+        pixels = np.concatenate([normalize_as_original(one) for one in tiles])
+        np.testing.assert_allclose(data["pixel_values_flat"], pixels, rtol=0, atol=1e-6)
+        assert data["image_num_patches"].tolist() == [len(one) for one in tiles]
+        assert data["image_token_id"].tolist() == 998
+
+
+WORDS = st.sampled_from(["what", " ", "\n", "\n\n", "the car", "<", ">", "!", "  ", "ü", "\t"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(pieces=st.lists(st.lists(WORDS, max_size=4).map("".join), min_size=2, max_size=3))
+def test_any_words_around_pictures_give_the_originals_tokens(pieces: list[str]):
+    prompt = "<image>".join(pieces)
+    images = [draw(60, 60, seed=i) for i in range(len(pieces) - 1)]
+    processor = make_shared()
+    wanted = ids_as_original(processor, prompt, [1] * len(images))
+    for given_prompt in (prompt, processor_ids(processor, prompt)):
+        inputs = processor.apply(given_prompt, {"image": images})
+        assert inputs.prompt_token_ids == wanted
+        check_soft_places(inputs, "image")
+
+
+@cache
+def make_shared() -> Any:
+    return make_original()
+
+
+@given(
+    width=st.integers(1, 3000),
+    height=st.integers(1, 3000),
+    fewest=st.integers(1, 6),
+    more=st.integers(0, 12),
+)
+def test_arrangements_are_those_of_the_original_and_of_hf(
+    width: int, height: int, fewest: int, more: int
+):
+    most = fewest + more
+    chosen = choose_arrangement(ImageSize(width, height), list_arrangements(fewest, most), 56)
+    image = Image.new("1", (1, 1)).resize((width, height))
+    tiles = cut_as_original(image, fewest, most)
+    assert chosen[0] * chosen[1] + (chosen != (1, 1)) == len(tiles)
+    if fewest == 1:  # HF lists arrangements of as many tiles in another order
+        assert chosen == get_optimal_tiled_canvas((height, width), (56, 56), 1, most)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_tiles"),
+    [
+        ((56, 56), 1),
+        ((57, 55), 1),
+        ((112, 112), 4 + 1),  # 2x2 and 1x1 are as close: it fills more than half of the larger
+        ((79, 79), 1),
+        ((80, 80), 4 + 1),
+        ((112, 56), 2 + 1),
+        ((1, 1000), 6 + 1),
+        ((1000, 1), 6 + 1),
+        ((168, 112), 6 + 1),
+    ],
+)
+def test_tiles_of_a_picture(processor: Any, size: tuple[int, int], num_tiles: int):
+    inputs = processor.apply("<image>", {"image": draw(*size)})
+    (placeholder,) = inputs.mm_placeholders["image"]
+    assert placeholder.get_num_embeds() == 4 * num_tiles
+    assert placeholder.length == 4 * num_tiles + 2
+
+
+def num_tiles(processor: Any, kwargs: dict[str, Any], size: tuple[int, int] = (300, 100)) -> int:
+    placeholder = processor.info.get_placeholder_str("image", 1)
+    inputs = processor.apply(placeholder, {"image": draw(*size)}, hf_processor_mm_kwargs=kwargs)
+    return inputs.mm_placeholders["image"][0].get_num_embeds() // 4
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "number"),
+    [
+        ({}, 3 + 1),
+        ({"max_dynamic_patch": 2}, 2 + 1),
+        ({"max_dynamic_patch": 1}, 1),
+        ({"min_dynamic_patch": 4}, 4 + 1),
+        ({"min_dynamic_patch": 12, "max_dynamic_patch": 12}, 12 + 1),
+        ({"dynamic_image_size": False}, 1),
+        ({"images_kwargs": {"max_dynamic_patch": 2}}, 2 + 1),
+    ],
+)
+def test_numbers_of_tiles_come_from_kwargs_and_config(
+    processor: Any, kwargs: dict[str, Any], number: int
+):
+    assert num_tiles(processor, kwargs) == number
+    flat = {**kwargs, **kwargs.get("images_kwargs", {})}
+    flat.pop("images_kwargs", None)
+    assert num_tiles(make_original(**flat), {}) == number
+
+
+def test_a_checkpoint_without_thumbnails():
+    assert num_tiles(make_original(use_thumbnail=False), {}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "number"),
+    [
+        ({}, 3 + 1),
+        ({"max_patches": 2}, 2 + 1),
+        ({"min_patches": 4}, 4 + 1),
+        ({"crop_to_patches": False}, 1),
+        ({"images_kwargs": {"max_patches": 1}}, 1),
+    ],
+)
+def test_hfs_layout_takes_hfs_kwargs(hf_layout: Any, kwargs: dict[str, Any], number: int):
+    assert num_tiles(hf_layout, kwargs) == number
+    assert num_tiles(internvl.make_processor(mm_processor_kwargs=kwargs), {}) == number
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_dynamic_patch": 0}, "`max_dynamic_patch` is 0; .* from 1 to 128"),
+        ({"max_dynamic_patch": 10**9}, "`max_dynamic_patch` is 1000000000"),
+        ({"min_dynamic_patch": 2.5}, "`min_dynamic_patch` is 2.5"),
+        ({"min_dynamic_patch": 9}, "`min_dynamic_patch` is 9; .*at most `max_dynamic_patch`.* 6"),
+        ({"dynamic_image_size": "no"}, "`dynamic_image_size` is 'no'; .*true or false"),
+    ],
+)
+def test_kwargs_that_no_picture_can_follow(processor: Any, kwargs: dict[str, Any], message: str):
+    with pytest.raises(RequestError, match=message) as caught:
+        num_tiles(processor, kwargs)
+    assert caught.value.param == "mm_processor_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"max_patches": 500}, "`max_patches` is 500; .* from 1 to 128"),
+        ({"min_patches": 7}, "`min_patches` is 7; .*at most `max_patches`, which is 6"),
+        ({"size": {"height": 28, "width": 28}}, "tiles became 28x28 .*takes 56x56"),
+    ],
+)
+def test_hfs_kwargs_that_no_picture_can_follow(
+    hf_layout: Any, kwargs: dict[str, Any], message: str
+):
+    with pytest.raises(RequestError, match=message) as caught:
+        num_tiles(hf_layout, kwargs)
+    assert caught.value.param == "mm_processor_kwargs"
+
+
+def test_markers_go_with_pictures(processor: Any):
+    tokenizer = processor.info.get_tokenizer()
+    for prompt, number, message in (
+        ("look <image> <image>", 1, "2 `<image>` placeholders but 1 image was"),
+        ("look", 1, "0 `<image>` placeholders but 1 image was"),
+        ("<image>", 0, "1 `<image>` placeholder but 0 images were"),
+    ):
+        for kind in (prompt, tokenizer.encode(prompt)):
+            with pytest.raises(PromptUpdateError, match=message):
+                processor.apply(kind, {"image": [draw(9, 9)] * number})
+    with pytest.raises(RequestError, match=r"`<IMG_CONTEXT>` at .* reserved"):
+        processor.apply("<image> <IMG_CONTEXT>", {"image": draw(9, 9)})
+
+
+class Stub:
+    """Stands for torchvision's video processor: as many frames, which HF's prompt needs."""
+
+    def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> BatchFeature:
+        return BatchFeature({"pixel_values_videos": torch.zeros(1, len(videos[0]), 3, 1, 1)})
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 11])
+@pytest.mark.parametrize("prompt", ["{}\nwhat?", "<IMG_CONTEXT> and\n{} or <IMG_CONTEXT>"])
+def test_hfs_layout_writes_videos_as_hf_does(
+    hf_layout: Any, num_frames: int, prompt: str, monkeypatch: pytest.MonkeyPatch
+):
+    hf = internvl.hf_processor()
+    monkeypatch.setattr(hf, "video_processor", Stub())
+    prompt = prompt.format(VIDEO)
+    images = [draw(60 + 100 * i, 60, seed=i) for i in range(prompt.count("<IMG_CONTEXT>"))]
+    video = draw_video(num_frames, 80, 60)
+    replaced = "\n".join(
+        f"Frame{i + 1}: <img>{'<IMG_CONTEXT>' * 4}</img>" for i in range(num_frames)
+    )
+    assert hf.replace_video_token(Stub()([video]), 0) == replaced
+    for given_prompt in (prompt, processor_ids(hf_layout, prompt)):
+        inputs = hf_layout.apply(given_prompt, {"video": [video], "image": images})
+        text = prompt.replace(VIDEO, replaced)
+        for number in (1, 4):  # tiles of the two pictures
+            text = _expand_first_picture(text, number) if images else text
+        assert inputs.prompt_token_ids == processor_ids(hf_layout, text)
+        (placeholder,) = inputs.mm_placeholders["video"]
+        assert placeholder.get_num_embeds() == 4 * num_frames
+        video_item = inputs.mm_kwargs["video"][0].get_data()
+        assert video_item["pixel_values_videos"].shape == (num_frames, 3, 56, 56)
+        assert video_item["video_num_patches"] == num_frames
+
+
+def processor_ids(processor: Any, text: str) -> list[int]:
+    return processor.info.get_tokenizer().encode(text)
+
+
+def _expand_first_picture(text: str, num_tiles: int) -> str:
+    """Replace the first `<IMG_CONTEXT>` that stands alone."""
+    place = next(
+        i
+        for i in range(len(text))
+        if text.startswith("<IMG_CONTEXT>", i)
+        and not text.endswith(("<IMG_CONTEXT>", "<img>"), 0, i)
+    )
+    expanded = f"<img>{'<IMG_CONTEXT>' * 4 * num_tiles}</img>"
+    return text[:place] + expanded + text[place + len("<IMG_CONTEXT>") :]
+
+
+@pytest.mark.parametrize("size", [(56, 56), (90, 30), (1, 1), (3, 200), (200, 3)])
+def test_hfs_frames_are_resized_and_normalized_as_hf_does(hf_layout: Any, size: tuple[int, int]):
+    """InternVLVideoProcessor's `_preprocess`, with torch's own resampling for torchvision's."""
+    video = draw_video(3, *size)
+    inputs = hf_layout.apply(VIDEO, {"video": video})
+    frames = torch.nn.functional.interpolate(
+        torch.from_numpy(video).permute(0, 3, 1, 2), (56, 56), mode="bicubic", antialias=True
+    )
+    mean = torch.tensor((0.48145466, 0.4578275, 0.40821073)).view(3, 1, 1)
+    std = torch.tensor((0.26862954, 0.26130258, 0.27577711)).view(3, 1, 1)
+    wanted = ((frames.float() / 255 - mean) / std).numpy()
+    difference = np.abs(inputs.mm_kwargs["video"][0].get_data()["pixel_values_videos"] - wanted)
+    assert difference.max() < 2 / 255 / 0.26
+
+
+@pytest.mark.parametrize("prompt", ["<video>", "<image> then <video>\n<video>", "a<video>b<image>"])
+def test_the_original_layout_takes_videos(processor: Any, prompt: str):
+    videos = [draw_video(1 + 2 * i, 90, 60 + i, i) for i in range(prompt.count("<video>"))]
+    images = [draw(60, 60) for _ in range(prompt.count("<image>"))]
+    for given_prompt in (prompt, processor_ids(processor, prompt)):
+        inputs = processor.apply(given_prompt, {"video": videos, "image": images})
+        places = inputs.mm_placeholders["video"]
+        assert [one.get_num_embeds() for one in places] == [4 * len(one) for one in videos]
+        tile = "<img><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></img>"
+        for one, video in zip(places, videos, strict=True):
+            ids = inputs.prompt_token_ids[one.offset : one.offset + one.length]
+            text = processor.info.get_tokenizer().decode(ids)
+            assert text == "".join(f"Frame{i + 1}: {tile}" for i in range(len(video)))
+        tiles = [Image.fromarray(frame).resize((56, 56)) for video in videos for frame in video]
+        data = inputs.mm_kwargs.get_data()
+        pixels = normalize_as_original(tiles)
+        np.testing.assert_allclose(data["pixel_values_flat_video"], pixels, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("capacity", [0, 150_000, 2**26])
+@pytest.mark.parametrize("make", [make_original, internvl.make_processor])
+def test_cold_warm_and_partly_warm_caches_agree_on_videos(make: Any, capacity: int):
+    name = "cache" if make is make_original else "processor_cache"
+    videos = [draw_video(1 + i, 60 + 20 * i, 50, i) for i in range(3)]
+    image = "<image>" if make is make_original else "<IMG_CONTEXT>"
+    mm_data = {"video": [videos[0], videos[1], videos[0], videos[2]], "image": [draw(60, 170)]}
+    prompt = f"a\n{VIDEO}{VIDEO}{image}\n{VIDEO} {VIDEO}"
+    wanted = make().apply(prompt, mm_data)
+    processor = make(**{name: ROOMY(capacity)})
+    processor.apply(VIDEO, {"video": [videos[1]]})
+    for _ in range(3):
+        found = processor.apply(prompt, mm_data)
+        assert found.prompt_token_ids == wanted.prompt_token_ids
+        assert found.mm_placeholders == wanted.mm_placeholders
+        assert found.mm_kwargs == wanted.mm_kwargs
+
+
+@pytest.mark.parametrize("seq_len", [1, 10, 200])
+@pytest.mark.parametrize("counts", [{"image": 1, "video": 1}, {"video": 3}, {"image": 2}])
+@pytest.mark.parametrize("make", [make_original, internvl.make_processor])
+def test_dummy_videos_have_exactly_the_declared_maximum(
+    make: Any, seq_len: int, counts: dict[str, int]
+):
+    processor = make()
+    declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
+    measured = processor.measure_mm_max_tokens_per_item(seq_len, counts)
+    assert measured == {modality: declared[modality] for modality in counts}
+    assert declared["image"] == (6 + 1) * 4
+
+
+def test_a_language_model_without_a_video_token_takes_pictures_alone():
+    llama = {**CONFIG["llm_config"], "model_type": "llama"}  # pyright: ignore[reportGeneralTypeIssues]
+    path = Path(shutil.copytree(original(), Path(mkdtemp()) / "llama"))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "llm_config": llama}))
+    processor = create_processor(load_model_config(str(path)))
+    assert processor.info.supported_mm_limits == {"image": None}
+    with pytest.raises(RequestError, match="Unsupported modality: video"):
+        processor.apply("<video>", {"video": draw_video(1, 9, 9)})
+    assert processor.apply("<image>", {"image": draw(9, 9)}).mm_placeholders["image"]
+
+
+def test_each_layout_has_its_own_markers():
+    assert get_placeholder_str("InternVLChatModel", "image", 1) == "<image>"
+    assert get_placeholder_str("InternVLForConditionalGeneration", "image", 1) == "<IMG_CONTEXT>"
+    for architecture in ("InternVLChatModel", "InternVLForConditionalGeneration"):
+        assert get_placeholder_str(architecture, "video", 1) == "<video>"
+        assert get_placeholder_str(architecture, "audio", 1) is None
+
+
+def test_a_checkpoint_whose_files_contradict_each_other():
+    processor = internvl.make_processor()
+    processor.info.get_hf_config().image_seq_length = 256
+    with pytest.raises(CheckpointError, match=r"`image_seq_length` of config.json is 256.* give 4"):
+        processor.info.get_hf_processor()
+    processor = internvl.make_processor()
+    processor.info.get_hf_config().vision_config.image_size = [56, 28]
+    with pytest.raises(CheckpointError, match=r"`image_size` .* is \[56, 28\]; tiles are square"):
+        processor.info.get_hf_processor()
+
+
+@pytest.mark.parametrize("make", [make_original, internvl.make_processor])
+def test_embeddings_stand_for_pictures_and_whole_frames(make: Any):
+    allowed = MultiModalConfig(enable_mm_embeds=True)
+    processor = make(mm=allowed) if make is make_original else make(enable_mm_embeds=True)
+    image = processor.info.get_placeholder_str("image", 1)
+    data = {"image": torch.ones(1, 12, 64), "video": [torch.ones(8, 64)]}
+    inputs = processor.apply(f"{image} and {VIDEO}", data)
+    check_counts = {"image": [12], "video": [8]}
+    for modality, counts in check_counts.items():
+        found = [one.get_num_embeds() for one in inputs.mm_placeholders[modality]]
+        assert found == counts
+        assert list(inputs.mm_kwargs[modality][0]) == [f"{modality}_embeds"]
+    with pytest.raises(RequestError, match="video 0 has 7 embeddings; a frame has 4"):
+        processor.apply(VIDEO, {"video": [torch.ones(7, 64)]})
+    with pytest.raises(RequestError, match="--enable-mm-embeds"):
+        make().apply(image, {"image": torch.ones(1, 4, 64)})
