@@ -335,3 +335,47 @@ def test_fields_of_pictures_and_videos(processor: Any):
         "pixel_values_videos": ("MultiModalFlatField", False),
         "video_grid_thw": ("MultiModalBatchedField", True),
     }
+
+
+def make_embeds(modality: str, grids: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
+    num_embeds = sum(math.prod(grid) // 4 for grid in grids)
+    values = np.random.default_rng(0).normal(size=(num_embeds, 64)).astype(np.float32)
+    return {f"{modality}_embeds": values, f"{modality}_grid_thw": np.array(grids)}
+
+
+@pytest.mark.parametrize(("modality", "marker"), [("image", IMAGE), ("video", VIDEO)])
+def test_embeddings_come_with_their_grids(modality: str, marker: str):
+    grids = [(1, 4, 6), (2, 2, 8)] if modality == "video" else [(1, 4, 6), (1, 2, 8)]
+    embeds = make_embeds(modality, grids)
+    for cache in (None, MultiModalProcessorOnlyCache(2**24)):
+        processor = qwen2_vl.make_processor(processor_cache=cache, enable_mm_embeds=True)
+        inputs = processor.apply(f"a{marker}b{marker}", {modality: embeds})
+        lengths = [math.prod(grid) // 4 for grid in grids]
+        assert [one.length for one in inputs.mm_placeholders[modality]] == lengths
+        items = inputs.mm_kwargs[modality]
+        for item, grid, length in zip(items, grids, lengths, strict=True):
+            assert item is not None
+            assert item[f"{modality}_embeds"].data.shape == (length, 64)
+            assert item[f"{modality}_grid_thw"].data.tolist() == list(grid)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (make_embeds("image", [(1, 4, 4)]), "You must set `--enable-mm-embeds`"),
+        ({"image_embeds": np.zeros((4, 64), np.float32)}, "should contain the fields"),
+        ({"image_embeds": np.zeros((4, 8)), "image_grid_thw": np.ones((1, 3))}, "dimension"),
+        (
+            {**make_embeds("image", [(1, 4, 4)]), "image_grid_thw": np.array([[1, 2, 2]])},
+            "`image_embeds` has 4 rows, its items have 1",
+        ),
+        ({**make_embeds("image", [(1, 4, 4)]), "image_grid_thw": [1]}, "do not divide into items"),
+        (torch.zeros(1, 4, 64), "embeddings must come with their grids"),
+    ],
+)
+def test_embeddings_that_no_grid_fits(data: Any, message: str):
+    is_allowed = "--enable" not in message
+    processor = qwen2_vl.make_processor(enable_mm_embeds=is_allowed)
+    with pytest.raises(RequestError, match=message) as caught:
+        processor.apply(IMAGE, {"image": data})
+    assert caught.value.status == 400
