@@ -136,6 +136,7 @@ def test_p1_forgets_and_dies_between_and_during_requests(
     with_service(model_config, mm, body)
 
 
+@pytest.mark.slow
 def test_a_request_that_kills_p1_does_so_twice_and_fails_alone(model_config: ModelConfig) -> None:
     async def body(service: Service) -> None:
         with pytest.raises(EngineUnavailableError):
