@@ -178,11 +178,47 @@ class SchedulerConfig:
     """Encoder outputs that one step may compute; None: `max_num_batched_tokens`."""
     max_num_queued_reqs: int = 1024
     """More requests than this waiting: a new one gets 429."""
+    async_scheduling: bool = True
+    """Whether the host prepares a step while the device computes the one before."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Over how many devices, of how many processes, one model is spread."""
+
+    tensor_parallel_size: int = 1
+    """Devices that share one model, of all processes together."""
+    coordinator_address: str | None = None
+    """HOST:PORT of process 0, where the processes meet."""
+    num_processes: int = 1
+    process_id: int = 0
+    """0 takes the requests; the others compute along."""
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel_size", "num_processes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
+        if not 0 <= self.process_id < self.num_processes:
+            raise ConfigError(
+                f"`process_id` is {self.process_id}, of {self.num_processes} processes; "
+                f"give 0 to {self.num_processes - 1}"
+            )
+        if self.num_processes > 1 and self.coordinator_address is None:
+            raise ConfigError(
+                f"`num_processes` is {self.num_processes}, but nothing says where they meet; "
+                "give `coordinator_address` (`--distributed-coordinator HOST:PORT`)"
+            )
+        if self.tensor_parallel_size % self.num_processes:
+            raise ConfigError(
+                f"`tensor_parallel_size` is {self.tensor_parallel_size}, which "
+                f"{self.num_processes} processes cannot share evenly; give "
+                f"`--tensor-parallel-size` a multiple of {self.num_processes}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +228,7 @@ class EngineConfig:
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_cache_dir: Path | None = None
     """None: `~/.cache/mmjax/xla`."""
     use_tqdm: bool = True

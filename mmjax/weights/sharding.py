@@ -1,37 +1,57 @@
 """Where a parameter's slices lie on a mesh, decided by its name and shape.
 
 The plan is Megatron's (arXiv 1909.08053, section 3) and HF's `tp_plan`: a block's first product
-is cut by outputs, its second by inputs, so that one sum over "model" ends each half of a block.
+is cut by outputs, its second by inputs, so that one sum over the devices ends each half of a block.
 """
 
 import re
 from collections.abc import Sequence
+from math import prod
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
-"""Names of a mesh's axes. Parameters are replicated over "data"."""
+GROUP_AXIS = "group"
+"""Names of a mesh's axes. Parameters are replicated over "data" and cut over "model" and "group";
+the devices of one "group" have the same key-value heads, where there are fewer than devices."""
 
-_SPECS: Sequence[tuple[str, tuple[str | None, ...]]] = (
-    (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|fc1)\.weight$", (MODEL_AXIS, None)),
-    (r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj|fc1)\.bias$", (MODEL_AXIS,)),
-    (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, MODEL_AXIS)),
-    (r"(^|\.)(embed_tokens|lm_head)\.weight$", (MODEL_AXIS, None)),
+_ALL = (MODEL_AXIS, GROUP_AXIS)
+_HEADS = (MODEL_AXIS,)
+
+_Axes = tuple[str, ...] | None
+
+_SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
+    (r"\.(k_proj|v_proj)\.weight$", (_HEADS, None)),
+    (r"\.(k_proj|v_proj)\.bias$", (_HEADS,)),
+    (r"\.(q_proj|gate_proj|up_proj|fc1)\.weight$", (_ALL, None)),
+    (r"\.(q_proj|gate_proj|up_proj|fc1)\.bias$", (_ALL,)),
+    (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
+    (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
 )
+_LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
+"""What is cut. Towers and connectors lie whole on every device, which encodes pictures of its own:
+no sums within a picture, and a tower is small beside its language model."""
 
 
 def partition_spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
     """Return how the parameter `name` is cut; an axis that does not divide is replicated."""
+    if not _LANGUAGE_MODEL.search(name):
+        return PartitionSpec()
     for pattern, spec in _SPECS:
         if re.search(pattern, name) and len(spec) == len(shape):
-            axes = [
-                axis if axis is not None and size % mesh.shape.get(axis, 1) == 0 else None
-                for axis, size in zip(spec, shape, strict=True)
-            ]
-            return PartitionSpec(*(axis if axis in mesh.shape else None for axis in axes))
+            return PartitionSpec(
+                *(_cut(size, axes, mesh) for size, axes in zip(shape, spec, strict=True))
+            )
     return PartitionSpec()
+
+
+def _cut(size: int, axes: _Axes, mesh: Mesh) -> str | tuple[str, ...] | None:
+    present = tuple(axis for axis in axes or () if axis in mesh.shape)
+    if not present or size % prod(mesh.shape[axis] for axis in present):
+        return None
+    return present[0] if len(present) == 1 else present
 
 
 def param_sharding(

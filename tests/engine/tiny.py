@@ -65,8 +65,13 @@ def tiny_config() -> Gemma3Config:
 @lru_cache
 def tiny_params(seed: int = 0) -> tuple[Any, Any]:
     """Return the graph and random parameters, loud enough that every input changes the answer."""
+    return loud_params(tiny_config(), seed)
+
+
+def loud_params(config: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Return the same for any Gemma 3 config."""
     graphdef, abstract = build_abstract(
-        Gemma3ForConditionalGeneration, tiny_config(), dtype=jnp.dtype(jnp.float32)
+        Gemma3ForConditionalGeneration, config, dtype=jnp.dtype(jnp.float32)
     )
     rng = np.random.default_rng(seed)
     leaves = {}
