@@ -1,7 +1,10 @@
 """Qwen2-VL's own: videos, sizes and their kwargs, embeddings in dicts."""
 
+import json
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,10 @@ from transformers import BatchFeature
 
 from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
+from mmjax.model_source import load_model_config
+from mmjax.models.registry import create_processor
 from mmjax.processing import MultiModalInputs, PromptUpdateError
+from mmjax.processing.parts import load_video_settings
 from mmjax.processing.patches import VideoPatcher
 from tests.kit import draw
 from tests.processing.families import qwen2_vl
@@ -379,3 +385,45 @@ def test_embeddings_that_no_grid_fits(data: Any, message: str):
     with pytest.raises(RequestError, match=message) as caught:
         processor.apply(IMAGE, {"image": data})
     assert caught.value.status == 400
+
+
+def copy_checkpoint(path: Path, files: dict[str, Any]) -> Any:
+    """Return the processor of the tiny checkpoint with other processor files."""
+    copied = Path(shutil.copytree(qwen2_vl.PATH, path / "checkpoint"))
+    (copied / "processor_config.json").unlink()
+    for name, content in files.items():
+        (copied / name).write_text(json.dumps(content))
+    return create_processor(load_model_config(str(copied)))
+
+
+PUBLISHED = {
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": MEAN,
+    "image_std": STD,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
+
+
+def test_processor_files_of_the_published_checkpoints(tmp_path: Path):
+    """One file for pictures and videos alike, or one for each."""
+    info = copy_checkpoint(tmp_path / "one", {"preprocessor_config.json": PUBLISHED}).info
+    assert info.get_mm_max_tokens_per_item(32768) == {"image": 16384, "video": 32768}
+    files = {
+        "preprocessor_config.json": PUBLISHED,
+        "video_preprocessor_config.json": {**PUBLISHED, "max_pixels": 602112},
+    }
+    info = copy_checkpoint(tmp_path / "two", files).info
+    assert info.get_mm_max_tokens_per_item(32768) == {"image": 16384, "video": 768 * 7}
+    info = copy_checkpoint(
+        tmp_path / "silent", {**files, "video_preprocessor_config.json": {}}
+    ).info
+    patcher = info.get_hf_processor().video_processor
+    assert patcher.get_pixel_limits({}) == (128 * 28 * 28, 768 * 28 * 28)
+    (tmp_path / "silent" / "checkpoint" / "video_preprocessor_config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"`video_preprocessor_config.json` is not JSON"):
+        load_video_settings(tmp_path / "silent" / "checkpoint")

@@ -100,7 +100,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
 
         path = self.ctx.model_config.path
         max_pixels_resized = self.ctx.model_config.mm.max_image_pixels
-        settings = {"size": _VIDEO_SIZE, **load_video_settings(path)}
+        settings = {"size": dict(_VIDEO_SIZE), **load_video_settings(path)}  # HF writes to it
         known = Qwen2VLImageProcessorPil.valid_kwargs.__annotations__
         parts = ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
