@@ -22,6 +22,7 @@ from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
 from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
 from mmjax.engine.features import check_places, resolve_features
+from mmjax.engine.mesh import Placement, join_processes, make_placement
 from mmjax.engine.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.runner import ModelRunner, ModelShape
 from mmjax.engine.scheduler import Scheduler
@@ -63,6 +64,8 @@ class EngineCore:
         self.startup_seconds: dict[str, float] = {}
         """What the start took, item by item."""
         enable_persistent_cache(config.compilation_cache_dir)
+        # First of all: JAX learns of the other processes before it opens a device.
+        join_processes(config.parallel)
         device = jax.local_devices()[0]
         dtype = resolve_dtype(config.model.dtype, device.platform)
         self._model_class = model_class or load_model_class(config.model.architecture)
@@ -70,17 +73,22 @@ class EngineCore:
             graphdef, abstract = build_abstract(
                 self._model_class, config.model.hf_config, dtype=dtype
             )
+            self._placement = make_placement(
+                config.parallel,
+                num_heads=config.model.hf_config.get_text_config().num_attention_heads,
+                num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
+            )
             if params is None:
                 params = load_params(
                     config.model.path,
                     abstract,
                     self._model_class.RULES,
                     dtype=dtype,
+                    mesh=self._placement.mesh,
                     use_tqdm=config.use_tqdm,
                 )
-        sharding = jax.sharding.SingleDeviceSharding(device)
         with self._timed("allocate"):
-            self._allocate(graphdef, jax.device_put(params, sharding), sharding)
+            self._allocate(graphdef, self._placement.place_params(params))
         with self._timed("warm_up"):
             self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
@@ -107,9 +115,7 @@ class EngineCore:
         """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
         return cls(config, model_class=model_class, params=params)
 
-    def _allocate(
-        self, graphdef: Any, params: Params, sharding: jax.sharding.SingleDeviceSharding
-    ) -> None:
+    def _allocate(self, graphdef: Any, params: Params) -> None:
         shape = ModelShape.of(graphdef, params)
         model = bind(graphdef, params)
         self._encoder_spec: EncoderSpec = model.encoder_spec
@@ -121,13 +127,16 @@ class EngineCore:
         )
         encoder_rows = cache.encoder_cache_size or 2 * encoder_budget
         max_blocks = cdiv(max_model_len, cache.block_size)
-        self.num_kv_blocks = choose_num_blocks(
-            cache,
-            wanted=schedule.max_num_seqs * max_blocks,
-            bytes_per_block=block_bytes(
-                model.kv_cache_spec, block_size=cache.block_size, dtype=shape.dtype
-            ),
-            free_bytes=free_memory(sharding),
+        bytes_per_block = block_bytes(
+            model.kv_cache_spec, block_size=cache.block_size, dtype=shape.dtype
+        )
+        self.num_kv_blocks = self._placement.least(
+            choose_num_blocks(
+                cache,
+                wanted=schedule.max_num_seqs * max_blocks,
+                bytes_per_block=bytes_per_block // self._placement.num_kv_shards,
+                free_bytes=free_memory(self._placement),
+            )
         )
         self._limits = AdmissionLimits(
             max_model_len=max_model_len,
@@ -163,7 +172,7 @@ class EngineCore:
             block_size=cache.block_size,
             max_blocks=max_blocks,
             num_encoder_rows=encoder_rows,
-            sharding=sharding,
+            placement=self._placement,
         )
 
     # ---- serving -------------------------------------------------------------------------------
@@ -319,14 +328,19 @@ def choose_num_blocks(
     return num_blocks
 
 
-def free_memory(sharding: jax.sharding.SingleDeviceSharding) -> int:
-    """Return the bytes of the device that the KV cache may take."""
-    (device,) = sharding.device_set
+def free_memory(placement: Placement) -> int:
+    """Return the bytes of each device that the KV cache may take."""
+    return min(
+        _free_bytes(device, len(placement.local_devices)) for device in placement.local_devices
+    )
+
+
+def _free_bytes(device: jax.Device, num_neighbours: int) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * _MEMORY_SHARE)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
+    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT) // num_neighbours
 
 
 def _check_config(config: EngineConfig) -> None:

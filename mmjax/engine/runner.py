@@ -23,6 +23,7 @@ from mmjax.engine.batch import (
 )
 from mmjax.engine.buckets import Buckets, StepBucket, next_bucket
 from mmjax.engine.encoder_rows import EncoderRows
+from mmjax.engine.mesh import Placement
 from mmjax.engine.outputs import (
     ModelRunnerOutput,
     SampledToken,
@@ -34,6 +35,9 @@ from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.layers.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind
 from mmjax.transport.messages import TokenLogprobs
+
+Replicate = Callable[[Array], Array]
+"""Makes an array whole on every device that shares it; the identity on one device."""
 
 
 class ModelShape(NamedTuple):
@@ -73,6 +77,7 @@ class StepState(NamedTuple):
 
 def encode(
     graphdef: Any,
+    replicate: Replicate,
     params: Params,
     pool: Float[Array, "rows D"],
     inputs: Mapping[str, Array],
@@ -81,7 +86,7 @@ def encode(
     """Encode a bucket of units into their rows of the pool; padding has rows out of range."""
     embeds = bind(graphdef, params).embed_multimodal(**inputs)
     flat = embeds.reshape(-1, embeds.shape[-1]).astype(pool.dtype)
-    return pool.at[dst_rows].set(flat, mode="drop")
+    return pool.at[dst_rows].set(replicate(flat), mode="drop")
 
 
 def step(
@@ -104,6 +109,7 @@ def step(
 
 def sample(
     graphdef: Any,
+    replicate: Replicate,
     layout: Layout,
     is_plain: bool,
     params: Params,
@@ -115,7 +121,7 @@ def sample(
     `is_plain`: all rows are greedy, without masks or log-probabilities.
     """
     batch = unpack_sample(layout, packed)
-    logits = bind(graphdef, params).compute_logits(hidden[batch.rows])
+    logits = replicate(bind(graphdef, params).compute_logits(hidden[batch.rows]))
     return sample_greedy(logits) if is_plain else sample_full(logits, batch)
 
 
@@ -132,14 +138,14 @@ class ModelRunner:
         block_size: int,
         max_blocks: int,
         num_encoder_rows: int,
-        sharding: jax.sharding.Sharding,
+        placement: Placement,
     ) -> None:
         model = bind(shape.graphdef, params)
         self.buckets = buckets
         self.rows = EncoderRows(num_encoder_rows)
         self._shape = shape
         self._params = params
-        self._sharding = sharding
+        self._placement = placement
         self._encoder_spec = model.encoder_spec
         self._num_blocks = num_blocks
         self._new_cache = partial(
@@ -160,14 +166,24 @@ class ModelRunner:
         self.reset()
 
     def _jit(self) -> None:
-        graphdef = self._shape.graphdef
-        self._encode = jax.jit(partial(encode, graphdef), donate_argnames="pool")
+        graphdef, placement = self._shape.graphdef, self._placement
+        # What comes out lies where it lay: else the next call would compile anew.
+        self._encode = jax.jit(
+            partial(encode, graphdef, placement.replicate),
+            donate_argnames="pool",
+            out_shardings=placement.replicated,
+        )
         self._step = jax.jit(
             partial(step, graphdef),
             static_argnames="layout",
             donate_argnames="state",
+            out_shardings=StepState(placement.kv_cache, placement.replicated),
         )
-        self._sample = jax.jit(partial(sample, graphdef), static_argnames=("layout", "is_plain"))
+        self._sample = jax.jit(
+            partial(sample, graphdef, placement.replicate),
+            static_argnames=("layout", "is_plain"),
+            out_shardings=placement.replicated,
+        )
         self._step_layouts = {
             bucket: step_layout(bucket, self._builder.max_blocks) for bucket in self.buckets.steps
         }
@@ -175,13 +191,18 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Make all caches anew: at the start, and after a step that failed half-way."""
-        shape = self._shape
         self.rows.reset()
+        placement = self._placement
+        whole = placement.replicated
+        self._state, self._pool = placement.make(
+            self._zeros, (StepState(placement.kv_cache, whole), whole)
+        )
+
+    def _zeros(self) -> tuple[StepState, Array]:
+        shape = self._shape
         hidden = jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype)
         pool = jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype)
-        self._state, self._pool = jax.device_put(
-            (StepState(self._new_cache(), hidden), pool), self._sharding
-        )
+        return StepState(self._new_cache(), hidden), pool
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -197,11 +218,11 @@ class ModelRunner:
         is_sampled = np.array([scheduled.samples for scheduled in output.requests])
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
-            self._run_step(bucket, jax.device_put(packed_step, self._sharding))
+            self._run_step(bucket, self._placement.put(packed_step))
             return {}
         size = next_bucket(self.buckets.sample, len(sampled))
         packed_sample, is_plain = self._builder.build_sample(sampled, last_rows[is_sampled], size)
-        step_array, sample_array = jax.device_put((packed_step, packed_sample), self._sharding)
+        step_array, sample_array = self._placement.put((packed_step, packed_sample))
         self._run_step(bucket, step_array)
         drawn = self._run_sample(size, is_plain, sample_array)
         return _read(sampled, jax.device_get(drawn))
@@ -225,7 +246,9 @@ class ModelRunner:
         )
 
     def _run_encode(self, inputs: Mapping[str, np.ndarray], dst_rows: np.ndarray) -> None:
-        on_device, rows = jax.device_put((inputs, dst_rows), self._sharding)
+        num_units = len(next(iter(inputs.values())))
+        on_device = self._placement.put(inputs, self._placement.units(num_units))
+        rows = self._placement.put(dst_rows)
         self._pool = self._encode(
             params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
         )
@@ -252,10 +275,11 @@ class ModelRunner:
 
     def _empty_units(self, bucket: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
         spec = self._encoder_spec
+        size = self._placement.padded_units(bucket)
         inputs = {
-            name: np.zeros((bucket, *shape), dtype) for name, (shape, dtype) in spec.inputs.items()
+            name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in spec.inputs.items()
         }
-        return inputs, np.full((bucket, spec.tokens_per_unit), self.rows.num_rows, np.int32)
+        return inputs, np.full((size, spec.tokens_per_unit), self.rows.num_rows, np.int32)
 
     # ---- warm-up -------------------------------------------------------------------------------
 
@@ -282,12 +306,12 @@ class ModelRunner:
     def _warm_up_step(self, bucket: StepBucket) -> Array:
         packed, fields = self._builder.empty_step(bucket)
         fields["num_blocks_bound"][...] = 1
-        self._run_step(bucket, jax.device_put(packed, self._sharding))
+        self._run_step(bucket, self._placement.put(packed))
         return self._state.hidden
 
     def _warm_up_sample(self, size: int, is_plain: bool) -> Any:
         packed = np.zeros(self._sample_layouts[size].size, np.int32)
-        drawn = self._run_sample(size, is_plain, jax.device_put(packed, self._sharding))
+        drawn = self._run_sample(size, is_plain, self._placement.put(packed))
         return jax.device_get(drawn)
 
 
