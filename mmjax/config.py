@@ -253,3 +253,5 @@ class ServerConfig:
     trust_request_chat_template: bool = False
     """Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in P0."""
     uvicorn_log_level: str = "info"
+    renderer_num_workers: int = 2
+    """Threads that process prompts and media."""

@@ -83,7 +83,9 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
         engine.model, cache=cache, enable_prefix_caching=engine.cache.enable_prefix_caching
     )
     input_processor.warm_up()
-    client = AsyncEngineClient(input_processor, supervisor, engine.scheduler)
+    client = AsyncEngineClient(
+        input_processor, supervisor, engine.scheduler, num_workers=server.renderer_num_workers
+    )
     app = create_app(client, ChatParser.for_model(input_processor), server)
     logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
     return app
