@@ -53,12 +53,14 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
+        async_scheduling: bool = True,
         limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         mm_processor_cache_type: ProcessorCacheType = "lru",
         mm_processor_cache_gb: float = 4.0,
         mm_shm_cache_max_object_size_mb: int = DEFAULT_SHM_OBJECT_SIZE_MB,
         mm_hasher_algorithm: HasherAlgorithm = "blake3",
+        enable_mm_embeds: bool = False,
         seed: int = 0,
         revision: str | None = None,
         served_model_name: str | None = None,
@@ -85,6 +87,7 @@ class LLM:
                 mm_processor_cache_gb=mm_processor_cache_gb,
                 mm_shm_cache_max_object_size_mb=mm_shm_cache_max_object_size_mb,
                 mm_hasher_algorithm=mm_hasher_algorithm,
+                enable_mm_embeds=enable_mm_embeds,
             ),
         )
         require_model(model_config.architecture)
@@ -96,7 +99,9 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                async_scheduling=async_scheduling,
             ),
             compilation_cache_dir=Path(compilation_cache_dir) if compilation_cache_dir else None,
             use_tqdm=use_tqdm_on_load,

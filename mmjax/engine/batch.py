@@ -30,6 +30,8 @@ class StepBatch(NamedTuple):
     """The input of `step`, beside parameters and caches."""
 
     token_ids: Int[Array, " T"]
+    token_from: Int[Array, " T"]
+    """Row of the previous sample that holds the token instead, or -1."""
     positions: Int[Array, "3 T"]
     src_index: Int[Array, " T"]
     """Row of the encoder-output pool, or -1 for text."""
@@ -87,6 +89,7 @@ def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
     tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
     shapes: Shapes = {
         "token_ids": (tokens,),
+        "token_from": (tokens,),
         "positions": (3, tokens),
         "src_index": (tokens,),
         "slot_block": (tokens,),
@@ -123,13 +126,17 @@ def sample_layout(num_requests: int) -> Layout:
 def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     """Return the traced batch of a packed buffer."""
     fields = layout.views(flat)
-    head = {name: fields.pop(name) for name in ("token_ids", "positions", "src_index")}
+    names = ("token_ids", "token_from", "positions", "src_index")
+    head = {name: fields.pop(name) for name in names}
     return StepBatch(**head, metadata=PagedAttentionMetadata(**fields))
 
 
-def unpack_sample(layout: Layout, flat: Int[Array, " size"]) -> SampleBatch:
-    """Return the traced batch of a packed buffer, floats and seeds restored from their bits."""
-    fields = layout.views(flat)
+def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
+    """Return the first rows of a packed batch, floats and seeds restored from their bits."""
+    fields = {
+        name: value[:num_rows] if value.ndim else value
+        for name, value in layout.views(flat).items()
+    }
     for name in ("temperature", "top_p", "min_p"):
         fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
     fields["seeds"] = jax.lax.bitcast_convert_type(fields["seeds"], jnp.uint32)
@@ -145,12 +152,15 @@ class BatchBuilder:
         num_blocks: int,
         block_size: int,
         max_blocks: int,
+        max_num_seqs: int,
         rows_of: Callable[[str], np.ndarray],
         has_spans: bool,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_blocks = max_blocks
+        self.sample_layout = sample_layout(max_num_seqs)
+        """Of what follows every packed step: one size, whatever the bucket."""
         self.rows_of = rows_of
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
@@ -158,12 +168,22 @@ class BatchBuilder:
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of nothing but padding, and its fields."""
         layout = step_layout(bucket, self.max_blocks)
-        flat = np.zeros(layout.size, np.int32)
+        flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
+        fields["token_from"][:] = -1
         fields["src_index"][:] = -1
         fields["slot_block"][:] = self.num_blocks
         fields["tile_rows"][:] = bucket.num_tokens
         return flat, fields
+
+    def build(
+        self, requests: Sequence[ScheduledRequest], bucket: StepBucket
+    ) -> tuple[np.ndarray, bool]:
+        """Return the packed step and its sample; whether greedy is all that is asked of that."""
+        flat, last_rows = self.build_step(requests, bucket)
+        rows = last_rows[[one.samples for one in requests]]
+        sampled = [one for one in requests if one.samples]
+        return flat, self.fill_sample(flat[-self.sample_layout.size :], sampled, rows)
 
     def build_step(
         self, requests: Sequence[ScheduledRequest], bucket: StepBucket
@@ -182,6 +202,7 @@ class BatchBuilder:
         fields["token_ids"][:num_tokens] = np.concatenate(
             [item.request.token_ids[item.start : item.end] for item in requests]
         )
+        fields["token_from"][ends - 1] = [item.token_from for item in requests]
         fields["positions"][:, :num_tokens] = index
         fields["token_index"][:num_tokens] = index
         fields["span_end"][:num_tokens] = index + 1
@@ -240,34 +261,33 @@ class BatchBuilder:
                     span_end = fields["span_end"][window]
                     np.maximum(span_end, spans, out=span_end)
 
-    def build_sample(
-        self, requests: Sequence[ScheduledRequest], rows: np.ndarray, size: int
-    ) -> tuple[np.ndarray, bool]:
-        """Return the packed sample of the requests' next tokens; whether greedy is all they ask."""
-        layout = sample_layout(size)
-        flat = np.zeros(layout.size, np.int32)
-        fields = layout.views(flat)
+    def fill_sample(
+        self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray
+    ) -> bool:
+        """Pack the sample of the requests' next tokens; return whether greedy is all they ask."""
+        fields = self.sample_layout.views(flat)
         fields["rows"][: len(rows)] = rows
         is_plain = True
         for row, scheduled in enumerate(requests):
             request, params = scheduled.request, scheduled.request.sampling_params
-            if params.is_greedy and params.logprobs is None and not request.needs_min_tokens:
+            may_end = not request.needs_min_tokens(scheduled.end)
+            if params.is_greedy and params.logprobs is None and may_end:
                 continue
             if is_plain:
                 is_plain = False
                 fields["masked_token_ids"][:] = NO_TOKEN
             fields["has_logprobs"][...] |= params.logprobs is not None
-            if request.needs_min_tokens:
+            if not may_end:
                 masked = sorted(request.ending_token_ids)
                 fields["masked_token_ids"][row, : len(masked)] = masked
             if not params.is_greedy:
                 _fill_sampling(fields, row, scheduled)
-        return flat, is_plain
+        return is_plain
 
 
 def _fill_sampling(fields: dict[str, np.ndarray], row: int, scheduled: ScheduledRequest) -> None:
     request, params = scheduled.request, scheduled.request.sampling_params
-    fields["positions"][row] = request.num_tokens
+    fields["positions"][row] = scheduled.end
     seed = request.seed % 2**64
     fields["seeds"].view(np.uint32)[row] = (seed >> 32, seed & 0xFFFFFFFF)
     fields["top_k"][row] = max(params.top_k, 0)

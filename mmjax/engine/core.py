@@ -23,8 +23,9 @@ from mmjax.engine.buckets import Buckets
 from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
 from mmjax.engine.features import check_places, resolve_features
 from mmjax.engine.mesh import Placement, join_processes, make_placement
+from mmjax.engine.outputs import SchedulerOutput
 from mmjax.engine.request import BlockHasher, EncoderItem, Request
-from mmjax.engine.runner import ModelRunner, ModelShape
+from mmjax.engine.runner import InFlight, ModelRunner, ModelShape
 from mmjax.engine.scheduler import Scheduler
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestValueError
 from mmjax.layers.kv_cache import block_bytes
@@ -92,6 +93,8 @@ class EngineCore:
         with self._timed("warm_up"):
             self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
+        self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
+        """What the device computes, and nobody has read."""
         self.num_preemptions = 0
         self._receiver_cache = engine_receiver_cache_from_config(config.model.mm)
         self._block_hasher = _make_block_hasher(config.cache)
@@ -210,14 +213,29 @@ class EngineCore:
         self._scheduler.abort(request_ids)
 
     def step(self) -> list[RequestOutputDelta]:
-        """Run one step, and return what it gave to whom."""
+        """Give the device a step, and return what the one before it gave to whom.
+
+        While the device computes, the host reads the last step and prepares the next; so the first
+        call returns nothing. Without `async_scheduling` a step is read at once.
+        """
         if not self._scheduler.has_unfinished():
+            # Whoever was to get what is still computed has ended, or was aborted.
+            self._in_flight = None
             return []
         with self._counter.watching():
-            output = self._scheduler.schedule()
-            sampled = self._runner.execute(output)
+            before, self._in_flight = self._in_flight, self._dispatch()
+            if not self.config.scheduler.async_scheduling:
+                before, self._in_flight = self._in_flight, None
+            if before is None:
+                return []
+            output, in_flight = before
+            return self._scheduler.update_from_output(output, self._runner.read(in_flight))
+
+    def _dispatch(self) -> tuple[SchedulerOutput, InFlight] | None:
+        output = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
-        return self._scheduler.update_from_output(output, sampled)
+        in_flight = self._runner.dispatch(output)
+        return None if in_flight is None else (output, in_flight)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -230,6 +248,7 @@ class EngineCore:
 
     def recover(self) -> list[str]:
         """Drop all requests and caches after a step that failed; return the lost requests."""
+        self._in_flight = None
         request_ids = self._scheduler.request_ids
         self._scheduler.abort(request_ids)
         self._scheduler.encoder_cache.reset()

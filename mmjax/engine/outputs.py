@@ -20,6 +20,8 @@ class ScheduledRequest:
     """int32[max_blocks]; unused entries are 0."""
     samples: bool
     """Whether the window ends with the request's last token, so that the next is sampled."""
+    token_from: int = -1
+    """Row of the previous sample that the last token of the window is; -1: the host knows it."""
 
     @property
     def end(self) -> int:

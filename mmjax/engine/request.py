@@ -106,6 +106,10 @@ class Request:
         """The prompt, then what was sampled; `num_tokens` of them are valid."""
         self.token_ids[: self.num_prompt_tokens] = prompt_token_ids
         self.num_tokens = self.num_prompt_tokens
+        self.num_in_flight = 0
+        """Sampled tokens that the host has not read yet."""
+        self.sampled_row = 0
+        """Row of the last sample where the one in flight lies."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -149,9 +153,18 @@ class Request:
         return self.status.is_finished
 
     @property
-    def needs_min_tokens(self) -> bool:
-        """Whether the next token may not end the text yet."""
-        return self.num_output_tokens < self.sampling_params.min_tokens
+    def num_tokens_in_all(self) -> int:
+        """Tokens that can be computed: those that are known, and those in flight."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def awaits_its_last(self) -> bool:
+        """Whether the token in flight is the last, whatever it will be."""
+        return self.num_tokens_in_all - self.num_prompt_tokens >= self.max_tokens
+
+    def needs_min_tokens(self, place: int) -> bool:
+        """Whether the token at a place of the sequence may not end the text yet."""
+        return place - self.num_prompt_tokens < self.sampling_params.min_tokens
 
     def append_token(self, token_id: int) -> None:
         """Add a sampled token, and finish the request where that ends it."""

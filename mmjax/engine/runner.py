@@ -16,7 +16,6 @@ from tqdm import tqdm
 from mmjax.engine.batch import (
     BatchBuilder,
     Layout,
-    sample_layout,
     step_layout,
     unpack_sample,
     unpack_step,
@@ -95,22 +94,30 @@ def step(
     params: Params,
     state: StepState,
     pool: Float[Array, "outputs D"],
+    previous: Int[Array, " sampled"],
     packed: Int[Array, " size"],
-) -> StepState:
-    """Compute a bucket of tokens: text, and embeddings out of the pool."""
+) -> tuple[StepState, Int[Array, " rest"]]:
+    """Compute a bucket of tokens: text, and embeddings out of the pool.
+
+    Tokens that the host does not know yet are rows of the `previous` sample. Returned beside the
+    state is what follows the step in its buffer: the sample's input, on the device already.
+    """
     model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
-    text = model.embed_input_ids(batch.token_ids)
+    sampled = previous[jnp.maximum(batch.token_from, 0)]
+    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
     is_embed = (batch.src_index >= 0)[:, None]
     merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
     states, kv_cache = model(merged, batch.positions, state.kv_cache, batch.metadata)
-    return StepState(kv_cache, jax.lax.dynamic_update_slice(state.hidden, states, (0, 0)))
+    hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
+    return StepState(kv_cache, hidden), packed[layout.size :]
 
 
 def sample(
     graphdef: Any,
     replicate: Replicate,
     layout: Layout,
+    num_rows: int,
     is_plain: bool,
     params: Params,
     hidden: Float[Array, "rows D"],
@@ -118,11 +125,29 @@ def sample(
 ) -> Int[Array, " R"] | SampleOutput:
     """Draw the next token of the rows that end a request's window.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities.
+    `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
+    `num_rows` of an array that has one size always, since the next step reads it.
     """
-    batch = unpack_sample(layout, packed)
+    batch = unpack_sample(layout, packed, num_rows)
     logits = replicate(bind(graphdef, params).compute_logits(hidden[batch.rows]))
-    return sample_greedy(logits) if is_plain else sample_full(logits, batch)
+    if is_plain:
+        return _pad_tokens(sample_greedy(logits), layout)
+    drawn = sample_full(logits, batch)
+    return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
+
+
+def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:
+    (capacity,) = layout.slices["rows"][1]
+    return jnp.pad(token_ids, (0, capacity - len(token_ids)))
+
+
+class InFlight(NamedTuple):
+    """A step that was given to the device."""
+
+    sampled: list[ScheduledRequest]
+    """Whose tokens it samples, in the order of their rows."""
+    drawn: Array | SampleOutput
+    """Where nothing is sampled: something that is there once the step is over."""
 
 
 class ModelRunner:
@@ -159,6 +184,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=block_size,
             max_blocks=max_blocks,
+            max_num_seqs=buckets.sample[-1],
             rows_of=self.rows.get,
             has_spans=model.has_bidirectional_spans,
         )
@@ -177,73 +203,86 @@ class ModelRunner:
             partial(step, graphdef),
             static_argnames="layout",
             donate_argnames="state",
-            out_shardings=StepState(placement.kv_cache, placement.replicated),
+            out_shardings=(
+                StepState(placement.kv_cache, placement.replicated),
+                placement.replicated,
+            ),
         )
         self._sample = jax.jit(
             partial(sample, graphdef, placement.replicate),
-            static_argnames=("layout", "is_plain"),
+            static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=placement.replicated,
         )
         self._step_layouts = {
             bucket: step_layout(bucket, self._builder.max_blocks) for bucket in self.buckets.steps
         }
-        self._sample_layouts = {size: sample_layout(size) for size in self.buckets.sample}
 
     def reset(self) -> None:
         """Make all caches anew: at the start, and after a step that failed half-way."""
         self.rows.reset()
         placement = self._placement
         whole = placement.replicated
-        self._state, self._pool = placement.make(
-            self._zeros, (StepState(placement.kv_cache, whole), whole)
+        self._state, self._pool, self._previous = placement.make(
+            self._zeros, (StepState(placement.kv_cache, whole), whole, whole)
         )
 
-    def _zeros(self) -> tuple[StepState, Array]:
+    def _zeros(self) -> tuple[StepState, Array, Array]:
         shape = self._shape
         hidden = jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype)
         pool = jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype)
-        return StepState(self._new_cache(), hidden), pool
+        previous = jnp.zeros(self.buckets.sample[-1], jnp.int32)
+        return StepState(self._new_cache(), hidden), pool, previous
 
     # ---- one step ------------------------------------------------------------------------------
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Encode, compute, sample; return the tokens of the requests whose window ends them."""
+    def dispatch(self, output: SchedulerOutput) -> InFlight | None:
+        """Have the device encode, compute and sample; return at once. None: there is no step.
+
+        Tokens in flight are looked for in the sample of the dispatch before this one.
+        """
         for identifier in output.freed_identifiers:
             self.rows.free(identifier)
         self._encode_items(output.encoder_items)
         if not output.requests:
-            return {}
+            return None
         bucket = self.buckets.step_bucket(output.num_tokens, len(output.requests))
-        packed_step, last_rows = self._builder.build_step(output.requests, bucket)
-        is_sampled = np.array([scheduled.samples for scheduled in output.requests])
+        packed, is_plain = self._builder.build(output.requests, bucket)
+        rest = self._run_step(bucket, packed)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
-            self._run_step(bucket, self._placement.put(packed_step))
-            return {}
+            return InFlight(sampled, rest)
         size = next_bucket(self.buckets.sample, len(sampled))
-        packed_sample, is_plain = self._builder.build_sample(sampled, last_rows[is_sampled], size)
-        step_array, sample_array = self._placement.put((packed_step, packed_sample))
-        self._run_step(bucket, step_array)
-        drawn = self._run_sample(size, is_plain, sample_array)
-        return _read(sampled, jax.device_get(drawn))
+        return InFlight(sampled, self._run_sample(size, is_plain, rest))
 
-    def _run_step(self, bucket: StepBucket, packed: Array) -> None:
-        self._state = self._step(
+    def read(self, in_flight: InFlight) -> ModelRunnerOutput:
+        """Wait for a step; return the tokens of the requests whose window ends them."""
+        if not in_flight.sampled:
+            jax.block_until_ready(in_flight.drawn)
+            return {}
+        return _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+
+    def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
+        self._state, rest = self._step(
             layout=self._step_layouts[bucket],
             params=self._params,
             state=self._state,
             pool=self._pool,
-            packed=packed,
+            previous=self._previous,
+            packed=self._placement.put(packed),
         )
+        return rest
 
-    def _run_sample(self, size: int, is_plain: bool, packed: Array) -> Array | SampleOutput:
-        return self._sample(
-            layout=self._sample_layouts[size],
+    def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
+        drawn = self._sample(
+            layout=self._builder.sample_layout,
+            num_rows=num_rows,
             is_plain=is_plain,
             params=self._params,
             hidden=self._state.hidden,
-            packed=packed,
+            packed=rest,
         )
+        self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
+        return drawn
 
     def _run_encode(self, inputs: Mapping[str, np.ndarray], dst_rows: np.ndarray) -> None:
         num_units = len(next(iter(inputs.values())))
@@ -306,13 +345,11 @@ class ModelRunner:
     def _warm_up_step(self, bucket: StepBucket) -> Array:
         packed, fields = self._builder.empty_step(bucket)
         fields["num_blocks_bound"][...] = 1
-        self._run_step(bucket, self._placement.put(packed))
-        return self._state.hidden
+        return self._run_step(bucket, packed)
 
-    def _warm_up_sample(self, size: int, is_plain: bool) -> Any:
-        packed = np.zeros(self._sample_layouts[size].size, np.int32)
-        drawn = self._run_sample(size, is_plain, self._placement.put(packed))
-        return jax.device_get(drawn)
+    def _warm_up_sample(self, num_rows: int, is_plain: bool) -> Any:
+        rest = self._warm_up_step(self.buckets.steps[0])
+        return jax.device_get(self._run_sample(num_rows, is_plain, rest))
 
 
 def _read(

@@ -106,10 +106,18 @@ class Scheduler:
         deltas = []
         for scheduled in output.requests:
             request = scheduled.request
+            # One that has ended since the step was chosen: its token came too late.
             if not scheduled.samples or request.is_finished:
                 continue
             token = sampled[request.request_id]
+            holds_blocks = request.status is RequestStatus.RUNNING
+            request.num_in_flight -= 1
             request.append_token(token.token_id)
+            if holds_blocks:
+                # The token may have given a block its name after that was computed.
+                self.kv_cache.cache_blocks(
+                    request.request_id, request.block_hashes, request.num_computed_tokens
+                )
             delta = RequestOutputDelta(
                 request_id=request.request_id,
                 new_token_ids=[token.token_id],
@@ -147,6 +155,10 @@ class Scheduler:
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
         scheduled = [self._advance(request, num_tokens) for request, num_tokens in plan.requests]
+        sampled = (window.request for window in scheduled if window.samples)
+        for row, request in enumerate(sampled):
+            request.sampled_row = row
+            request.num_in_flight += 1
         return SchedulerOutput(
             requests=scheduled,
             encoder_items=plan.items,
@@ -155,7 +167,9 @@ class Scheduler:
         )
 
     def _schedule_running(self, plan: _Plan) -> None:
-        queue = deque(sorted(self.running, key=lambda r: r.request_id not in self._deferred))
+        queue = deque(request for request in self.running if not request.awaits_its_last)
+        if self._deferred:
+            queue = deque(sorted(queue, key=lambda r: r.request_id not in self._deferred))
         went_first, self._deferred = self._deferred, set()
         while queue and plan.tokens_left:
             request = queue.popleft()
@@ -232,7 +246,7 @@ class Scheduler:
         Items that are cached, also by an earlier request of this step, are referenced here.
         """
         start = request.num_computed_tokens
-        end = start + max(0, min(request.num_tokens - start, max_tokens))
+        end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
         for item in request.items_between(start, end):
@@ -279,4 +293,11 @@ class Scheduler:
             if item.identifier not in begun:
                 self.encoder_cache.free_encoder_input(request.request_id, item.identifier)
         table = self.kv_cache.get_block_table(request.request_id)
-        return ScheduledRequest(request, start, num_tokens, table, end == request.num_tokens)
+        return ScheduledRequest(
+            request,
+            start,
+            num_tokens,
+            table,
+            samples=end == request.num_tokens_in_all,
+            token_from=request.sampled_row if end > request.num_tokens else -1,
+        )

@@ -37,7 +37,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
         "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
         "--language-model-only --disable-chunked-mm-input --allowed-local-media-path "
-        "--allowed-media-domains --renderer-num-workers --enable-mm-embeds --config "
+        "--allowed-media-domains --config "
         "--enable-prompt-tokens-details --quantization -q"
     ).split()
 )
@@ -74,6 +74,7 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
             max_num_seqs=flags.max_num_seqs,
             max_num_batched_tokens=flags.max_num_batched_tokens,
             max_num_queued_reqs=flags.max_num_queued_reqs,
+            async_scheduling=flags.async_scheduling,
         ),
         compilation_cache_dir=flags.compilation_cache_dir,
         use_tqdm=flags.use_tqdm_on_load,
@@ -93,6 +94,7 @@ def to_server_config(flags: argparse.Namespace) -> ServerConfig:
         shutdown_timeout_s=flags.shutdown_timeout,
         trust_request_chat_template=flags.trust_request_chat_template,
         uvicorn_log_level=flags.uvicorn_log_level,
+        renderer_num_workers=flags.renderer_num_workers,
     )
 
 
@@ -116,6 +118,7 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
             max_image_bytes=flags.max_image_bytes,
             trust_request_mm_kwargs=flags.trust_request_mm_kwargs,
             trust_media_ids=flags.trust_media_ids,
+            enable_mm_embeds=flags.enable_mm_embeds,
         ),
     )
 
@@ -191,6 +194,12 @@ def _add_engine_flags(group: Any) -> None:
         default=scheduler.max_num_queued_reqs,
         help="wait at once; more get 429",
     )
+    add(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=scheduler.async_scheduling,
+        help="prepare a step while the device computes the one before",
+    )
     add("--block-size", type=_positive, default=cache.block_size, help="slots of a KV block")
     add(
         "--enable-prefix-caching",
@@ -252,6 +261,17 @@ def _add_media_flags(group: Any) -> None:
     )
     add(
         "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
+    )
+    add(
+        "--enable-mm-embeds",
+        action="store_true",
+        help="take embeddings in place of media, where the model can",
+    )
+    add(
+        "--renderer-num-workers",
+        type=_positive,
+        default=ServerConfig().renderer_num_workers,
+        help="threads that process prompts and media, each with a processor of its own",
     )
     add(
         "--trust-media-ids",

@@ -20,6 +20,7 @@ def builder() -> BatchBuilder:
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
         max_blocks=MAX_BLOCKS,
+        max_num_seqs=4,
         rows_of=ROWS.__getitem__,
         has_spans=True,
     )
@@ -64,6 +65,7 @@ def test_a_decode_step(builder: BatchBuilder) -> None:
     assert flat.dtype == np.int32
     assert last_rows.tolist() == [0, 1]
     assert fields["token_ids"].tolist() == [105, 108, 0, 0]
+    assert fields["token_from"].tolist() == [-1] * 4
     assert fields["positions"].tolist() == [[5, 8, 0, 0]] * 3
     assert fields["token_index"].tolist() == [5, 8, 0, 0]
     assert fields["span_end"].tolist() == [6, 9, 0, 0]
@@ -104,6 +106,26 @@ def test_a_chunk_with_pictures_beside_a_decode_row(builder: BatchBuilder) -> Non
     assert fields["num_blocks_bound"] == 3
 
 
+def test_a_token_in_flight_is_a_row_of_the_sample_before(builder: BatchBuilder) -> None:
+    bucket = StepBucket(64, 4, 64)
+    talker, held_back = make_request(6), make_request(9, min_tokens=2, stop_token_ids=[9])
+    for row, request in enumerate((talker, held_back)):
+        request.num_in_flight, request.sampled_row = 1, row
+    requests = [
+        window(make_request(3), 0, 3, [1]),
+        ScheduledRequest(held_back, 9, 1, np.full(MAX_BLOCKS, 2, np.int32), True, 1),
+        ScheduledRequest(talker, 6, 1, np.full(MAX_BLOCKS, 3, np.int32), True, 0),
+    ]
+    flat, is_plain = builder.build(requests, bucket)
+    fields = fields_of(flat, bucket)
+    assert fields["token_from"][:6].tolist() == [-1, -1, -1, 1, 0, -1]
+    assert fields["token_index"][:5].tolist() == [0, 1, 2, 9, 6]
+    assert not is_plain, "the next is its second token, which may not end the text"
+    sample = sample_layout(4).views(flat[step_layout(bucket, MAX_BLOCKS).size :])
+    assert sample["rows"].tolist() == [2, 3, 4, 0]
+    assert sample["masked_token_ids"][:, 0].tolist() == [NO_TOKEN, 1, NO_TOKEN, NO_TOKEN]
+
+
 def test_a_later_chunk_reads_the_rest_of_an_item(builder: BatchBuilder) -> None:
     bucket = StepBucket(64, 4, 64)
     items = (item("x", 2, [0, 1, 1, 0, 1, 1], 6),)
@@ -142,8 +164,8 @@ def test_a_long_chunk_is_cut_into_tiles(builder: BatchBuilder) -> None:
 
 
 def test_greedy_rows_need_no_more_than_their_rows(builder: BatchBuilder) -> None:
-    flat, is_plain = builder.build_sample([window(make_request(6), 5, 6, [1, 2])], np.array([3]), 4)
-    assert is_plain
+    flat = np.zeros(sample_layout(4).size, np.int32)
+    assert builder.fill_sample(flat, [window(make_request(6), 5, 6, [1, 2])], np.array([3]))
     assert sample_layout(4).views(flat)["rows"].tolist() == [3, 0, 0, 0]
 
 
@@ -152,9 +174,9 @@ def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
     held_back = make_request(7, min_tokens=1, stop_token_ids=[9])
     reported = make_request(8, logprobs=0)
     requests = [window(r, r.num_tokens - 1, r.num_tokens, [1, 2]) for r in (drawn, held_back)]
-    flat, is_plain = builder.build_sample(requests, np.array([3, 4]), 4)
+    flat = np.zeros(sample_layout(4).size, np.int32)
+    assert not builder.fill_sample(flat, requests, np.array([3, 4]))
     fields = sample_layout(4).views(flat)
-    assert not is_plain
     assert fields["positions"].tolist() == [6, 0, 0, 0]
     assert fields["temperature"].view(np.float32).tolist() == [0.5, 0, 0, 0]
     assert fields["top_p"].view(np.float32)[0] == np.float32(0.9)
@@ -166,10 +188,9 @@ def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
     assert (fields["has_filters"], fields["has_logprobs"]) == (1, 0)
 
     held_back.append_token(5)
-    flat, is_plain = builder.build_sample(
-        [window(held_back, 7, 8, [1, 2]), window(reported, 7, 8, [1, 2])], np.array([0, 1]), 4
-    )
+    flat = np.zeros(sample_layout(4).size, np.int32)
+    requests = [window(held_back, 7, 8, [1, 2]), window(reported, 7, 8, [1, 2])]
+    assert not builder.fill_sample(flat, requests, np.array([0, 1]))
     fields = sample_layout(4).views(flat)
-    assert not is_plain
     assert (fields["masked_token_ids"] == NO_TOKEN).all()
     assert (fields["has_filters"], fields["has_logprobs"]) == (0, 1)

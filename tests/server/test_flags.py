@@ -22,7 +22,8 @@ ACCEPTED = (
     "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs --trust-media-ids "
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
     "--sse-keep-alive-interval 3 --shutdown-timeout 4 --max-image-pixels 9 --max-image-bytes 8 "
-    "--max-request-bytes 7 --no-enable-prefix-caching --prefix-caching-hash-algo blake3"
+    "--max-request-bytes 7 --no-enable-prefix-caching --prefix-caching-hash-algo blake3 "
+    "--no-async-scheduling"
 ).split()
 JSON_FLAGS = [
     *("--limit-mm-per-prompt", '{"image": {"count": 2, "width": 64}, "video": 0}'),
@@ -61,6 +62,7 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.scheduler.max_num_seqs == 2
     assert config.scheduler.max_num_batched_tokens == 128
     assert config.scheduler.max_num_queued_reqs == 3
+    assert not config.scheduler.async_scheduling
     assert config.compilation_cache_dir == Path("/cache")
     assert not config.use_tqdm
 

@@ -1,0 +1,295 @@
+"""The host prepares a step while the device computes the one before; answers do not tell."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.engine.core import EngineCore
+from mmjax.engine.outputs import SampledToken, SchedulerOutput
+from mmjax.engine.request import BlockHasher, Request
+from mmjax.engine.scheduler import Scheduler
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+
+
+def text(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+
+
+# ---- the scheduler, one step ahead of the tokens -------------------------------------------------
+
+
+def make_scheduler(*, num_blocks: int = 32, **settings: Any) -> Scheduler:
+    return Scheduler(
+        kv_cache=KVCacheManager(num_blocks=num_blocks, block_size=4, max_model_len=64),
+        encoder_cache=EncoderCacheManager(64),
+        **{
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 16,
+            "max_num_encoder_input_tokens": 16,
+            **settings,
+        },
+    )
+
+
+def make_request(name: str, token_ids: list[int], **sampling: Any) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        sampling_params=SamplingParams(**{"max_tokens": 4, **sampling}),
+        max_model_len=64,
+        eos_token_ids=[1],
+        block_hasher=BlockHasher(block_size=4, none_hash=b"start"),
+    )
+
+
+class Ahead:
+    """Schedules a step, then reads the one before: every token is 7, unless `choose` says else."""
+
+    def __init__(self, scheduler: Scheduler, choose: Callable[[Request], int] | None = None):
+        self.scheduler = scheduler
+        self.choose = choose or (lambda request: 7)
+        self.before = SchedulerOutput()
+        self.sample: list[str] = []
+        """Whose tokens lie in the rows of the last sample."""
+
+    def step(self) -> dict[str, tuple[int, int, int]]:
+        """Return the windows: (start, end, row of the token in flight)."""
+        output = self.scheduler.schedule()
+        for scheduled in output.requests:
+            if scheduled.token_from >= 0:
+                assert self.sample[scheduled.token_from] == scheduled.request.request_id
+                assert scheduled.num_tokens == 1
+        sampled = [scheduled.request for scheduled in output.requests if scheduled.samples]
+        self.sample = [request.request_id for request in sampled] or self.sample
+        self.read()
+        self.before = output
+        return {s.request.request_id: (s.start, s.end, s.token_from) for s in output.requests}
+
+    def read(self) -> None:
+        tokens = {
+            scheduled.request.request_id: SampledToken(self.choose(scheduled.request))
+            for scheduled in self.before.requests
+            if scheduled.samples
+        }
+        self.scheduler.update_from_output(self.before, tokens)
+        self.before = SchedulerOutput()
+
+
+def test_a_step_takes_its_tokens_from_the_sample_before() -> None:
+    ahead = Ahead(make_scheduler())
+    ahead.scheduler.add_request(make_request("a", [5] * 3))
+    assert ahead.step() == {"a": (0, 3, -1)}
+    ahead.scheduler.add_request(make_request("b", [5] * 20))
+    assert ahead.step() == {"a": (3, 4, 0), "b": (0, 15, -1)}
+    assert ahead.step() == {"a": (4, 5, 0), "b": (15, 20, -1)}
+    assert ahead.step() == {"a": (5, 6, 0), "b": (20, 21, 1)}
+    # The fourth token of `a` is in flight, and known to be its last.
+    assert ahead.step() == {"b": (21, 22, 1)}
+    assert ahead.step() == {"b": (22, 23, 0)}
+    assert ahead.step() == {}
+    assert not ahead.scheduler.has_unfinished()
+    assert ahead.scheduler.kv_cache.usage == 0
+
+
+def test_the_token_after_an_end_is_wasted_and_nothing_else() -> None:
+    ahead = Ahead(make_scheduler(), lambda request: 1)
+    request = make_request("a", [5] * 3)
+    ahead.scheduler.add_request(request)
+    ahead.step()
+    assert ahead.step() == {"a": (3, 4, 0)}
+    assert not ahead.scheduler.has_unfinished()
+    assert request.output_token_ids == [1]
+    ahead.scheduler.add_request(make_request("a", [6] * 3))
+    assert ahead.step() == {"a": (0, 3, -1)}, "another request of the same name"
+    ahead.step()
+    assert not ahead.scheduler.has_unfinished()
+    ahead.read()
+    assert ahead.scheduler.kv_cache.usage == 0
+
+
+def test_an_aborted_request_s_token_is_dropped() -> None:
+    ahead = Ahead(make_scheduler())
+    first = make_request("a", [5] * 3)
+    ahead.scheduler.add_request(first)
+    ahead.step()
+    ahead.scheduler.abort(["a"])
+    second = make_request("a", [6] * 9)
+    ahead.scheduler.add_request(second)
+    assert ahead.step() == {"a": (0, 9, -1)}
+    assert (first.num_output_tokens, second.num_output_tokens) == (0, 0)
+    ahead.step()
+    assert second.num_output_tokens == 1
+
+
+def test_a_preempted_request_gets_the_token_that_was_in_flight() -> None:
+    ahead = Ahead(make_scheduler(num_blocks=4))
+    for name in "ab":
+        ahead.scheduler.add_request(make_request(name, [5] * 7, max_tokens=6))
+    assert ahead.step() == {"a": (0, 7, -1), "b": (0, 7, -1)}
+    assert ahead.step() == {"a": (7, 8, 0), "b": (7, 8, 1)}
+    assert ahead.step() == {"a": (8, 9, 0)}
+    (b,) = ahead.scheduler.waiting
+    assert b.num_output_tokens == 2
+    assert b.num_in_flight == 0
+    while "b" not in (now := ahead.step()):
+        pass
+    assert now["b"][1:] == (9, -1)
+    while ahead.scheduler.has_unfinished():
+        ahead.step()
+    assert ahead.scheduler.kv_cache.usage == 0
+
+
+def test_a_preempted_request_may_end_by_the_token_in_flight() -> None:
+    ahead = Ahead(make_scheduler(num_blocks=4), lambda request: 1 if request.num_tokens > 7 else 7)
+    for name in "ab":
+        ahead.scheduler.add_request(
+            make_request(name, [5] * 7, max_tokens=6, ignore_eos=name < "b")
+        )
+    for _ in range(3):
+        ahead.step()
+    assert [request.request_id for request in ahead.scheduler.running] == ["a"]
+    assert not ahead.scheduler.waiting
+    while ahead.scheduler.has_unfinished():
+        ahead.step()
+    assert ahead.scheduler.kv_cache.usage == 0
+
+
+def test_a_block_gets_its_name_when_its_last_token_is_known() -> None:
+    ahead = Ahead(make_scheduler())
+    first = make_request("a", [5] * 6, max_tokens=7)
+    ahead.scheduler.add_request(first)
+    while ahead.scheduler.has_unfinished():
+        ahead.step()
+        named = ahead.scheduler.kv_cache._pool.num_cached_blocks
+        assert named <= first.num_tokens // 4, "a block is named before its tokens are known"
+    # 12 of the 13 tokens were computed; the last of them was in flight then.
+    ahead.scheduler.add_request(make_request("b", [5] * 6 + [7] * 7 + [8]))
+    assert ahead.step() == {"b": (12, 14, -1)}
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core() -> Iterator[EngineCore]:
+    engine = tiny_engine()
+    yield engine
+    assert engine.compilations == 0
+    assert engine.num_programs == engine._runner.buckets.num_programs
+
+
+def test_a_step_is_given_before_the_last_is_read(core: EngineCore) -> None:
+    """Counts, in place of times: what the host still waits for when it gives the next step."""
+    runner, calls = core._runner, []
+    dispatch, read = runner.dispatch, runner.read
+    runner.dispatch = lambda output: (calls.append("dispatch"), dispatch(output))[1]
+    runner.read = lambda in_flight: (calls.append("read"), read(in_flight))[1]
+    try:
+        core.add_request(message("a", [text(1, 100)], max_tokens=3))
+        assert core.step() == []
+        drain(core)
+    finally:
+        runner.dispatch, runner.read = dispatch, read
+    # Two chunks of the prompt, two tokens, and at the end a call that finds nothing to give.
+    assert calls == ["dispatch"] * 2 + ["read", "dispatch"] * 3 + ["read"]
+
+
+def test_a_step_is_one_transfer(core: EngineCore) -> None:
+    puts: list[Any] = []
+    put = core._runner._placement.put
+    core._runner._placement.put = lambda arrays: (puts.append(arrays), put(arrays))[1]
+    try:
+        core.add_request(message("a", [text(1, 20)], max_tokens=6, temperature=1.0))
+        drain(core)
+    finally:
+        core._runner._placement.put = put
+    assert len(puts) == 6
+    assert all(isinstance(array, np.ndarray) for array in puts)
+
+
+CASES: list[dict[str, Any]] = [
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 1.5, "seed": 3, "top_p": 0.8, "min_tokens": 4},
+    {"min_tokens": 3},
+    {"logprobs": 5},
+    {"temperature": 0.8, "seed": 5, "logprobs": 2, "min_tokens": 2},
+    {},
+]
+
+
+def cases(name: str) -> list[EngineCoreRequest]:
+    """Requests that may end at some of the tokens that they like to give."""
+    return [
+        message(f"{name} {n}", [text(n, 12 + 9 * n), (n, 1), text(n, 3)], eos=range(20, 45), **case)
+        for n, case in enumerate(CASES)
+    ]
+
+
+def test_all_settings_give_what_they_give_without_overlap(core: EngineCore) -> None:
+    in_order = tiny_engine(async_scheduling=False)
+    expected = []
+    for request in cases("alone"):
+        in_order.add_request(request)
+        expected.append(drain(in_order)[request.request_id])
+    assert {len(news) for news in expected} > {8}, "none ends early"
+    for request in reversed(cases("together")):
+        core.add_request(request)
+    news = drain(core)
+    for request, wanted in zip(cases("together"), expected, strict=True):
+        got = news[request.request_id]
+        assert tokens_of(got) == tokens_of(wanted)
+        assert [delta.finish_reason for delta in got] == [delta.finish_reason for delta in wanted]
+        for mine, other in zip(got, wanted, strict=True):
+            assert (mine.new_logprobs is None) == (other.new_logprobs is None)
+            for (one,), (two,) in [(mine.new_logprobs, other.new_logprobs)] * bool(
+                mine.new_logprobs and other.new_logprobs
+            ):
+                assert one.token_ids == two.token_ids
+                np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_steps", range(1, 7))
+def test_abort_in_flight_leaves_the_name_free(core: EngineCore, num_steps: int) -> None:
+    first, second = [text(1, 70)], [text(2, 30), (1, 1)]
+    core.add_request(message("a", first))
+    for _ in range(num_steps):
+        core.step()
+    core.abort(["a"])
+    assert not core.has_unfinished()
+    assert answer(core, message("a", second)) == dense_greedy(message("oracle", second))
+    assert core.step() == []
+    assert core.stats().kv_cache_usage == 0
+
+
+def test_what_fails_on_the_device_is_found_at_the_read(core: EngineCore) -> None:
+    runner = core._runner
+    read = runner.read
+
+    def fail(in_flight: object) -> Any:
+        raise RuntimeError("the device is out of order")
+
+    core.add_request(message("a", [text(1, 9)]))
+    core.step()
+    runner.read = fail
+    try:
+        with pytest.raises(RuntimeError, match="out of order"):
+            core.step()
+        assert core.recover() == ["a"]
+    finally:
+        runner.read = read
+    request = message("a", [text(3, 11)])
+    assert answer(core, request) == dense_greedy(request)
+
+
+def test_closing_in_flight_is_quiet() -> None:
+    engine = tiny_engine()
+    engine.add_request(message("a", [text(1, 9)]))
+    engine.step()
+    engine.close()
+    engine.close()
