@@ -44,7 +44,7 @@ class Oracle:
         self.boi = self._processor.tokenizer.convert_tokens_to_ids(IMAGE_START)
         self.answer = cache(self._answer)
 
-    def prompt(self, pictures: tuple[int, ...], last_token: int = 50) -> dict[str, Any]:
+    def prompt(self, pictures: tuple[int, ...], last_token: int = 50) -> Any:
         ids = [2, *(token for _ in pictures for token in (self.boi, 60)), last_token]
         images = [draw(20 + picture, 30, picture) for picture in pictures]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
@@ -74,7 +74,7 @@ class Run:
         """Ask for what P1 sees; it must be what there is to see."""
         self.num_requests += 1
         params = replace_n(n)
-        prompt: Any = self.oracle.prompt(pictures, last_token)
+        prompt = self.oracle.prompt(pictures, last_token)
         stream = await self.client.add_request(f"{self.num_requests}", prompt, params)
         outputs = [output async for output in stream]
         assert [item.token_ids for item in outputs[-1].outputs] == [
@@ -123,11 +123,14 @@ def with_run(
     body: Callable[[Run], Awaitable[None]],
     *,
     num_workers: int = 2,
+    enable_prefix_caching: bool = True,
     timeout_s: float = 60.0,
 ) -> None:
     async def run() -> None:
         supervisor = EchoSupervisor(mm=mm)
-        processor = InputProcessor(replace(model_config, mm=mm))
+        processor = InputProcessor(
+            replace(model_config, mm=mm), enable_prefix_caching=enable_prefix_caching
+        )
         client = AsyncEngineClient(
             processor, supervisor, SchedulerConfig(), num_workers=num_workers
         )
@@ -163,10 +166,19 @@ def test_a_repeated_picture_does_not_cross_the_bridge(
 
 
 @pytest.mark.parametrize(
-    ("mm", "num_items"), [(mm_config(10, "processor_only"), 1), (mm_config(0), 2)]
+    ("mm", "enable_prefix_caching", "num_items"),
+    [
+        (mm_config(10, "processor_only"), False, 1),
+        (mm_config(0), True, 1),
+        (mm_config(0), False, 2),
+    ],
 )
 def test_without_a_cache_in_p1_a_picture_crosses_with_every_message(
-    model_config: ModelConfig, oracle: Oracle, mm: MultiModalConfig, num_items: int
+    model_config: ModelConfig,
+    oracle: Oracle,
+    mm: MultiModalConfig,
+    enable_prefix_caching: bool,
+    num_items: int,
 ) -> None:
     """Without any cache nothing is hashed, so that nobody knows that the two are one."""
 
@@ -177,7 +189,7 @@ def test_without_a_cache_in_p1_a_picture_crosses_with_every_message(
         for size in run.supervisor.num_bytes:
             assert num_items * ITEM_BYTES < size < 1.1 * num_items * ITEM_BYTES
 
-    with_run(model_config, oracle, mm, body)
+    with_run(model_config, oracle, mm, body, enable_prefix_caching=enable_prefix_caching)
 
 
 # ---- drift heals ---------------------------------------------------------------------------------
@@ -232,9 +244,9 @@ def test_a_uuid_that_cannot_be_made_again_fails_alone(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
     async def body(run: Run) -> None:
-        prompt: Any = oracle.prompt((1,))
-        named = {**prompt, "multi_modal_uuids": {"image": ["mine"]}}
-        bare = {**named, "multi_modal_data": {"image": [None]}}
+        prompt = oracle.prompt((1,))
+        named: Any = {**prompt, "multi_modal_uuids": {"image": ["mine"]}}
+        bare: Any = {**named, "multi_modal_data": {"image": [None]}}
         for number, known in enumerate((named, bare)):
             stream = await run.client.add_request(f"known {number}", known, GREEDY)
             outputs = [output async for output in stream]
@@ -260,7 +272,7 @@ def test_refused_and_aborted_requests_leave_the_mirrors_equal(
         for number in range(12):
             with pytest.raises(RequestError, match="does not like"):
                 await run.ask(number % 5, number % 3, n=2, last_token=REFUSED_TOKEN)
-            too_long: Any = oracle.prompt((number % 7,))
+            too_long = oracle.prompt((number % 7,))
             too_long["prompt_token_ids"] += [50] * 200
             with pytest.raises(RequestError, match="128"):
                 await run.client.add_request(f"long {number}", too_long, GREEDY)

@@ -175,7 +175,7 @@ def test_a_request_whose_item_is_gone_is_refused_before_any_note(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
-    named: dict[str, Any] = {**oracle.prompt((1,)), "multi_modal_uuids": {"image": ["mine"]}}
+    named: Any = {**oracle.prompt((1,)), "multi_modal_uuids": {"image": ["mine"]}}
     processor.process("first", named, GREEDY)
     prompt: Any = {**oracle.prompt((2, 3)), "multi_modal_uuids": {"image": [None, "mine"]}}
     prompt["multi_modal_data"]["image"][1] = None

@@ -72,8 +72,9 @@ def test_the_forms_of_a_prompt() -> None:
     ],
 )
 def test_what_is_refused_names_the_field(fields: Any, param: str) -> None:
+    prompt: Any = {"prompt": "red", **fields}
     with pytest.raises(RequestError) as caught:
-        parse_prompt({"prompt": "red", **fields})
+        parse_prompt(prompt)
     assert caught.value.param == param
 
 

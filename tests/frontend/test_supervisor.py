@@ -14,7 +14,7 @@ import pytest
 from mmjax.config import EngineConfig, ModelConfig
 from mmjax.frontend.supervisor import EngineStartError, Supervisor
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
+from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
 ECHO = "tests.echo_engine:run_echo_engine"
 DEADLINE_S = 60.0
@@ -26,7 +26,7 @@ class Listener:
         self.num_ready = 0
         self.num_deaths = 0
 
-    def on_message(self, message: StepOutput | RequestFailed) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 
