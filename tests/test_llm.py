@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from mmjax import LLM, SamplingParams
+from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.errors import CheckpointError, RequestError
+from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5)
@@ -147,6 +149,102 @@ def test_a_bad_prompt_leaves_nothing_running(llm: LLM) -> None:
     with pytest.raises(RequestError, match="empty"):
         llm.chat([], use_tqdm=False)
     assert generate(llm, "red")[0].finished
+
+
+# ---- the caches ----------------------------------------------------------------------------------
+
+
+def pictures(*seeds: int, text: str = "red") -> dict[str, Any]:
+    images = [draw(40, 30, seed) for seed in seeds]
+    return {"prompt": IMAGE_START * len(seeds) + text, "multi_modal_data": {"image": images}}
+
+
+def tokens(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[tuple[int, ...]]:
+    outputs = generate(llm, prompts, params)
+    return [tuple(item.token_ids) for output in outputs for item in output.outputs]
+
+
+def mirrors(llm: LLM) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what P0 believes that P1 holds, and what it holds."""
+    p0, p1 = llm._input_processor.cache, llm.engine._receiver_cache
+    assert isinstance(p0, MultiModalProcessorSenderCache)
+    assert isinstance(p1, MultiModalReceiverCache)
+    return p0.order, p1.order
+
+
+def test_a_hit_sends_nothing_and_answers_the_same(llm: LLM) -> None:
+    prompts = [pictures(1), pictures(2, 1, 2), pictures(1)]
+    first = tokens(llm, prompts)
+    sent: list[bool] = []
+    add_request = llm.engine.add_request
+
+    def watch(message: EngineCoreRequest) -> None:
+        sent.extend(feature.data is not None for feature in message.mm_features)
+        add_request(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "add_request", watch)
+        assert tokens(llm, prompts) == first
+    assert sent == [False] * 5
+    believed, held = mirrors(llm)
+    assert believed == held
+
+
+def test_an_engine_that_forgets_is_told_again(llm: LLM) -> None:
+    prompts = [pictures(3, 4), pictures(4), pictures(5, 3)]
+    params = [SamplingParams(temperature=0.0, max_tokens=5, n=n) for n in (2, 1, 3)]
+    first = tokens(llm, prompts, params)
+    for _ in range(2):
+        assert llm.engine._receiver_cache is not None
+        llm.engine._receiver_cache.clear_cache()
+        assert tokens(llm, prompts, params) == first
+        believed, held = mirrors(llm)
+        assert believed[-len(held) :] == held, "what nobody asked for since is not missed yet"
+    llm.engine._receiver_cache.clear_cache()
+    llm._input_processor.ledger.forget_engine()
+
+
+def test_a_failed_call_leaves_the_mirrors_equal(llm: LLM) -> None:
+    good = [pictures(seed, text="circle") for seed in range(6, 12)]
+    bad: dict[str, Any] = {"prompt": IMAGE_START}
+    for place in range(len(good) + 1):
+        with pytest.raises(RequestError, match="0 images"):
+            generate(llm, [*good[:place], bad, *good[place:]])
+        believed, held = mirrors(llm)
+        assert believed == held
+        assert not llm.engine.has_unfinished()
+        assert not llm._inbox
+    assert tokens(llm, good) == [tokens(llm, prompt)[0] for prompt in good]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 2**-6}, id="shm"),
+        pytest.param({"mm_processor_cache_gb": 1e-5}, id="tiny"),
+        pytest.param(
+            {"mm_processor_cache_type": "processor_only"},
+            id="processor only",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"mm_processor_cache_gb": 0.0}, id="none", marks=pytest.mark.slow),
+    ],
+)
+def test_every_cache_gives_the_same_answers(
+    llm: LLM, tiny_gemma3: Path, settings: dict[str, Any]
+) -> None:
+    prompts = [pictures(1), pictures(2, 1, 2), pictures(1), pictures(3)]
+    with LLM(
+        str(tiny_gemma3),
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        use_tqdm_on_load=False,
+        **settings,
+    ) as other:
+        for _ in range(2):
+            assert tokens(other, prompts) == tokens(llm, prompts)
+        other.close()
 
 
 def test_the_default_sampling_params(llm: LLM) -> None:
