@@ -252,6 +252,8 @@ class BatchBuilder:
                 first, last = item.mm_position.get_embeds_indices_in_range(
                     inside.start, inside.stop
                 )
+                if first == last:
+                    continue  # marks alone, for which the item was not encoded
                 rows = self.rows_of(item.identifier)[first:last]
                 mask = item.mm_position.is_embed
                 chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)

@@ -135,6 +135,15 @@ def test_a_later_chunk_reads_the_rest_of_an_item(builder: BatchBuilder) -> None:
     assert fields["span_end"][:4].tolist() == [5, 6, 8, 0]
 
 
+def test_a_window_over_an_item_s_marks_alone_asks_for_no_rows(builder: BatchBuilder) -> None:
+    items = (item("never encoded", 2, [0, 1, 1, 0], 4),)
+    for start, end in [(0, 3), (5, 9)]:
+        flat, _ = builder.build_step(
+            [window(make_request(13, items), start, end, [1, 2, 3])], StepBucket(64, 4, 64)
+        )
+        assert (fields_of(flat, StepBucket(64, 4, 64))["src_index"] == -1).all()
+
+
 def test_without_spans_every_token_is_causal(builder: BatchBuilder) -> None:
     builder.has_spans = False
     bucket = StepBucket(64, 4, 64)
