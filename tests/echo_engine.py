@@ -196,6 +196,8 @@ class EchoSupervisor:
         self._listener.on_ready()
 
     def die(self, *, restarts: bool) -> None:
+        if self.engine.cache is not None:
+            self.engine.cache.close()
         self.engine = EchoEngine(self.mm)
         self.state = "restarting" if restarts else "dead"
         self.health = False

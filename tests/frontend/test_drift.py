@@ -9,7 +9,13 @@ from typing import Any, Literal
 
 import pytest
 
-from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
+from mmjax.cache import (
+    MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
+    ShmObjectStoreSenderCache,
+    config_with_segment,
+    processor_cache_from_config,
+)
 from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.engine.features import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
@@ -95,6 +101,11 @@ class Run:
         return cache
 
     def check_mirrors(self) -> None:
+        cache = self.client.input_processor.cache
+        if isinstance(cache, ShmObjectStoreSenderCache):
+            self.supervisor.engine.added.clear()
+            assert cache.num_in_use == 0, "all that was read was given back"
+            return
         assert self.p0.order == self.p1.order
         assert self.p0.currsize == self.p1.currsize
 
@@ -127,9 +138,10 @@ def with_run(
     timeout_s: float = 60.0,
 ) -> None:
     async def run() -> None:
-        supervisor = EchoSupervisor(mm=mm)
+        cache = processor_cache_from_config(mm)
+        supervisor = EchoSupervisor(mm=config_with_segment(mm, cache))
         processor = InputProcessor(
-            replace(model_config, mm=mm), enable_prefix_caching=enable_prefix_caching
+            replace(model_config, mm=mm), cache=cache, enable_prefix_caching=enable_prefix_caching
         )
         client = AsyncEngineClient(
             processor, supervisor, SchedulerConfig(), num_workers=num_workers
@@ -351,21 +363,25 @@ class Storm:
     async def weather(self) -> None:
         while True:
             await asyncio.sleep(self.rng.random() * 0.1)
-            if self.rng.random() < 0.5:
-                self.run.p1.clear_cache()
+            if self.rng.random() < 0.5 and self.run.supervisor.engine.cache is not None:
+                self.run.supervisor.engine.cache.clear_cache()
             else:
                 self.run.die()
                 await asyncio.sleep(self.rng.random() * 0.03)
                 self.run.revive()
 
 
-@pytest.mark.parametrize("capacity", [0.5, 1.5, 3.2, 100])
+@pytest.mark.parametrize(
+    ("cache_type", "capacity"),
+    [("lru", 0.5), ("lru", 1.5), ("lru", 3.2), ("lru", 100), ("shm", 2.5), ("shm", 100)],
+)
 @pytest.mark.parametrize(
     "count", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_a_storm(
     model_config: ModelConfig,
     oracle: Oracle,
+    cache_type: CacheType,
     capacity: float,
     count: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -388,7 +404,9 @@ def test_a_storm(
             await run.ask(picture)
         for pictures in ((0,), (1, 2), (3,)):
             await run.ask(*pictures)
+        await run.settle()
         run.check_mirrors()
         assert run.num_answers > count // 2
 
-    with_run(model_config, oracle, mm_config(capacity), body, num_workers=3, timeout_s=600)
+    mm = mm_config(capacity, cache_type)
+    with_run(model_config, oracle, mm, body, num_workers=3, timeout_s=600)
