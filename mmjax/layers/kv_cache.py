@@ -1,7 +1,7 @@
-"""The paged KV cache as a pytree: one pair of arrays a layer, passed in and returned (donated).
+"""The paged KV cache as a pytree: one cache a layer, passed in and returned (donated).
 
-Knows nothing of requests: block ids in, block ids out. Keys lie transposed, so that the scores
-of a block are one matrix product over contiguous memory (docs/log.md has the figures).
+Knows nothing of requests: block ids in, block ids out. How a block lies in memory is the choice
+of the attention that reads it; all layouts can be written, and walked block by block.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+LANES = 128
+"""Width of a TPU's registers: heads are padded to a multiple of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +23,45 @@ class KVCacheSpec:
     head_dim: int
 
 
-class LayerCache(NamedTuple):
-    """The blocks of one layer."""
+class TransposedCache(NamedTuple):
+    """Keys lie transposed: a block's scores are one matrix product over contiguous memory.
+
+    The layout of the XLA walk (docs/log.md has the figures).
+    """
 
     keys: Float[Array, "M K H Q"]
     values: Float[Array, "M K Q H"]
+
+    @classmethod
+    def zeros(
+        cls, spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any
+    ) -> "TransposedCache":
+        """Return empty blocks of one layer."""
+        heads, width = spec.num_kv_heads, spec.head_dim
+        return cls(
+            jnp.zeros((num_blocks, heads, width, block_size), dtype),
+            jnp.zeros((num_blocks, heads, block_size, width), dtype),
+        )
+
+    @classmethod
+    def slot_size(cls, spec: KVCacheSpec) -> int:
+        """Return the numbers that one token takes in one layer."""
+        return 2 * spec.num_kv_heads * spec.head_dim
 
     @property
     def block_size(self) -> int:
         """Slots in a block (`Q`)."""
         return self.values.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads in a slot (`K`)."""
+        return self.values.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a stored head (`H`)."""
+        return self.values.shape[3]
 
     def write(
         self,
@@ -37,27 +69,114 @@ class LayerCache(NamedTuple):
         values: Float[Array, "T K H"],
         blocks: Int[Array, " T"],
         offsets: Int[Array, " T"],
-    ) -> "LayerCache":
+    ) -> "TransposedCache":
         """Store each token in its slot; tokens of a block id out of range (padding) are dropped."""
-        return LayerCache(
+        return TransposedCache(
             self.keys.at[blocks, :, :, offsets].set(keys, mode="drop"),
             self.values.at[blocks, :, offsets, :].set(values, mode="drop"),
         )
 
+    def read_keys(self, ids: Int[Array, " W"]) -> Float[Array, "W K H Q"]:
+        """Return one block of keys for each id."""
+        return self.keys[ids]
 
+    def read_values(self, ids: Int[Array, " W"]) -> Float[Array, "W K Q H"]:
+        """Return one block of values for each id."""
+        return self.values[ids]
+
+
+class InterleavedCache(NamedTuple):
+    """Keys and values lie head by head in one array: k0, v0, k1, v1, ... of every slot.
+
+    The layout of the TPU kernel; heads are padded with zeros to a multiple of 128.
+    """
+
+    pages: Float[Array, "M Q _heads H"]
+
+    @classmethod
+    def zeros(
+        cls, spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any
+    ) -> "InterleavedCache":
+        """Return empty blocks of one layer."""
+        width = padded_head_dim(spec.head_dim)
+        return cls(jnp.zeros((num_blocks, block_size, 2 * spec.num_kv_heads, width), dtype))
+
+    @classmethod
+    def slot_size(cls, spec: KVCacheSpec) -> int:
+        """Return the numbers that one token takes in one layer."""
+        return 2 * spec.num_kv_heads * padded_head_dim(spec.head_dim)
+
+    @property
+    def block_size(self) -> int:
+        """Slots in a block (`Q`)."""
+        return self.pages.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys, or of values, in a slot (`K`)."""
+        return self.pages.shape[2] // 2
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a stored head, padding included (`H`)."""
+        return self.pages.shape[3]
+
+    def write(
+        self,
+        keys: Float[Array, "T K _width"],
+        values: Float[Array, "T K _width"],
+        blocks: Int[Array, " T"],
+        offsets: Int[Array, " T"],
+    ) -> "InterleavedCache":
+        """Store each token in its slot; tokens of a block id out of range (padding) are dropped."""
+        both = jnp.stack([keys, values], axis=2)
+        both = pad_heads(both.reshape(len(keys), -1, keys.shape[-1]), self.head_dim)
+        return InterleavedCache(self.pages.at[blocks, offsets].set(both, mode="drop"))
+
+    def read_keys(self, ids: Int[Array, " W"]) -> Float[Array, "W K H Q"]:
+        """Return one block of keys for each id."""
+        return self.pages[ids, :, 0::2].transpose(0, 2, 3, 1)
+
+    def read_values(self, ids: Int[Array, " W"]) -> Float[Array, "W K Q H"]:
+        """Return one block of values for each id."""
+        return self.pages[ids, :, 1::2].transpose(0, 2, 1, 3)
+
+
+LayerCache = TransposedCache | InterleavedCache
 KVCache = tuple[LayerCache, ...]
 
 
-def allocate(spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any) -> KVCache:
+def padded_head_dim(head_dim: int) -> int:
+    """Return the next multiple of a TPU register's width."""
+    return -(-head_dim // LANES) * LANES
+
+
+def pad_heads(x: Float[Array, "T _heads _width"], head_dim: int) -> Float[Array, "T _heads H"]:
+    """Widen heads with zeros, which no product sees."""
+    missing = head_dim - x.shape[-1]
+    return x if missing == 0 else jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
+
+
+def allocate(
+    spec: KVCacheSpec,
+    *,
+    num_blocks: int,
+    block_size: int,
+    dtype: Any,
+    cache_type: type[LayerCache] = TransposedCache,
+) -> KVCache:
     """Return zeroed blocks for every layer."""
-    keys = (num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
-    values = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-    return tuple(
-        LayerCache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype)) for _ in range(spec.num_layers)
-    )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size}
+    return tuple(cache_type.zeros(spec, **sizes, dtype=dtype) for _ in range(spec.num_layers))
 
 
-def block_bytes(spec: KVCacheSpec, *, block_size: int, dtype: Any) -> int:
+def block_bytes(
+    spec: KVCacheSpec,
+    *,
+    block_size: int,
+    dtype: Any,
+    cache_type: type[LayerCache] = TransposedCache,
+) -> int:
     """Return the bytes of one block over all layers."""
-    per_slot = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    per_slot = spec.num_layers * cache_type.slot_size(spec)
     return per_slot * block_size * jnp.dtype(dtype).itemsize

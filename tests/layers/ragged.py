@@ -5,17 +5,26 @@ Built apart from the engine's own layout, so that neither checks itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from mmjax.layers.attention import PagedAttentionMetadata
-from mmjax.layers.kv_cache import LayerCache
+from mmjax.layers.kv_cache import InterleavedCache, LayerCache, TransposedCache, padded_head_dim
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 8, 128, 24
 STALE = 7e3
 """What unused slots hold: great, and finite as a reused block is."""
+
+
+class Heads(NamedTuple):
+    """Shape of a layer's attention."""
+
+    num: int = NUM_HEADS
+    num_kv: int = NUM_KV_HEADS
+    width: int = HEAD_DIM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,14 @@ class Chunk:
         return self.stop - self.start
 
     @property
+    def heads(self) -> Heads:
+        return Heads(self.query.shape[1], self.key.shape[1], self.key.shape[2])
+
+    @property
+    def is_causal(self) -> bool:
+        return bool((self.span_end == np.arange(1, self.stop + 1)).all())
+
+    @property
     def num_blocks(self) -> int:
         return -(-self.stop // BLOCK_SIZE)
 
@@ -54,8 +71,19 @@ def draw_chunk(generator: np.random.Generator, start: int, num_new: int) -> Chun
             last = int(generator.integers(first + 2, min(high, first + 20) + 1))
             ends[first:last] = last
             at = last + 1
-    shape = (stop, NUM_HEADS, HEAD_DIM)
-    kv_shape = (stop, NUM_KV_HEADS, HEAD_DIM)
+    return _fill(generator, start, ends, Heads())
+
+
+def draw_causal_chunk(
+    generator: np.random.Generator, start: int, num_new: int, heads: Heads
+) -> Chunk:
+    """Draw a chunk of text alone."""
+    return _fill(generator, start, np.arange(1, start + num_new + 1), heads)
+
+
+def _fill(generator: np.random.Generator, start: int, ends: np.ndarray, heads: Heads) -> Chunk:
+    shape = (len(ends), heads.num, heads.width)
+    kv_shape = (len(ends), heads.num_kv, heads.width)
     query, key, value = (
         generator.normal(size=size).astype(np.float32) for size in (shape, kv_shape, kv_shape)
     )
@@ -84,15 +112,19 @@ def write_context(chunk: Chunk, blocks: np.ndarray, keys: np.ndarray, values: np
 def lay_out(
     chunks: Sequence[Chunk], *, num_tokens: int, num_requests: int, tile: int, seed: int = 0
 ) -> Batch:
-    """Put chunks into a bucket of `num_tokens` rows and `num_requests` requests."""
+    """Put chunks into a bucket of `num_tokens` rows and `num_requests` requests.
+
+    Where no chunk holds an image, the metadata has no spans.
+    """
     generator = np.random.default_rng(seed)
+    heads = chunks[0].heads
     num_tiles = num_requests if tile == 1 else num_tokens // tile + num_requests
     free = list(generator.permutation(NUM_BLOCKS))
-    keys = np.full((NUM_BLOCKS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE), STALE, np.float32)
-    values = np.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), STALE, np.float32)
+    keys = np.full((NUM_BLOCKS, heads.num_kv, heads.width, BLOCK_SIZE), STALE, np.float32)
+    values = np.full((NUM_BLOCKS, heads.num_kv, BLOCK_SIZE, heads.width), STALE, np.float32)
     inputs = [
-        np.full((num_tokens, heads, HEAD_DIM), STALE, np.float32)
-        for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        np.full((num_tokens, count, heads.width), STALE, np.float32)
+        for count in (heads.num, heads.num_kv, heads.num_kv)
     ]
     fields = {name: np.zeros(num_tokens, np.int32) for name in ("offset", "index", "end", "slot")}
     slot_block = np.full(num_tokens, NUM_BLOCKS, np.int32)
@@ -125,7 +157,7 @@ def lay_out(
         "slot_block": slot_block,
         "slot_offset": fields["offset"],
         "token_index": fields["index"],
-        "span_end": fields["end"],
+        "span_end": None if all(chunk.is_causal for chunk in chunks) else fields["end"],
         "tile_rows": tile_rows,
         "tile_request": tile_request,
         "row_slot": fields["slot"],
@@ -138,10 +170,19 @@ def lay_out(
         query=query,
         key=key,
         value=value,
-        cache=LayerCache(*cache),
+        cache=TransposedCache(*cache),
         metadata=PagedAttentionMetadata(**metadata),
         rows=rows,
     )
+
+
+def interleave(cache: Any) -> InterleavedCache:
+    """Return a transposed cache's blocks as the TPU kernel has them."""
+    keys, values = np.asarray(cache.keys).transpose(0, 3, 1, 2), np.asarray(cache.values)
+    both = np.stack([keys, values.transpose(0, 2, 1, 3)], axis=3)  # M Q K 2 H
+    both = both.reshape(*both.shape[:2], -1, both.shape[-1])
+    missing = padded_head_dim(both.shape[-1]) - both.shape[-1]
+    return InterleavedCache(jnp.asarray(np.pad(both, ((0, 0),) * 3 + ((0, missing),))))
 
 
 def visible(chunk: Chunk, window: int | None) -> np.ndarray:
@@ -156,7 +197,7 @@ def answer(
     chunk: Chunk, *, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> np.ndarray:
     """Return [num_new, N, H] by the formula, in float64."""
-    group = NUM_HEADS // NUM_KV_HEADS
+    group = chunk.heads.num // chunk.heads.num_kv
     query = chunk.query[chunk.start :].astype(np.float64)
     key, value = (np.repeat(x.astype(np.float64), group, 1) for x in (chunk.key, chunk.value))
     scores = np.einsum("tnh,snh->nts", query, key) * scale

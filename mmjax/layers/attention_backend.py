@@ -1,0 +1,49 @@
+"""Which attention runs where: decided here alone, from what is known before anything is traced."""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Backend = Literal["xla", "ragged", "cudnn"]
+"""Our own code for any platform; the TPU kernel over pages; cuDNN over whole sequences."""
+
+_HALF = (jnp.bfloat16, jnp.float16)
+
+
+def choose_backend(
+    platform: str,
+    *,
+    is_paged: bool,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: Any,
+    soft_cap: float | None = None,
+) -> Backend:
+    """Return the fastest attention that a platform has for these shapes."""
+    if platform == "tpu" and is_paged and _ragged_takes(num_kv_heads, dtype):
+        return "ragged"
+    if platform in ("cuda", "gpu") and not is_paged and soft_cap is None:
+        is_half = any(dtype == half for half in _HALF)
+        if is_half and head_dim % 8 == 0 and head_dim <= _cudnn_max_head_dim():
+            return "cudnn"
+    return "xla"
+
+
+def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
+    """Return whether K and V, interleaved head by head, fill whole registers of the kernel."""
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    registers, rest = divmod(2 * num_kv_heads * jnp.dtype(dtype).itemsize, 4)
+    return rest == 0 and (registers in (1, 2, 4, 8) or registers % 8 == 0)
+
+
+@cache
+def _cudnn_max_head_dim() -> int:
+    """Return the widest head that cuDNN takes here; 0 where JAX came without CUDA."""
+    if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        return 0
+    capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")
+    return 256 if float(capability) >= 9.0 else 128

@@ -1,0 +1,229 @@
+"""The TPU kernel's side: our layout through its shipped reference equals our own walk.
+
+The kernel itself runs on TPUs alone; what it is given is what is tested here.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+
+from mmjax.layers.attention import attention, choose_cache_type
+from mmjax.layers.attention_tpu import ragged_takes, to_arguments
+from mmjax.layers.kv_cache import InterleavedCache, KVCacheSpec, TransposedCache, block_bytes
+from tests.layers.ragged import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    STALE,
+    Batch,
+    Chunk,
+    Heads,
+    draw_causal_chunk,
+    interleave,
+    lay_out,
+)
+
+NUM_CASES = 200
+TOLERANCE = 2e-5
+HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 64))
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"window": None, "soft_cap": None},
+    {"window": 9, "soft_cap": None},
+    {"window": 40, "soft_cap": 3.0},
+    {"window": None, "soft_cap": 30.0},
+)
+
+run = jax.jit(attention, static_argnames=("scale", "window", "soft_cap"))
+arguments_of = jax.jit(to_arguments)
+
+
+def draw_case(seed: int) -> tuple[Batch, list[Chunk], dict[str, Any]]:
+    """Draw a mixed step, or one of decoding alone, and the layer's options."""
+    generator = np.random.default_rng(seed)
+    heads = HEADS[seed % len(HEADS)]
+    is_decoding = generator.random() < 0.3
+    chunks = [
+        draw_causal_chunk(
+            generator,
+            int(generator.integers(120)) * int(generator.random() < 0.7),
+            1 if is_decoding or generator.random() < 0.3 else int(generator.integers(1, 48)),
+            heads,
+        )
+        for _ in range(int(generator.integers(1, 5)))
+    ]
+    shape = {"num_tokens": 4, "tile": 1} if is_decoding else {"num_tokens": 192, "tile": 64}
+    batch = lay_out(chunks, **shape, num_requests=4, seed=seed)
+    options = OPTIONS[int(generator.integers(len(OPTIONS)))]
+    return batch, chunks, {"scale": heads.width**-0.5, **options}
+
+
+def in_kernel_layout(batch: Batch) -> Batch:
+    """Return the batch over a cache as the TPU has it: the same blocks, padded heads."""
+    return replace(batch, cache=interleave(batch.cache))
+
+
+def written(batch: Batch) -> Any:
+    """Return the cache after this step's tokens."""
+    return _write(batch.cache, batch.key, batch.value, batch.metadata)
+
+
+@jax.jit
+def _write(cache: Any, key: Any, value: Any, metadata: Any) -> Any:
+    return cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+
+
+def over_numpy(function: Any) -> Callable[..., Any]:
+    """Return the reference's own code over numpy: jax would compile each operation for each length.
+
+    `test_the_reference_over_numpy_is_the_reference` holds it to the original.
+    """
+
+    def einsum(spec: str, *operands: np.ndarray, **_: Any) -> np.ndarray:
+        return np.einsum(spec, *operands, optimize=True)
+
+    def iota(_dtype: Any, shape: tuple[int, ...], axis: int) -> np.ndarray:
+        return np.indices(shape, np.int32)[axis]
+
+    def softmax(x: np.ndarray, axis: int) -> np.ndarray:
+        weights = np.exp(x - x.max(axis, keepdims=True))
+        return weights / weights.sum(axis, keepdims=True)
+
+    names = ("concatenate", "float32", "int32", "logical_or", "repeat", "tanh", "where")
+    jnp_names = {name: getattr(np, name) for name in names}
+    lax, nn = SimpleNamespace(broadcasted_iota=iota), SimpleNamespace(softmax=softmax)
+    places = {
+        "jnp": SimpleNamespace(einsum=einsum, **jnp_names),
+        "jax": SimpleNamespace(lax=lax, nn=nn),
+    }
+    copy = FunctionType(function.__code__, {**function.__globals__, **places})
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+reference_over_numpy = over_numpy(ref_ragged_paged_attention)
+
+
+def reference(arguments: Any, *, scale: float, window: Any, soft_cap: Any) -> np.ndarray:
+    """Return the rows of real tokens."""
+    options = {"sm_scale": scale, "sliding_window": window, "soft_cap": soft_cap}
+    return reference_over_numpy(*(np.asarray(x) for x in arguments), **options)
+
+
+def by_hand(batch: Batch, chunks: list[Chunk]) -> tuple[Any, ...]:
+    """Build the reference's arguments from the chunks, without our conversion."""
+    heads = chunks[0].heads
+    pages = np.zeros((NUM_BLOCKS, BLOCK_SIZE, 2 * heads.num_kv, heads.width), np.float32)
+    for number, chunk in enumerate(chunks):
+        for at in range(chunk.stop):
+            block = batch.metadata.block_tables[number, at // BLOCK_SIZE]
+            pages[block, at % BLOCK_SIZE, 0::2] = chunk.key[at]
+            pages[block, at % BLOCK_SIZE, 1::2] = chunk.value[at]
+    lengths = np.zeros(len(batch.metadata.block_tables), np.int32)
+    lengths[: len(chunks)] = [chunk.stop for chunk in chunks]
+    ends = np.zeros(len(lengths) + 1, np.int32)
+    ends[1 : len(chunks) + 1] = np.cumsum([chunk.num_new for chunk in chunks])
+    num_seqs = np.array([len(chunks)], np.int32)
+    tables = jnp.asarray(batch.metadata.block_tables)
+    return batch.query, jnp.asarray(pages), jnp.asarray(lengths), tables, ends, num_seqs
+
+
+@pytest.mark.parametrize("first", range(0, NUM_CASES, 25))
+def test_the_walk_and_our_arguments_are_the_reference(first: int):
+    for seed in range(first, first + 25):
+        batch, chunks, options = draw_case(seed)
+        rows = np.concatenate(batch.rows)
+        ours, _ = run(batch.query, batch.key, batch.value, batch.cache, batch.metadata, **options)
+        ours = np.asarray(ours)[rows]
+        expected = reference(by_hand(batch, chunks), **options)
+        np.testing.assert_allclose(ours, expected, atol=TOLERANCE, err_msg=f"{seed=}")
+
+        padded = in_kernel_layout(batch)
+        arguments = arguments_of(padded.query, written(padded), padded.metadata)
+        through = reference(arguments, **options)[..., : chunks[0].heads.width]
+        np.testing.assert_allclose(ours, through, atol=TOLERANCE, err_msg=f"{seed=}")
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_reference_over_numpy_is_the_reference(seed: int):
+    batch, chunks, options = draw_case(seed)
+    arguments = by_hand(batch, chunks[:1])
+    expected = ref_ragged_paged_attention(
+        *(jnp.asarray(x) for x in arguments),
+        sm_scale=options["scale"],
+        sliding_window=options["window"],
+        soft_cap=options["soft_cap"],
+    )
+    np.testing.assert_allclose(reference(arguments, **options), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_walk_reads_both_layouts_alike(seed: int):
+    batch, _, options = draw_case(seed)
+    outputs = [
+        run(x.query, x.key, x.value, x.cache, x.metadata, **options)[0]
+        for x in (batch, in_kernel_layout(batch))
+    ]
+    np.testing.assert_allclose(*outputs, atol=TOLERANCE)
+
+
+def test_both_layouts_hold_the_same_after_a_step():
+    batch, _, _ = draw_case(1)
+    plain, padded = written(batch), written(in_kernel_layout(batch))
+    width = plain.head_dim
+    ids = jnp.arange(NUM_BLOCKS)
+    np.testing.assert_array_equal(plain.read_keys(ids), padded.read_keys(ids)[:, :, :width])
+    np.testing.assert_array_equal(plain.read_values(ids), padded.read_values(ids)[..., :width])
+    assert (np.asarray(padded.pages)[..., width:] == 0).all()
+    assert (np.asarray(plain.keys) == STALE).any(), "padding was to be dropped"
+
+
+def test_a_step_of_nothing_gives_the_kernel_one_row():
+    """It starts a copy that it would otherwise never wait for."""
+    batch, _, _ = draw_case(0)
+    tokens, requests = batch.query.shape[0], len(batch.metadata.block_tables)
+    empty = batch.metadata._replace(tile_rows=np.full_like(batch.metadata.tile_rows, tokens))
+    arguments = arguments_of(batch.query, interleave(batch.cache), empty)
+    assert arguments.num_seqs.tolist() == [1]
+    assert arguments.cu_q_lens.tolist() == [0, *[1] * requests]
+    assert arguments.kv_lens[0] == 1
+
+
+def test_what_the_kernel_takes():
+    batch, _, _ = draw_case(0)
+    assert ragged_takes(batch.metadata)
+    assert not ragged_takes(batch.metadata._replace(span_end=batch.metadata.token_index + 1))
+    tables = np.zeros((64, 2049), np.int32)
+    assert not ragged_takes(batch.metadata._replace(block_tables=tables)), "1 MiB of scalars"
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_kv_heads", "dtype", "expected"),
+    [
+        ("cpu", 2, "float32", TransposedCache),
+        ("gpu", 2, "bfloat16", TransposedCache),
+        ("tpu", 2, "float32", InterleavedCache),
+        ("tpu", 1, "bfloat16", InterleavedCache),
+        ("tpu", 8, "bfloat16", InterleavedCache),
+        ("tpu", 3, "bfloat16", TransposedCache),
+        ("tpu", 2, "float16", TransposedCache),
+    ],
+)
+def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: str, expected: type):
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=64)
+    assert choose_cache_type(platform, spec, jnp.dtype(dtype)) is expected
+
+
+def test_padded_heads_are_counted():
+    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=72)
+    sizes = {"block_size": 16, "dtype": jnp.float32}
+    assert block_bytes(spec, **sizes) == 3 * 2 * 2 * 72 * 16 * 4
+    assert block_bytes(spec, **sizes, cache_type=InterleavedCache) == 3 * 2 * 2 * 128 * 16 * 4
+    cache = InterleavedCache.zeros(spec, num_blocks=5, **sizes)
+    assert cache.pages.shape == (5, 16, 4, 128)
+    assert (cache.num_kv_heads, cache.block_size) == (2, 16)
