@@ -23,8 +23,8 @@ from mmjax.cache.selection import (
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 
 __all__ = [

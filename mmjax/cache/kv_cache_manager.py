@@ -14,15 +14,23 @@ from mmjax.cache.lru import CacheInfo
 
 
 class KVCacheManager:
-    """Grows, shows and frees the block table of every request."""
+    """Grows, shows and frees the block table of every request.
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_model_len: int) -> None:
+    A request of an encoder-decoder has a second table, of the encoder's keys and values: whole from
+    its start, never shared. Both tables hold blocks of one pool.
+    """
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, max_model_len: int, max_encoder_len: int = 0
+    ) -> None:
         self.block_size = block_size
         self.max_blocks = cdiv(max_model_len, block_size)
+        self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self._pool = BlockPool(num_blocks)
         self._block_ids: dict[str, list[int]] = {}
         self._tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_blocks]; unused entries are 0."""
+        self._encoder_block_ids: dict[str, list[int]] = {}
         self._num_named: dict[str, int] = {}
         """request_id -> blocks from the beginning that can be found by their hash, or are known."""
         self.prefix_info = CacheInfo(0, 0)
@@ -103,6 +111,24 @@ class KVCacheManager:
         self._tables[request_id][start : len(block_ids)] = block_ids[start:]
         return True
 
+    def start_encoder(self, request_id: str, num_tokens: int) -> bool:
+        """Make room for all of an encoder's states; change nothing where it lacks."""
+        assert request_id in self._tables, f"{request_id=} was not started"
+        assert request_id not in self._encoder_block_ids, f"{request_id=} has its encoder's blocks"
+        num_new = cdiv(num_tokens, self.block_size)
+        assert num_new <= self.max_encoder_blocks, f"{num_tokens=} {self.max_encoder_blocks=}"
+        if num_new > self._pool.num_free_blocks:
+            return False
+        self._encoder_block_ids[request_id] = self._pool.allocate(num_new)
+        return True
+
+    def get_encoder_block_table(self, request_id: str) -> np.ndarray:
+        """Return a request's table of its encoder's states, int32[max_encoder_blocks]."""
+        table = np.zeros(self.max_encoder_blocks, np.int32)
+        block_ids = self._encoder_block_ids.get(request_id, [])
+        table[: len(block_ids)] = block_ids
+        return table
+
     def get_block_ids(self, request_id: str) -> list[int]:
         """Return a copy of the request's block ids, in order."""
         return list(self._block_ids[request_id])
@@ -115,6 +141,7 @@ class KVCacheManager:
         """Return a request's blocks, last first, so that its beginning is evicted last."""
         self._tables.pop(request_id, None)
         self._num_named.pop(request_id, None)
+        self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))
         self._pool.free(reversed(self._block_ids.pop(request_id, [])))
 
 

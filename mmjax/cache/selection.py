@@ -8,8 +8,8 @@ from mmjax.cache.processor_cache import (
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
 )
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.config import MultiModalConfig, ProcessorCacheType
 from mmjax.errors import ConfigError
 

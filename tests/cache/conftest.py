@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import PAGE
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import PAGE
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 
 
 @pytest.fixture

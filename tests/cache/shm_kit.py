@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import HEADER, PAGE
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import HEADER, PAGE
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,

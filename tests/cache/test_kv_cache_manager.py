@@ -102,6 +102,54 @@ def test_nothing_is_found_after_a_reset() -> None:
     assert manager.num_free_blocks == 8
 
 
+def make_encoder_decoder(num_blocks: int = 8) -> KVCacheManager:
+    return KVCacheManager(num_blocks=num_blocks, block_size=4, max_model_len=18, max_encoder_len=12)
+
+
+def test_an_encoders_states_have_a_table_of_their_own() -> None:
+    manager = make_encoder_decoder()
+    manager.start("a")
+    assert manager.get_encoder_block_table("a").tolist() == [0, 0, 0]
+    assert manager.start_encoder("a", 7)
+    assert manager.allocate_slots("a", 9)
+    own, encoder = manager.get_block_ids("a"), manager.get_encoder_block_table("a")
+    assert encoder.dtype == np.int32
+    assert encoder[2] == 0
+    assert not set(own) & set(encoder[:2].tolist())
+    assert manager.num_free_blocks == 3
+    manager.free("a")
+    assert manager.num_free_blocks == 8
+    manager.start("a")
+    assert manager.start_encoder("a", 12), "a preempted request starts anew"
+
+
+def test_too_little_room_for_an_encoder_changes_nothing() -> None:
+    manager = make_encoder_decoder(num_blocks=3)
+    manager.start("a")
+    manager.start("b")
+    assert manager.start_encoder("a", 8)
+    assert not manager.start_encoder("b", 5)
+    assert manager.num_free_blocks == 1
+    assert manager.start_encoder("b", 4)
+
+
+def test_an_encoders_states_are_never_shared() -> None:
+    """They depend on the picture and the text together; the prompt's hashes say nothing of them."""
+    manager = make_encoder_decoder()
+    for name in "ab":
+        manager.start(name, HASHES[:2])
+        assert manager.start_encoder(name, 8)
+        manager.allocate_slots(name, 8)
+        manager.cache_blocks(name, HASHES[:2], 8)
+    first, second = (set(manager.get_encoder_block_table(name)[:2].tolist()) for name in "ab")
+    assert not first & second
+    assert manager.get_block_ids("a") == manager.get_block_ids("b")
+    manager.free("a")
+    manager.free("b")
+    manager.start("c", HASHES[:2])
+    assert not set(manager.get_block_ids("c")) & (first | second)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 18)), max_size=40))
 def test_all_blocks_return(steps: list[tuple[str, int]]) -> None:
     """A request grows to a length; length 0 frees it."""

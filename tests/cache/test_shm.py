@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mmjax.cache import CacheInfo, MultiModalCacheMissError
-from mmjax.cache.shm_handle import ShmHandleError, is_handle
-from mmjax.cache.shm_layout import ALIGNMENT
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import HEADER, PAGE, Segment
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.handle import ShmHandleError, is_handle
+from mmjax.cache.shm.layout import ALIGNMENT
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import HEADER, PAGE, Segment
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
 from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem, ProcessorCache
 from mmjax.processing.fields import (

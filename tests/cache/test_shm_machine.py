@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mmjax.cache.processor_cache import ProcessedItem
-from mmjax.cache.shm_handle import ShmHandleError, is_handle
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import HEADER, PAGE
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.handle import ShmHandleError, is_handle
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import HEADER, PAGE
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing import (
     MultiModalFeatureSpec,
@@ -44,7 +44,7 @@ OVERSIZE = "15"
 
 @pytest.fixture(autouse=True)
 def _no_notices(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "mmjax.cache.shm_sender")
+    caplog.set_level(logging.ERROR, "mmjax.cache.shm.sender")
 
 
 def num_bytes(mm_hash: str) -> int:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.shm_files import create_file, new_segment_name, remove_file, remove_leftovers
-from mmjax.cache.shm_handle import is_handle
-from mmjax.cache.shm_receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import PAGE
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.files import create_file, new_segment_name, remove_file, remove_leftovers
+from mmjax.cache.shm.handle import is_handle
+from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import PAGE
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
 from mmjax.processing import MultiModalKwargsItem
 from mmjax.sampling_params import SamplingParams
@@ -111,7 +111,7 @@ def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from tests.cache.shm_kit import put
 sender = ShmObjectStoreSenderCache(2**20, name="victim", directory=Path(sys.argv[1]))
 put(sender, "a")

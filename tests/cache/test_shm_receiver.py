@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mmjax.cache import MultiModalCacheMissError
-from mmjax.cache.shm_handle import ShmHandleError
-from mmjax.cache.shm_receiver import MIN_NUM_READINGS, ShmObjectStoreReceiverCache
-from mmjax.cache.shm_segment import HEADER, PAGE
-from mmjax.cache.shm_sender import ShmObjectStoreSenderCache
+from mmjax.cache.shm.handle import ShmHandleError
+from mmjax.cache.shm.receiver import MIN_NUM_READINGS, ShmObjectStoreReceiverCache
+from mmjax.cache.shm.segment import HEADER, PAGE
+from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MMJaxError
 from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem
 from mmjax.processing.fields import MultiModalBatchedField

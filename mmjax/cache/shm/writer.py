@@ -7,11 +7,11 @@ Knows nothing of hashes or of prompts. Its caller sees to it that one thread at 
 from collections.abc import Callable
 from pathlib import Path
 
-from mmjax.cache.shm_handle import Handle, open_handle, sign_handle
-from mmjax.cache.shm_layout import Plan
-from mmjax.cache.shm_ring import Block, Ring
-from mmjax.cache.shm_segment import PAGE, Segment
-from mmjax.cache.shm_warming import PageWarmer
+from mmjax.cache.shm.handle import Handle, open_handle, sign_handle
+from mmjax.cache.shm.layout import Plan
+from mmjax.cache.shm.ring import Block, Ring
+from mmjax.cache.shm.segment import PAGE, Segment
+from mmjax.cache.shm.warming import PageWarmer
 from mmjax.logger import get_logger
 from mmjax.processing.inputs import MultiModalKwargsItem
 

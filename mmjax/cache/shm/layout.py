@@ -11,7 +11,7 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from mmjax.cache.shm_segment import HEADER
+from mmjax.cache.shm.segment import HEADER
 from mmjax.processing.fields import (
     BaseMultiModalField,
     MultiModalBatchedField,

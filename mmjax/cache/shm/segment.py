@@ -30,7 +30,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mmjax.cache.shm_files import create_file, open_file, remove_file
+from mmjax.cache.shm.files import create_file, open_file, remove_file
 from mmjax.errors import ConfigError
 
 PAGE = 4096

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.cache.processor_cache import BaseMultiModalReceiverCache
-from mmjax.cache.shm_handle import Handle, ShmHandleError, is_handle, open_handle
-from mmjax.cache.shm_layout import view_item
-from mmjax.cache.shm_segment import Segment
+from mmjax.cache.shm.handle import Handle, ShmHandleError, is_handle, open_handle
+from mmjax.cache.shm.layout import view_item
+from mmjax.cache.shm.segment import Segment
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 

@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 
-from mmjax.cache.shm_segment import PAGE, Segment
+from mmjax.cache.shm.segment import PAGE, Segment
 
 AHEAD = 64 * 2**20
 """Bytes behind the newest object that are kept warm."""

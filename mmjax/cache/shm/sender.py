@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 from mmjax.cache.lru import CacheInfo
 from mmjax.cache.processor_cache import BaseMultiModalProcessorCache, ProcessedItem, SentItem
-from mmjax.cache.shm_files import new_segment_name
-from mmjax.cache.shm_handle import is_handle
-from mmjax.cache.shm_layout import Plan, make_plan
-from mmjax.cache.shm_segment import PAGE
-from mmjax.cache.shm_writer import ObjectWriter, StoredObject
+from mmjax.cache.shm.files import new_segment_name
+from mmjax.cache.shm.handle import is_handle
+from mmjax.cache.shm.layout import Plan, make_plan
+from mmjax.cache.shm.segment import PAGE
+from mmjax.cache.shm.writer import ObjectWriter, StoredObject
 from mmjax.errors import ConfigError, MultiModalCacheMissError
 from mmjax.logger import get_logger
 from mmjax.processing.inputs import MultiModalKwargsItem
