@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mmjax.layers.attention import DenseAttentionMetadata, attention, dense_attention
+from mmjax.layers.kv_cache import TransposedCache
 from tests.layers.ragged import (
     HEAD_DIM,
     NUM_HEADS,
@@ -107,6 +108,7 @@ def test_padding_writes_nothing():
     chunk = draw_chunk(np.random.default_rng(0), 0, 3)
     batch = lay_out_mixed([chunk])
     _, cache = attend(batch, **OPTIONS["global"])
+    assert isinstance(batch.cache, TransposedCache)
     changed = np.asarray(cache.keys) != np.asarray(batch.cache.keys)
     assert changed.sum() == 3 * NUM_KV_HEADS * HEAD_DIM
     block = batch.metadata.block_tables[0, 0]
