@@ -156,8 +156,11 @@ class CacheConfig:
     """Slots in a block."""
     kv_cache_memory_bytes: int | None = None
     """None: room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory."""
+    gpu_memory_utilization: float = 0.9
+    """Of an accelerator's memory, what the engine may take in all; on CPU, of what is free."""
     encoder_cache_size: int | None = None
-    """Rows of the encoder-output pool; None: twice the encoder budget."""
+    """Encoder outputs (embeddings) that are kept; None: `max_num_batched_tokens`. Never less than
+    the largest item has."""
     enable_prefix_caching: bool = True
     """Whether requests that begin alike share the KV cache of their beginning."""
     prefix_caching_hash_algo: Literal["sha256", "blake3"] = "sha256"
@@ -166,6 +169,12 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"`block_size` is {self.block_size}; give a power of two")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"`gpu_memory_utilization` is {self.gpu_memory_utilization}; give a share, as 0.9"
+            )
+        if self.encoder_cache_size is not None and self.encoder_cache_size < 1:
+            raise ConfigError(f"`encoder_cache_size` is {self.encoder_cache_size}; give at least 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +184,11 @@ class SchedulerConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     max_num_encoder_input_tokens: int | None = None
-    """Encoder outputs that one step may compute; None: `max_num_batched_tokens`."""
+    """Encoder outputs (embeddings) that one step may compute; None: `max_num_batched_tokens`.
+    Never less than the largest item has."""
+    disable_chunked_mm_input: bool = False
+    """Whether an item's tokens go in one step; always so where its embeddings see each other both
+    ways."""
     max_num_queued_reqs: int = 1024
     """More requests than this waiting: a new one gets 429."""
     async_scheduling: bool = True
@@ -205,8 +218,8 @@ class ParallelConfig:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
         if not 0 <= self.process_id < self.num_processes:
             raise ConfigError(
-                f"`process_id` is {self.process_id}, of {self.num_processes} processes; "
-                f"give 0 to {self.num_processes - 1}"
+                f"`process_id` (`--distributed-process-id`) is {self.process_id}, of "
+                f"{self.num_processes} processes; give 0 to {self.num_processes - 1}"
             )
         if self.num_processes > 1 and self.coordinator_address is None:
             raise ConfigError(
@@ -231,6 +244,10 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_cache_dir: Path | None = None
     """None: `~/.cache/mmjax/xla`."""
+    compile_threads: int | None = None
+    """Programs that are compiled at once; None: as many as there are cores, at most 8."""
+    mm_max_toks_per_item: Mapping[str, int] = field(default_factory=dict)
+    """Per modality, the embeddings of its largest item; empty: a unit of the model's encoder."""
     use_tqdm: bool = True
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":

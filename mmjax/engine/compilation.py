@@ -1,18 +1,91 @@
-"""Compiled programs: where they are kept between runs, and whether serving made any."""
+"""Compiled programs: made in parallel, kept between runs, and whether serving made any."""
 
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+from tqdm import tqdm
 
 from mmjax.logger import get_logger
 
 logger = get_logger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_STACK_BYTES = 64 * 2**20
+"""Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
+MAX_COMPILE_THREADS = 8
+
+
+class Program(NamedTuple):
+    """One jitted function over one set of shapes."""
+
+    label: str
+    jitted: Any
+    arguments: Mapping[str, Any]
+    """As the call will have them; arrays may be described by `jax.ShapeDtypeStruct`."""
+
+
+def default_num_threads() -> int:
+    """Return how many programs compile at once."""
+    return max(1, min(len(os.sched_getaffinity(0)), MAX_COMPILE_THREADS))
+
+
+def compile_programs(
+    programs: Sequence[Program], *, num_threads: int | None = None, use_tqdm: bool = False
+) -> list[int]:
+    """Compile all; return the bytes that each takes on a device, beside its arguments.
+
+    A later call of the jitted function with such arguments compiles nothing: JAX keeps a program
+    by what it was lowered from. Functions are traced here, and compiled in threads.
+    """
+    compiled: list[Future[int]] = []
+    with (
+        tqdm(total=len(programs), desc="Compiling", unit="program", disable=not use_tqdm) as bar,
+        _compiling_threads(num_threads or default_num_threads()) as pool,
+    ):
+        try:
+            for program in programs:
+                lowered = program.jitted.lower(**program.arguments)
+                compiled.append(pool.submit(_compile, program.label, lowered, bar))
+            return [future.result() for future in compiled]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def program_bytes(compiled: Any) -> int:
+    """Return what a compiled program takes on a device beside its arguments; 0 where unknown."""
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    new_outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + max(0, new_outputs)
+
+
+def _compile(label: str, lowered: Any, bar: "tqdm[Any]") -> int:
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    bar.set_postfix_str(label, refresh=False)
+    bar.update()
+    seconds = time.perf_counter() - start
+    logger.info("compiled %s in %.2f s (%d of %d)", label, seconds, bar.n, bar.total)
+    return program_bytes(compiled)
+
+
+@contextmanager
+def _compiling_threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(number, thread_name_prefix="mmjax-compile") as pool:
+            yield pool
+    finally:
+        threading.stack_size(before)
 
 
 def default_cache_dir() -> Path:

@@ -1,6 +1,5 @@
 """The engine: take requests in, schedule, run, report. Runs in P1, or in the caller's process."""
 
-import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,30 +19,30 @@ from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
-from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
+from mmjax.engine.compilation import (
+    CompilationCounter,
+    compile_programs,
+    enable_persistent_cache,
+)
 from mmjax.engine.features import check_places, resolve_features
-from mmjax.engine.mesh import Placement, join_processes, make_placement
+from mmjax.engine.memory import KVDemand, fit_kv_cache, shard_bytes
+from mmjax.engine.mesh import join_processes, make_placement
 from mmjax.engine.outputs import SchedulerOutput
+from mmjax.engine.programs import ModelShape, Programs
 from mmjax.engine.request import BlockHasher, EncoderItem, Request
-from mmjax.engine.runner import InFlight, ModelRunner, ModelShape
+from mmjax.engine.runner import InFlight, ModelRunner
 from mmjax.engine.scheduler import Scheduler
 from mmjax.errors import ConfigError, RequestRuntimeError, RequestValueError
-from mmjax.layers.kv_cache import block_bytes
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec
 from mmjax.models.registry import load_model_class
+from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 from mmjax.weights.load import load_params
 
 logger = get_logger(__name__)
-
-_MEMORY_SHARE = 0.9
-"""Of an accelerator's free memory, what the KV cache may take."""
-_CPU_MEMORY_SHARE = 0.45
-_CPU_MEMORY_LIMIT = 4 * 2**30
-"""On CPU memory is shared with others, and a container's limit is not visible here."""
 
 
 class EngineCore:
@@ -66,37 +65,35 @@ class EngineCore:
         """What the start took, item by item."""
         enable_persistent_cache(config.compilation_cache_dir)
         # First of all: JAX learns of the other processes before it opens a device.
-        join_processes(config.parallel)
+        join_processes(config)
         device = jax.local_devices()[0]
         dtype = resolve_dtype(config.model.dtype, device.platform)
         self._model_class = model_class or load_model_class(config.model.architecture)
         with self._timed("load_weights"):
-            graphdef, abstract = build_abstract(
-                self._model_class, config.model.hf_config, dtype=dtype
-            )
-            self._placement = make_placement(
-                config.parallel,
-                num_heads=config.model.hf_config.get_text_config().num_attention_heads,
-                num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
-            )
-            if params is None:
-                params = load_params(
-                    config.model.path,
-                    abstract,
-                    self._model_class.RULES,
-                    dtype=dtype,
-                    mesh=self._placement.mesh,
-                    use_tqdm=config.use_tqdm,
-                )
+            graphdef, params = self._load(params, dtype)
+        model = bind(graphdef, params)
+        self._encoder_spec: EncoderSpec = model.encoder_spec
+        self._plan(model)
+        programs = self._make_programs(graphdef, params)
+        with self._timed("measure"):
+            self.num_kv_blocks = self._fit_kv_cache(programs, params)
         with self._timed("allocate"):
-            self._allocate(graphdef, self._placement.place_params(params))
+            self._allocate(programs, params)
+        with self._timed("compile"):
+            every = programs.all(self.num_kv_blocks)
+            compile_programs(every, num_threads=config.compile_threads, use_tqdm=config.use_tqdm)
         with self._timed("warm_up"):
-            self.num_programs = self._runner.warm_up(use_tqdm=config.use_tqdm)
+            self._runner.warm_up()
+        self.num_programs = len(every)
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
         self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
         """What the device computes, and nobody has read."""
         self.num_preemptions = 0
-        self._receiver_cache = engine_receiver_cache_from_config(config.model.mm)
+        self._receiver_cache = (
+            engine_receiver_cache_from_config(config.model.mm)
+            if self._placement.is_leader
+            else None
+        )
         self._block_hasher = _make_block_hasher(config.cache)
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
@@ -111,6 +108,26 @@ class EngineCore:
             ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.startup_seconds.items()),
         )
 
+    def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
+        """Return the model's graph, and its parameters spread over the devices."""
+        config = self.config
+        graphdef, abstract = build_abstract(self._model_class, config.model.hf_config, dtype=dtype)
+        self._placement = make_placement(
+            config.parallel,
+            num_heads=config.model.hf_config.get_text_config().num_attention_heads,
+            num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
+        )
+        if params is None:
+            params = load_params(
+                config.model.path,
+                abstract,
+                self._model_class.RULES,
+                dtype=dtype,
+                mesh=self._placement.mesh,
+                use_tqdm=config.use_tqdm,
+            )
+        return graphdef, self._placement.place_params(params)
+
     @classmethod
     def from_model(
         cls, model_class: type[nnx.Module], params: Params, config: EngineConfig
@@ -118,37 +135,67 @@ class EngineCore:
         """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
         return cls(config, model_class=model_class, params=params)
 
-    def _allocate(self, graphdef: Any, params: Params) -> None:
-        shape = ModelShape.of(graphdef, params)
-        model = bind(graphdef, params)
-        self._encoder_spec: EncoderSpec = model.encoder_spec
+    def _plan(self, model: Any) -> None:
+        """Settle what does not depend on memory."""
+        schedule = self.config.scheduler
+        self._has_spans = model.has_bidirectional_spans
+        self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
+        if self._has_spans and not schedule.disable_chunked_mm_input:
+            logger.info("an item's tokens go in one step: its embeddings see each other both ways")
+        self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
+            schedule,
+            self.config.mm_max_toks_per_item or {"image": self._encoder_spec.tokens_per_unit},
+            encoder_cache_size=self.config.cache.encoder_cache_size,
+            disable_chunked_mm_input=self._keeps_items_whole,
+        )
+        self._encoder_cache = EncoderCacheManager(max(1, encoder_rows))
+
+    def _make_programs(self, graphdef: Any, params: Params) -> Programs:
+        schedule, block_size = self.config.scheduler, self.config.cache.block_size
+        buckets = Buckets.create(
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
+        )
+        return Programs(
+            ModelShape.of(graphdef, params),
+            params,
+            buckets=buckets,
+            placement=self._placement,
+            num_encoder_rows=self._encoder_cache.cache_size,
+            block_size=block_size,
+            max_blocks=cdiv(self.config.model.max_model_len, block_size),
+        )
+
+    def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
+        schedule = self.config.scheduler
+        demand = KVDemand(
+            bytes_per_block=programs.bytes_per_block,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.config.model.max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+        )
+        return fit_kv_cache(
+            programs,
+            demand,
+            self.config.cache,
+            self._placement,
+            weights=shard_bytes(params),
+            num_threads=self.config.compile_threads,
+        )
+
+    def _allocate(self, programs: Programs, params: Params) -> None:
         schedule, cache = self.config.scheduler, self.config.cache
         max_model_len = self.config.model.max_model_len
-        encoder_budget = max(
-            schedule.max_num_encoder_input_tokens or schedule.max_num_batched_tokens,
-            self._encoder_spec.tokens_per_unit,
-        )
-        encoder_rows = cache.encoder_cache_size or 2 * encoder_budget
-        max_blocks = cdiv(max_model_len, cache.block_size)
-        bytes_per_block = block_bytes(
-            model.kv_cache_spec, block_size=cache.block_size, dtype=shape.dtype
-        )
-        self.num_kv_blocks = self._placement.least(
-            choose_num_blocks(
-                cache,
-                wanted=schedule.max_num_seqs * max_blocks,
-                bytes_per_block=bytes_per_block // self._placement.num_kv_shards,
-                free_bytes=free_memory(self._placement),
-            )
-        )
         self._limits = AdmissionLimits(
             max_model_len=max_model_len,
-            vocab_size=shape.vocab_size,
+            vocab_size=programs.vocab_size,
             num_blocks=self.num_kv_blocks,
             block_size=cache.block_size,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            encoder_budget=min(encoder_budget, encoder_rows),
-            keeps_items_whole=model.has_bidirectional_spans,
+            encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
+            keeps_items_whole=self._keeps_items_whole,
         )
         self._scheduler = Scheduler(
             kv_cache=KVCacheManager(
@@ -156,25 +203,20 @@ class EngineCore:
                 block_size=cache.block_size,
                 max_model_len=max_model_len,
             ),
-            encoder_cache=EncoderCacheManager(encoder_rows),
+            encoder_cache=self._encoder_cache,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_num_encoder_input_tokens=encoder_budget,
+            max_num_encoder_input_tokens=self._encoder_budget,
             max_num_queued_reqs=schedule.max_num_queued_reqs,
-            keeps_items_whole=model.has_bidirectional_spans,
+            keeps_items_whole=self._keeps_items_whole,
         )
         self._runner = ModelRunner(
-            shape,
+            programs,
             params,
-            buckets=Buckets.create(
-                max_num_seqs=schedule.max_num_seqs,
-                max_num_batched_tokens=schedule.max_num_batched_tokens,
-                max_units=encoder_budget // self._encoder_spec.tokens_per_unit,
-            ),
             num_blocks=self.num_kv_blocks,
             block_size=cache.block_size,
-            max_blocks=max_blocks,
-            num_encoder_rows=encoder_rows,
+            max_blocks=cdiv(max_model_len, cache.block_size),
+            has_spans=self._has_spans,
             placement=self._placement,
         )
 
@@ -221,6 +263,7 @@ class EngineCore:
         if not self._scheduler.has_unfinished():
             # Whoever was to get what is still computed has ended, or was aborted.
             self._in_flight = None
+            self._runner.wait()
             return []
         with self._counter.watching():
             before, self._in_flight = self._in_flight, self._dispatch()
@@ -241,8 +284,17 @@ class EngineCore:
         """Whether any request waits or runs."""
         return self._scheduler.has_unfinished()
 
+    def follow(self) -> None:
+        """Compute along with the process that takes the requests, until it closes its engine.
+
+        Nothing of this engine's own is asked: what is computed, and of what, comes from there.
+        """
+        assert not self._placement.is_leader, "requests come to this process"
+        self._runner.follow()
+
     def close(self) -> None:
         """Give back what is held outside of Python. Idempotent."""
+        self._runner.end()
         if self._receiver_cache is not None:
             self._receiver_cache.close()
 
@@ -328,38 +380,6 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
         none_hash=make_none_hash(secrets.token_hex(16)),
         algorithm=cache.prefix_caching_hash_algo,
     )
-
-
-def choose_num_blocks(
-    cache: CacheConfig, *, wanted: int, bytes_per_block: int, free_bytes: int
-) -> int:
-    """Return how many KV blocks to allocate; `ConfigError` where not one fits."""
-    if cache.kv_cache_memory_bytes is not None:
-        num_blocks = cache.kv_cache_memory_bytes // bytes_per_block
-    else:
-        num_blocks = min(wanted, free_bytes // bytes_per_block)
-    if num_blocks < 1:
-        raise ConfigError(
-            f"no room for the KV cache: a block takes {bytes_per_block} bytes, of "
-            f"{cache.kv_cache_memory_bytes or free_bytes}; raise `kv_cache_memory_bytes`, or "
-            "lower `block_size`"
-        )
-    return num_blocks
-
-
-def free_memory(placement: Placement) -> int:
-    """Return the bytes of each device that the KV cache may take."""
-    return min(
-        _free_bytes(device, len(placement.local_devices)) for device in placement.local_devices
-    )
-
-
-def _free_bytes(device: jax.Device, num_neighbours: int) -> int:
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats is not None and "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * _MEMORY_SHARE)
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT) // num_neighbours
 
 
 def _check_config(config: EngineConfig) -> None:

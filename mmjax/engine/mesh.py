@@ -3,7 +3,11 @@
 The collectives are XLA's: here stands only what is cut where, and the compiler does the rest.
 """
 
+import math
+import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -13,12 +17,25 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Shaped
 
-from mmjax.config import ParallelConfig
+from mmjax.config import EngineConfig, ParallelConfig
 from mmjax.errors import ConfigError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
+_HEADER_SIZE = 4
+
+
+class Call(IntEnum):
+    """What the leader is about to do, and the followers with it."""
+
+    WAIT = 0
+    """Nothing; sent while there is nothing to do, since a collective may not wait for ever."""
+    END = 1
+    RESET = 2
+    ENCODE = 3
+    STEP = 4
+    SAMPLE = 5
 
 
 class Placement:
@@ -65,13 +82,31 @@ class Placement:
             return jax.device_put(arrays, target)
         return jax.tree.map(partial(self._broadcast, target=target), arrays)
 
+    def tell(self, call: Call, *numbers: int) -> None:
+        """Announce a call to the followers. Does not wait for them."""
+        header = np.zeros(_HEADER_SIZE, np.int32)
+        header[: len(numbers) + 1] = (call, *numbers)
+        self.put(header)
+
+    def hear(self) -> tuple[Call, list[int]]:
+        """Wait for the leader's next call, and its numbers (padded with 0)."""
+        call, *numbers = np.asarray(self.put(np.zeros(_HEADER_SIZE, np.int32))).tolist()
+        return Call(call), numbers
+
     def make(self, build: Callable[[], Any], shardings: Any) -> Any:
         """Return what `build` makes, made in its place: no device ever holds all of it."""
         return jax.jit(build, out_shardings=shardings)()
 
-    def replicate(self, x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-        """Under jit: have all of `x` on every device."""
-        return x if self.mesh is None else jax.lax.with_sharding_constraint(x, self.replicated)
+    def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+        """Under jit: have all of `x` on every device, computed in parts along `axis` if it divides.
+
+        Without a word on the parts, the compiler may gather the weights that `x` is made of.
+        """
+        if self.mesh is None:
+            return x
+        if x.shape[axis] % self.size == 0:
+            x = jax.lax.with_sharding_constraint(x, self._named(*[None] * axis, _AXES))
+        return jax.lax.with_sharding_constraint(x, self.replicated)
 
     def least(self, value: int) -> int:
         """Return the smallest that any process says."""
@@ -101,6 +136,14 @@ class Placement:
 
         shape = (self.size, *array.shape)
         return _sum_rows(jax.make_array_from_callback(shape, self._named(_AXES), row), target)
+
+
+def shard_bytes(tree: Any) -> int:
+    """Return what the arrays of a tree take on one device; abstract ones count as well."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 @partial(jax.jit, static_argnums=1)
@@ -137,12 +180,41 @@ def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int)
     return Placement(Mesh(np.array(devices).reshape(shape), _AXES))
 
 
-def join_processes(config: ParallelConfig) -> None:
-    """Meet the other processes; before anything else asks JAX for a device."""
-    if config.num_processes > 1 and not jax.distributed.is_initialized():
+def join_processes(config: EngineConfig) -> None:
+    """Meet the other processes, if there are any; before anything else asks JAX for a device.
+
+    Raises `ConfigError` in all of them if they were started with different settings: shapes follow
+    from these, and processes that disagree would wait for each other for ever.
+    """
+    parallel = config.parallel
+    if parallel.num_processes == 1:
+        return
+    if not jax.distributed.is_initialized():
         jax.distributed.initialize(
-            config.coordinator_address, config.num_processes, config.process_id
+            parallel.coordinator_address, parallel.num_processes, parallel.process_id
         )
+    digests = multihost_utils.process_allgather(np.uint32(_digest(config)))
+    strangers = np.flatnonzero(digests != digests[0]).tolist()
+    if strangers:
+        raise ConfigError(
+            f"processes {strangers} have other settings than process 0, or another JAX; give all "
+            "the same model and flags, but for `--distributed-process-id`"
+        )
+
+
+def _digest(config: EngineConfig) -> int:
+    """Return a number of what decides the processes' shapes, and of nothing of one host's own."""
+    model = config.model
+    settings = (
+        jax.__version__,
+        model.max_model_len,
+        model.dtype,
+        model.hf_config.to_json_string(use_diff=False),
+        config.cache,
+        config.scheduler,
+        replace(config.parallel, process_id=0),
+    )
+    return zlib.crc32(repr(settings).encode())
 
 
 def _choose_devices(config: ParallelConfig) -> list[Any]:

@@ -8,137 +8,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
-from tqdm import tqdm
+from jaxtyping import Array
 
-from mmjax.engine.batch import (
-    BatchBuilder,
-    Layout,
-    step_layout,
-    unpack_sample,
-    unpack_step,
-)
-from mmjax.engine.buckets import Buckets, StepBucket, next_bucket
+from mmjax.engine.batch import BatchBuilder
+from mmjax.engine.buckets import StepBucket, next_bucket
 from mmjax.engine.encoder_rows import EncoderRows
-from mmjax.engine.mesh import Placement
+from mmjax.engine.mesh import Call, Placement
 from mmjax.engine.outputs import (
     ModelRunnerOutput,
     SampledToken,
     ScheduledRequest,
     SchedulerOutput,
 )
+from mmjax.engine.programs import Programs
 from mmjax.engine.request import EncoderItem
-from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
-from mmjax.layers.kv_cache import KVCache, allocate
-from mmjax.layers.module import Params, bind
+from mmjax.engine.sampler import SampleOutput
+from mmjax.layers.module import Params
 from mmjax.transport.messages import TokenLogprobs
-
-Replicate = Callable[[Array], Array]
-"""Makes an array whole on every device that shares it; the identity on one device."""
-
-
-class ModelShape(NamedTuple):
-    """What the engine must know of a model before it allocates."""
-
-    graphdef: Any
-    """The model's structure, for `layers.module.bind`."""
-    vocab_size: int
-    hidden_size: int
-    dtype: Any
-    """Of hidden states, encoder outputs and the KV cache."""
-
-    @classmethod
-    def of(cls, graphdef: Any, params: Params) -> "ModelShape":
-        """Ask the model's own functions, abstractly."""
-
-        def probe(params: Params) -> tuple[Array, Array]:
-            model = bind(graphdef, params)
-            embeds = model.embed_input_ids(jnp.zeros(1, jnp.int32))
-            return embeds, model.compute_logits(embeds)
-
-        embeds, logits = jax.eval_shape(probe, params)
-        return cls(graphdef, logits.shape[1], embeds.shape[1], embeds.dtype)
-
-
-class StepState(NamedTuple):
-    """What `step` consumes and returns: donated, so that nothing is copied."""
-
-    kv_cache: KVCache
-    hidden: Float[Array, "rows D"]
-    """States after the final norm, of the size of the largest bucket: a step of T tokens fills the
-    first T rows, so that `sample` compiles once for all of them."""
-
-
-# ---- the three jitted functions ----------------------------------------------------------------
-
-
-def encode(
-    graphdef: Any,
-    replicate: Replicate,
-    params: Params,
-    pool: Float[Array, "rows D"],
-    inputs: Mapping[str, Array],
-    dst_rows: Int[Array, " outputs"],
-) -> Float[Array, "rows D"]:
-    """Encode a bucket of units into their rows of the pool; padding has rows out of range."""
-    embeds = bind(graphdef, params).embed_multimodal(**inputs)
-    flat = embeds.reshape(-1, embeds.shape[-1]).astype(pool.dtype)
-    return pool.at[dst_rows].set(replicate(flat), mode="drop")
-
-
-def step(
-    graphdef: Any,
-    layout: Layout,
-    params: Params,
-    state: StepState,
-    pool: Float[Array, "outputs D"],
-    previous: Int[Array, " sampled"],
-    packed: Int[Array, " size"],
-) -> tuple[StepState, Int[Array, " rest"]]:
-    """Compute a bucket of tokens: text, and embeddings out of the pool.
-
-    Tokens that the host does not know yet are rows of the `previous` sample. Returned beside the
-    state is what follows the step in its buffer: the sample's input, on the device already.
-    """
-    model = bind(graphdef, params)
-    batch = unpack_step(layout, packed)
-    sampled = previous[jnp.maximum(batch.token_from, 0)]
-    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
-    is_embed = (batch.src_index >= 0)[:, None]
-    merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
-    states, kv_cache = model(merged, batch.positions, state.kv_cache, batch.metadata)
-    hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
-    return StepState(kv_cache, hidden), packed[layout.size :]
-
-
-def sample(
-    graphdef: Any,
-    replicate: Replicate,
-    layout: Layout,
-    num_rows: int,
-    is_plain: bool,
-    params: Params,
-    hidden: Float[Array, "rows D"],
-    packed: Int[Array, " size"],
-) -> Int[Array, " R"] | SampleOutput:
-    """Draw the next token of the rows that end a request's window.
-
-    `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
-    `num_rows` of an array that has one size always, since the next step reads it.
-    """
-    batch = unpack_sample(layout, packed, num_rows)
-    logits = replicate(bind(graphdef, params).compute_logits(hidden[batch.rows]))
-    if is_plain:
-        return _pad_tokens(sample_greedy(logits), layout)
-    drawn = sample_full(logits, batch)
-    return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
-
-
-def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:
-    (capacity,) = layout.slices["rows"][1]
-    return jnp.pad(token_ids, (0, capacity - len(token_ids)))
 
 
 class InFlight(NamedTuple):
@@ -155,83 +42,39 @@ class ModelRunner:
 
     def __init__(
         self,
-        shape: ModelShape,
+        programs: Programs,
         params: Params,
         *,
-        buckets: Buckets,
         num_blocks: int,
         block_size: int,
         max_blocks: int,
-        num_encoder_rows: int,
+        has_spans: bool,
         placement: Placement,
     ) -> None:
-        model = bind(shape.graphdef, params)
-        self.buckets = buckets
-        self.rows = EncoderRows(num_encoder_rows)
-        self._shape = shape
+        self.buckets = programs.buckets
+        self.rows = EncoderRows(programs.num_encoder_rows)
+        self._programs = programs
         self._params = params
         self._placement = placement
-        self._encoder_spec = model.encoder_spec
+        self._encoder_spec = programs.encoder_spec
         self._num_blocks = num_blocks
-        self._new_cache = partial(
-            allocate,
-            model.kv_cache_spec,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=shape.dtype,
-        )
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
             block_size=block_size,
             max_blocks=max_blocks,
-            max_num_seqs=buckets.sample[-1],
+            max_num_seqs=self.buckets.sample[-1],
             rows_of=self.rows.get,
-            has_spans=model.has_bidirectional_spans,
+            has_spans=has_spans,
         )
-        self._jit()
+        self._is_leading = False
+        """Whether other processes wait to be told of every call, to make it as well."""
         self.reset()
-
-    def _jit(self) -> None:
-        graphdef, placement = self._shape.graphdef, self._placement
-        # What comes out lies where it lay: else the next call would compile anew.
-        self._encode = jax.jit(
-            partial(encode, graphdef, placement.replicate),
-            donate_argnames="pool",
-            out_shardings=placement.replicated,
-        )
-        self._step = jax.jit(
-            partial(step, graphdef),
-            static_argnames="layout",
-            donate_argnames="state",
-            out_shardings=(
-                StepState(placement.kv_cache, placement.replicated),
-                placement.replicated,
-            ),
-        )
-        self._sample = jax.jit(
-            partial(sample, graphdef, placement.replicate),
-            static_argnames=("layout", "num_rows", "is_plain"),
-            out_shardings=placement.replicated,
-        )
-        self._step_layouts = {
-            bucket: step_layout(bucket, self._builder.max_blocks) for bucket in self.buckets.steps
-        }
 
     def reset(self) -> None:
         """Make all caches anew: at the start, and after a step that failed half-way."""
+        self._tell(Call.RESET)
         self.rows.reset()
-        placement = self._placement
-        whole = placement.replicated
-        self._state, self._pool, self._previous = placement.make(
-            self._zeros, (StepState(placement.kv_cache, whole), whole, whole)
-        )
-
-    def _zeros(self) -> tuple[StepState, Array, Array]:
-        shape = self._shape
-        hidden = jnp.zeros((self.buckets.max_num_tokens, shape.hidden_size), shape.dtype)
-        pool = jnp.zeros((self.rows.num_rows, shape.hidden_size), shape.dtype)
-        previous = jnp.zeros(self.buckets.sample[-1], jnp.int32)
-        return StepState(self._new_cache(), hidden), pool, previous
+        self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -262,8 +105,9 @@ class ModelRunner:
         return _read(in_flight.sampled, jax.device_get(in_flight.drawn))
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
-        self._state, rest = self._step(
-            layout=self._step_layouts[bucket],
+        self._tell(Call.STEP, bucket.num_tokens, bucket.num_requests, bucket.tile_size)
+        self._state, rest = self._programs.step(
+            layout=self._programs.step_layouts[bucket],
             params=self._params,
             state=self._state,
             pool=self._pool,
@@ -273,8 +117,9 @@ class ModelRunner:
         return rest
 
     def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
-        drawn = self._sample(
-            layout=self._builder.sample_layout,
+        self._tell(Call.SAMPLE, num_rows, is_plain)
+        drawn = self._programs.sample(
+            layout=self._programs.sample_layout,
             num_rows=num_rows,
             is_plain=is_plain,
             params=self._params,
@@ -286,9 +131,10 @@ class ModelRunner:
 
     def _run_encode(self, inputs: Mapping[str, np.ndarray], dst_rows: np.ndarray) -> None:
         num_units = len(next(iter(inputs.values())))
+        self._tell(Call.ENCODE, num_units)
         on_device = self._placement.put(inputs, self._placement.units(num_units))
         rows = self._placement.put(dst_rows)
-        self._pool = self._encode(
+        self._pool = self._programs.encode(
             params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
         )
 
@@ -320,27 +166,58 @@ class ModelRunner:
         }
         return inputs, np.full((size, spec.tokens_per_unit), self.rows.num_rows, np.int32)
 
+    # ---- several processes ---------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Show the followers that the leader lives."""
+        self._tell(Call.WAIT)
+
+    def end(self) -> None:
+        """Let the followers go."""
+        self._tell(Call.END)
+        self._is_leading = False
+
+    def follow(self) -> None:
+        """Make every call that the leader makes, until it lets go; on its numbers, not on ours."""
+        rest: Array | None = None
+        while True:
+            call, numbers = self._placement.hear()
+            if call is Call.END:
+                return
+            if call is Call.RESET:
+                self.reset()
+            elif call is Call.ENCODE:
+                inputs, rows = self._empty_units(numbers[0])
+                self._run_encode(inputs, rows.reshape(-1))
+            elif call is Call.STEP:
+                bucket = StepBucket(*numbers)
+                rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
+            elif call is Call.SAMPLE:
+                assert rest is not None, "a sample follows a step"
+                self._run_sample(numbers[0], bool(numbers[1]), rest)
+
+    def _tell(self, call: Call, *numbers: int) -> None:
+        if self._is_leading:
+            self._placement.tell(call, *numbers)
+
     # ---- warm-up -------------------------------------------------------------------------------
 
-    def warm_up(self, *, use_tqdm: bool) -> int:
-        """Compile and run every bucket on padding alone; return the number of programs."""
-        calls = list(self._warm_up_calls())
-        with tqdm(calls, desc="Compiling", unit="program", disable=not use_tqdm) as progress:
-            for label, run in progress:
-                progress.set_postfix_str(label)
-                jax.block_until_ready(run())
-        return len(calls)
+    def warm_up(self) -> None:
+        """Run every bucket on padding alone; compiles what is not compiled yet."""
+        for call in self._warm_up_calls():
+            jax.block_until_ready(call())
+        self._is_leading = self._placement.is_shared and self._placement.is_leader
+        self.wait()
 
-    def _warm_up_calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
         for bucket in self.buckets.encode:
             inputs, rows = self._empty_units(bucket)
-            yield f"encode {bucket}", partial(self._run_encode, inputs, rows.reshape(-1))
+            yield partial(self._run_encode, inputs, rows.reshape(-1))
         for bucket in reversed(self.buckets.steps):
-            label = f"step {bucket.num_tokens} x {bucket.num_requests}"
-            yield label, partial(self._warm_up_step, bucket)
+            yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:
             for is_plain in (True, False):
-                yield f"sample {size}", partial(self._warm_up_sample, size, is_plain)
+                yield partial(self._warm_up_sample, size, is_plain)
 
     def _warm_up_step(self, bucket: StepBucket) -> Array:
         packed, fields = self._builder.empty_step(bucket)

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mmjax.config import CacheConfig
-from mmjax.engine.core import EngineCore, choose_num_blocks, resolve_dtype
+from mmjax.engine.core import EngineCore, resolve_dtype
 from mmjax.engine.features import resolve_features
 from mmjax.errors import (
     ConfigError,
@@ -42,7 +41,7 @@ def core() -> EngineCore:
 @pytest.fixture(scope="module")
 def cramped() -> EngineCore:
     """Blocks for hardly more than one request, and an encoder pool of three pictures."""
-    return tiny_engine(num_blocks=14, encoder_cache_size=12)
+    return tiny_engine(max_model_len=112, num_blocks=14, encoder_cache_size=12)
 
 
 @pytest.fixture(autouse=True)
@@ -263,8 +262,8 @@ def test_a_bad_item_fails_alone(
 def test_what_can_never_fit_is_refused(core: EngineCore, cramped: EngineCore) -> None:
     with pytest.raises(RequestValueError, match="128 tokens"):
         core.add_request(message("a", [text(1, 128)]))
-    with pytest.raises(RequestValueError, match="blocks"):
-        cramped.add_request(message("a", [text(1, 110)], max_tokens=10))
+    with pytest.raises(RequestValueError, match="112 tokens"):
+        cramped.add_request(message("a", [text(1, 112)]))
     with pytest.raises(RequestValueError, match="16 embeddings"):
         cramped.add_request(message("a", [(1, 4)]))
 
@@ -378,7 +377,8 @@ def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[
 
 
 def test_the_start_is_itemised(core: EngineCore) -> None:
-    assert list(core.startup_seconds) == ["load_weights", "allocate", "warm_up"]
+    items = ["load_weights", "measure", "allocate", "compile", "warm_up"]
+    assert list(core.startup_seconds) == items
     assert core.num_programs <= 24
     assert core.num_kv_blocks == 4 * 128 // 8
 
@@ -386,11 +386,8 @@ def test_the_start_is_itemised(core: EngineCore) -> None:
 def test_settings_that_cannot_hold_are_refused() -> None:
     with pytest.raises(ConfigError, match="below `max_num_seqs`"):
         tiny_engine(max_num_seqs=8, max_num_batched_tokens=4)
-    with pytest.raises(ConfigError, match="no room for the KV cache"):
-        tiny_engine(num_blocks=0)
-    cache = CacheConfig()
-    assert choose_num_blocks(cache, wanted=10, bytes_per_block=7, free_bytes=29) == 4
-    assert choose_num_blocks(cache, wanted=3, bytes_per_block=7, free_bytes=29) == 3
+    with pytest.raises(ConfigError, match=r"lower `--max-model-len` to 120\b"):
+        tiny_engine(num_blocks=15)
 
 
 def test_auto_is_float32_on_cpu_only() -> None:
