@@ -78,7 +78,7 @@ class PartReader:
         kind = "image_url" if kind == "input_image" and kind not in part else kind
         value = part.get(kind)
         if kind == "image_pil":
-            return self._image_object(value, place)
+            return self._image_object(value, place, has_uuid=has_uuid)
         place = f"{place}.{kind}"
         if isinstance(value, Mapping):
             unknown = sorted(str(name) for name in value if name not in ("url", "detail"))
@@ -101,14 +101,14 @@ class PartReader:
             )
         return self._image_from_url(value, place)
 
-    def _image_object(self, value: Any, place: str) -> Any:
+    def _image_object(self, value: Any, place: str, *, has_uuid: bool) -> Any:
         if not self.are_objects_allowed:
             raise RequestValueError(
                 f"`{place}` has the type `image_pil`, which only `LLM.chat` takes; "
                 "use `image_url` with a data URL",
                 param=f"{place}.type",
             )
-        if value is None:
+        if value is None and not has_uuid:
             raise RequestValueError(f"`{place}.image_pil` is missing", param=f"{place}.image_pil")
         return value
 

@@ -265,6 +265,9 @@ def test_objects_where_they_are_allowed(parser: ChatParser) -> None:
     assert images_of(offline.parse(user({"type": "image_pil", "image_pil": image}))) == [image]
     with pytest.raises(RequestError, match="missing"):
         offline.parse(user({"type": "image_pil"}))
+    known = offline.parse(user({"type": "image_pil", "image_pil": None, "uuid": "cat"}))
+    assert images_of(known) == [None]
+    assert known.get("multi_modal_uuids") == {"image": ["cat"]}
 
 
 def test_continue_final_message(parser: ChatParser) -> None:
