@@ -28,7 +28,7 @@ from mmjax.processing.inputs import (
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 
-CacheState = Literal["hit", "miss", "off"]
+CacheState = Literal["hit", "miss", "off", "hidden"]
 
 _FIELD_NAMES: Mapping[type[BaseMultiModalField], str] = {
     MultiModalBatchedField: "batched",
@@ -61,7 +61,8 @@ class ItemExplanation(msgspec.Struct, frozen=True, kw_only=True):
     mm_hash: str
     identifier: str
     cache: CacheState
-    """Whether the processor cache had the item before this call; "off": there is no cache."""
+    """Whether the processor cache had the item before this call; "off": there is no cache;
+    "hidden": several clients share it, and none may learn what the others have sent."""
     tensors: dict[str, TensorExplanation] | None
     """None where an item came by its id alone, and only the engine has its tensors."""
 
@@ -83,6 +84,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return msgspec.to_builtins(self)
+
+    def without_cache_states(self) -> "Explanation":
+        """Return the explanation without what the caches hold."""
+        items = [msgspec.structs.replace(item, cache="hidden") for item in self.items]
+        return msgspec.structs.replace(self, items=items)
 
     def _repr_html_(self) -> str:
         """Draw tokens as cells and placeholders in their items' colours, for notebooks."""

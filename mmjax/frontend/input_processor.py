@@ -130,10 +130,8 @@ class InputProcessor:
         prepared = self.prepare_inputs(
             parts, id_domain=id_domain, request_id=self._unshared_id(request_id)
         )
+        self._check_prompts(prepared)
         token_ids = list(prepared.prompt_token_ids)
-        self._check_prompt(token_ids, "prompt")
-        if prepared.encoder_prompt_token_ids is not None:
-            self._check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt")
         template = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -179,10 +177,14 @@ class InputProcessor:
         return f"{request_id}.{next(self._counter)}"
 
     def explain(self, prompt: PromptType, *, id_domain: str | None = None) -> Explanation:
-        """Process a prompt as a request's, and describe it. Changes no cache; asks no engine."""
+        """Process a prompt as a request's, and describe it. Changes no cache; asks no engine.
+
+        A prompt that no request could have is refused as the request would be.
+        """
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         prepared = self.prepare_inputs(parts, id_domain=id_domain)
+        self._check_prompts(prepared)
         with self._pool.borrow() as processor:
             return explain_prompt(processor, prepared, self.cache)
 
@@ -226,6 +228,11 @@ class InputProcessor:
                 f"`stop_token_ids` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
                 param="stop_token_ids",
             )
+
+    def _check_prompts(self, prepared: PreparedInputs) -> None:
+        self._check_prompt(prepared.prompt_token_ids, "prompt")
+        if prepared.encoder_prompt_token_ids is not None:
+            self._check_prompt(prepared.encoder_prompt_token_ids, "encoder prompt")
 
     def _check_prompt(self, token_ids: Sequence[int], name: str) -> None:
         if not token_ids:

@@ -95,6 +95,8 @@ class GenerationService:
         except RequestError as error:
             error.param = _param_of_messages(error)
             raise
+        if len(self._config.api_keys) > 1:
+            explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._model_name}
         return json_response({**head, **explanation.to_dict()})
 

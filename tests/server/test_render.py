@@ -7,6 +7,7 @@ import pytest
 from tests.kit import IMAGE_SOFT
 from tests.server.conftest import MakeServer, Server
 from tests.server.test_app import data_url, image_message
+from tests.server.test_bad_input import error_of
 
 PATH = "/v1/chat/completions/render"
 
@@ -61,6 +62,27 @@ def test_what_a_request_may_not_have_is_refused_here_too(server: Server) -> None
     assert render(server, messages=[bad]).status_code == 422
     response = render(server, mm_processor_kwargs={"do_pan_and_scan": True})
     assert response.json()["error"]["param"] == "mm_processor_kwargs"
+
+
+def test_a_prompt_that_no_request_could_have_is_not_rendered(server: Server) -> None:
+    long = [{"role": "user", "content": "a red circle " * 300}]
+    answers = [server.chat(messages=long), render(server, messages=long)]
+    errors = [error_of(answer) for answer in answers]
+    assert errors[0] == errors[1]
+    assert "256" in errors[0]["message"]
+
+
+def test_no_client_learns_what_another_has_sent(make_server: MakeServer) -> None:
+    server = make_server(api_keys=("alices", "bobs"))
+
+    def post(path: str, key: str) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        return server.http.post(path, json={"messages": [image_message()]}, headers=headers)
+
+    before = post(PATH, "bobs").json()
+    assert post("/v1/chat/completions", "alices").status_code == 200
+    assert post(PATH, "bobs").json() == before
+    assert before["items"][0]["cache"] == "hidden"
 
 
 @pytest.mark.parametrize("key", [None, "wrong"])
