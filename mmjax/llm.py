@@ -19,6 +19,7 @@ from mmjax.config import (
     EngineConfig,
     HasherAlgorithm,
     MultiModalConfig,
+    ParallelConfig,
     ProcessorCacheType,
     SchedulerConfig,
 )
@@ -54,6 +55,7 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
         async_scheduling: bool = True,
+        tensor_parallel_size: int = 1,
         limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         mm_processor_cache_type: ProcessorCacheType = "lru",
@@ -103,6 +105,7 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 async_scheduling=async_scheduling,
             ),
+            parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
             compilation_cache_dir=Path(compilation_cache_dir) if compilation_cache_dir else None,
             use_tqdm=use_tqdm_on_load,
         )

@@ -28,11 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
         engine_config = to_engine_config(flags)
+        if engine_config.parallel.process_id:
+            return _follow(engine_config)
         with contextlib.closing(_listen(server_config)) as listener:
             return _serve(engine_config, server_config, listener)
     except MMJaxError as error:
         print(f"mmjax.serve: {error}", file=sys.stderr)
         return 1
+
+
+def _follow(engine: EngineConfig) -> int:
+    """Be the engine's part on another host; requests come to process 0 alone."""
+    # On use only: it brings jax along.
+    from mmjax.engine.process import follow_engine
+    from mmjax.models.registry import require_model
+
+    require_model(engine.model.architecture)
+    follow_engine(engine)
+    return 0
 
 
 def _listen(config: ServerConfig) -> socket.socket:

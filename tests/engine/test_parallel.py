@@ -1,65 +1,202 @@
-"""One model over several devices: the answers of one, and each device with its own part."""
+"""One model over several devices, or processes: the answers of one, each part in its place."""
 
-from dataclasses import replace
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
-from transformers import Gemma3Config
 
-from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
+from mmjax.engine.mesh import make_placement
+from mmjax.errors import ConfigError
+from mmjax.layers.module import flatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
-from tests.engine.test_core import MIXED
-from tests.engine.tiny import drain, engine_config, loud_params, message, tiny_config, tokens_of
+from tests.conftest import FOUR_DEVICES
+from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, spread_config
+from tests.engine.tiny import drain, message
 
-NUM_HEADS = 4
-KV_HEADS = (1, 2, 4)
-"""Held by all four devices; by two each; by one each."""
-
-
-@lru_cache
-def config_with_heads(num_kv_heads: int) -> Gemma3Config:
-    """The tiny model with four heads."""
-    text = tiny_config().text_config.to_dict()
-    text.update(num_attention_heads=NUM_HEADS, num_key_value_heads=num_kv_heads)
-    whole = tiny_config().to_dict()
-    return Gemma3Config.from_dict({**whole, "text_config": text})
-
-
-@lru_cache
-def params_with_heads(num_kv_heads: int) -> Any:
-    return loud_params(config_with_heads(num_kv_heads))[1]
-
-
-def parallel_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
-    config = engine_config()
-    return replace(
-        config,
-        model=replace(config.model, hf_config=config_with_heads(num_kv_heads)),
-        parallel=ParallelConfig(**parallel),
-    )
+LAYERS = 3
 
 
 @lru_cache
 def engine(num_kv_heads: int, size: int) -> EngineCore:
-    config = parallel_config(num_kv_heads, tensor_parallel_size=size)
+    """Start an engine on `size` devices."""
+    config = spread_config(num_kv_heads, tensor_parallel_size=size)
     params = params_with_heads(num_kv_heads)
     return EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
 
 
-def serve(core: EngineCore, **sampling: Any) -> list[list[int]]:
-    """Serve all at once: mixed steps, chunks, pictures of several units."""
-    names = [f"{n}" for n in range(len(MIXED))]
-    for name, parts in zip(names, MIXED, strict=True):
-        core.add_request(message(name, parts, **sampling))
-    news = drain(core)
-    return [tokens_of(news[name]) for name in names]
+SPREADS = [
+    # One key-value head, held by all; two, held by two devices each; four, one each.
+    pytest.param(1, 4, marks=pytest.mark.slow),
+    (2, 4),
+    pytest.param(4, 4, marks=pytest.mark.slow),
+    pytest.param(1, 2, marks=pytest.mark.slow),
+    (4, 2),
+]
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("num_kv_heads", KV_HEADS)
+@pytest.mark.parametrize(("num_kv_heads", "size"), SPREADS)
 def test_answers_are_those_of_one_device(num_kv_heads: int, size: int):
     core = engine(num_kv_heads, size)
     assert serve(core) == serve(engine(num_kv_heads, 1))
+    assert serve(core, temperature=1.0, seed=7) == serve(
+        engine(num_kv_heads, 1), temperature=1.0, seed=7
+    )
     assert core.compilations == 0
+
+
+def test_logits_are_those_of_one_device_but_for_rounding():
+    """Sums over devices add in another order: see docs/determinism.md for the figures."""
+    reports = [_logprobs(engine(2, size)) for size in (1, 4)]
+    np.testing.assert_allclose(reports[1], reports[0], atol=1e-5, rtol=0)
+
+
+def _logprobs(core: EngineCore) -> np.ndarray:
+    request = message("one", ([5, 6, 7], (1, 3), [8, 9]), logprobs=10, max_tokens=16)
+    core.add_request(request)
+    news = drain(core)["one"]
+    return np.array([one.logprobs for delta in news for one in delta.new_logprobs or []])
+
+
+def test_each_device_holds_its_part_and_no_more():
+    core = engine(2, 4)
+    params = flatten_params(core._runner._params)
+    layer = "language_model.layers.0.{}.weight"
+    shapes = {
+        name: params[layer.format(name)].sharding.shard_shape(params[layer.format(name)].shape)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
+    }
+    assert shapes == {
+        "self_attn.q_proj": (16, 32),
+        "self_attn.k_proj": (16, 32),
+        "self_attn.o_proj": (32, 16),
+        "mlp.down_proj": (32, 12),
+    }
+    tower = [leaf for name, leaf in params.items() if "language_model" not in name]
+    assert tower
+    assert all(leaf.sharding.is_fully_replicated for leaf in tower)
+    for cache in core._runner._state.kv_cache:
+        # One of two heads, where the other dimensions are whole.
+        assert cache.keys.sharding.shard_shape(cache.keys.shape)[1] == 1
+        assert cache.values.sharding.shard_shape(cache.values.shape)[1] == 1
+
+
+def test_the_compiler_adds_one_sum_a_half_block_and_moves_no_weights():
+    collectives = Counter(_collectives(engine(2, 4)))
+    sums = 2 * LAYERS + 1  # of attention and of the MLP; of the embedding's lookup
+    assert collectives == {("step", "all-reduce"): sums, ("sample", "all-gather"): 1} | {
+        ("encode", "all-gather"): 1
+    }
+
+
+def _collectives(core: EngineCore) -> Iterator[tuple[str, str]]:
+    """Find what devices say to each other in the largest program of each function."""
+    for kind, programs in core._runner._programs.by_kind(core.num_kv_blocks).items():
+        compiled = programs[0].jitted.lower(**programs[0].arguments).compile()
+        pattern = r"= \S+ (all-\w+|reduce-scatter|collective-permute)(?:-start)?\("
+        for found in re.findall(pattern, compiled.as_text()):
+            yield kind, found
+
+
+def test_pictures_are_spread_where_there_is_one_for_each_device():
+    placement = engine(2, 4)._placement
+    assert [placement.padded_units(n) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 3, 4, 8, 8]
+    assert placement.units(2).is_fully_replicated
+    assert placement.units(8).shard_shape((8, 3, 28, 28)) == (2, 3, 28, 28)
+
+
+# ---- settings that do not work -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "size", "words"),
+    [
+        (4, 3, r"`--tensor-parallel-size` is 3.*4 attention heads.*1, 2, 4"),
+        (6, 4, r"6 attention heads.*1, 2, 3, 6"),
+        (16, 8, r"8, 8 in each process, but a process has 4 cpu devices"),
+    ],
+)
+def test_a_size_that_does_not_fit_is_refused(num_heads: int, size: int, words: str):
+    config = ParallelConfig(tensor_parallel_size=size)
+    with pytest.raises(ConfigError, match=words):
+        make_placement(config, num_heads=num_heads, num_kv_heads=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "`tensor_parallel_size` is 0; give at least 1"),
+        ({"num_processes": 2, "tensor_parallel_size": 2}, "--distributed-coordinator HOST:PORT"),
+        ({"process_id": 1}, r"`--distributed-process-id`.* is 1, of 1 processes; give 0 to 0"),
+        (
+            {"num_processes": 2, "tensor_parallel_size": 3, "coordinator_address": "a:1"},
+            "give `--tensor-parallel-size` a multiple of 2",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "size", "shape"),
+    [(8, 4, (1, 4, 1)), (4, 4, (1, 4, 1)), (2, 4, (1, 2, 2)), (1, 4, (1, 1, 4)), (3, 2, (1, 1, 2))],
+)
+def test_key_value_heads_are_cut_or_shared(num_kv_heads: int, size: int, shape: tuple[int, ...]):
+    config = ParallelConfig(tensor_parallel_size=size)
+    placement = make_placement(config, num_heads=24, num_kv_heads=num_kv_heads)
+    assert placement.mesh is not None
+    assert tuple(placement.mesh.shape.values()) == shape
+
+
+# ---- two processes -------------------------------------------------------------------------------
+
+
+def test_two_processes_answer_as_one():
+    alone = engine(2, 4)
+    expected = {"greedy": serve(alone), "drawn": serve(alone, temperature=1.0, seed=7)}
+    port = _free_port()
+    follower = _start(1, port)
+    try:
+        leader = _start(0, port)
+        said, _ = leader.communicate(timeout=300)
+        heard, _ = follower.communicate(timeout=60)
+    finally:
+        for process in (leader, follower):
+            process.kill()
+    assert (leader.returncode, follower.returncode) == (0, 0)
+    report = json.loads(said.splitlines()[-1])
+    assert report == expected | {"again": expected["greedy"], "compilations": 0}
+    assert heard.splitlines()[-1] == "let go"
+
+
+def _start(process_id: int, port: int) -> "subprocess.Popen[str]":
+    devices = 4 // NUM_PROCESSES
+    flags = os.environ["XLA_FLAGS"].replace(FOUR_DEVICES, FOUR_DEVICES[:-1] + str(devices))
+    cache = {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]}
+    environment = {**os.environ, "XLA_FLAGS": flags}
+    environment |= {name: value for name, value in cache.items() if value is not None}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.one_of_two", str(process_id), str(port)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

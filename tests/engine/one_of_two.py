@@ -1,0 +1,41 @@
+"""One of two processes that serve together: `python -m tests.engine.one_of_two ID PORT`.
+
+Process 0 prints its answers as JSON; process 1 computes along, and prints that it was let go.
+"""
+
+import contextlib
+import json
+import sys
+
+from mmjax.engine.core import EngineCore
+from mmjax.engine.mesh import join_processes
+from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, spread_config
+
+
+def main() -> None:
+    """Start the engine, and serve or follow."""
+    process_id, port = map(int, sys.argv[1:])
+    config = spread_config(
+        2,
+        tensor_parallel_size=4,
+        coordinator_address=f"127.0.0.1:{port}",
+        num_processes=NUM_PROCESSES,
+        process_id=process_id,
+    )
+    join_processes(config)  # before the parameters are made
+    core = EngineCore.from_model(Gemma3ForConditionalGeneration, params_with_heads(2), config)
+    if process_id:
+        core.follow()
+        print("let go", flush=True)
+        return
+    with contextlib.closing(core):
+        core.step()  # nothing to do: the followers are told so
+        report = {"greedy": serve(core), "drawn": serve(core, temperature=1.0, seed=7)}
+        core.recover()
+        report |= {"again": serve(core), "compilations": core.compilations}
+    print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

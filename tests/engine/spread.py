@@ -1,0 +1,63 @@
+"""The tiny model with four heads, to be spread over devices and processes."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from transformers import Gemma3Config
+
+from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.engine.core import EngineCore
+from tests.engine.tiny import drain, engine_config, loud_params, message, tiny_config, tokens_of
+
+NUM_HEADS = 4
+NUM_PROCESSES = 2
+
+
+def text(seed: int, length: int) -> list[int]:
+    """Return random words."""
+    return np.random.default_rng(seed).integers(2, 90, length).tolist()
+
+
+PROMPTS: list[tuple[Any, ...]] = [
+    (text(1, 7),),
+    (text(2, 100),),
+    (text(3, 3), (1, 1), text(4, 5)),
+    (text(6, 2), (1, 1), text(7, 2), (2, 1), (1, 1), text(8, 3)),
+    (text(11, 5), (4, 3), text(12, 5)),
+    (text(13, 37), (5, 2), (6, 1), (7, 2), text(14, 1)),
+]
+"""Text, longer than a step; pictures of one and of several units, shared ones among them."""
+
+
+@lru_cache
+def config_with_heads(num_kv_heads: int) -> Gemma3Config:
+    """Return the tiny model's config with four heads."""
+    text_config = tiny_config().text_config.to_dict()
+    text_config.update(num_attention_heads=NUM_HEADS, num_key_value_heads=num_kv_heads)
+    return Gemma3Config.from_dict({**tiny_config().to_dict(), "text_config": text_config})
+
+
+@lru_cache
+def params_with_heads(num_kv_heads: int) -> Any:
+    """Return its parameters."""
+    return loud_params(config_with_heads(num_kv_heads))[1]
+
+
+def spread_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
+    """Return a small engine's config; `parallel` are the fields of `ParallelConfig`."""
+    config = engine_config(max_num_seqs=2)
+    return replace(
+        config,
+        model=replace(config.model, hf_config=config_with_heads(num_kv_heads)),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def serve(core: EngineCore, **sampling: Any) -> list[list[int]]:
+    """Serve all prompts at once; return their answers."""
+    for number, parts in enumerate(PROMPTS):
+        core.add_request(message(str(number), parts, **sampling))
+    news = drain(core)
+    return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
