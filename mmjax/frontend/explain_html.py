@@ -27,7 +27,7 @@ class Cell(NamedTuple):
     text: str
     token_id: int
     start: int
-    count: int
+    num_tokens: int
     item: int | None
     """Place in the list of items, or None for text."""
     is_embed: bool
@@ -66,7 +66,7 @@ def to_cells(token_ids: Sequence[int], tokens: Sequence[str], items: Sequence[An
         last = cells[-1] if cells else None
         key = (token_id, owner[place], is_embed[place])
         if last and owner[place] is not None and key == (last.token_id, last.item, last.is_embed):
-            cells[-1] = last._replace(count=last.count + 1)
+            cells[-1] = last._replace(num_tokens=last.num_tokens + 1)
         else:
             cells.append(Cell(text, token_id, place, 1, owner[place], is_embed[place]))
     return cells
@@ -85,9 +85,9 @@ def _draw_cells(cells: Sequence[Cell]) -> str:
 def _draw_cell(cell: Cell) -> str:
     style = _CELL.format(color=_color(cell.item)) + ";" + (_EMBED_MARK if cell.is_embed else "")
     text = escape(cell.text.replace("\n", "\u23ce") or "\u2205")
-    times = f" &times;{cell.count}" if cell.count > 1 else ""
-    last = cell.start + cell.count - 1
-    places = f"{cell.start}" if cell.count == 1 else f"{cell.start} to {last}"
+    times = f" &times;{cell.num_tokens}" if cell.num_tokens > 1 else ""
+    last = cell.start + cell.num_tokens - 1
+    places = f"{cell.start}" if cell.num_tokens == 1 else f"{cell.start} to {last}"
     return f'<span style="{style}" title="token {cell.token_id} at {places}">{text}{times}</span>'
 
 

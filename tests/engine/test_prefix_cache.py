@@ -199,11 +199,14 @@ def test_a_second_turn_encodes_nothing_and_computes_the_new_text_alone(core: Eng
     turn = (*parts, answer(core, message("again", parts, max_tokens=6)), text(7, 9))
     encodes: list[object] = []
     encode = core._runner._run_encode
-    core._runner._run_encode = lambda *args: (encodes.append(args), encode(*args))[1]
-    try:
+
+    def count(**arguments: Any) -> None:
+        encodes.append(arguments)
+        encode(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core._runner, "_run_encode", count)
         (second,) = drain_one(core, message("turn 2", turn))
-    finally:
-        core._runner._run_encode = encode
     assert encodes == []
     num_tokens = len(message("turn 2", turn).prompt_token_ids)
     assert num_tokens - second.num_cached_tokens <= 9 + 1 + 8  # what is new, and part of a block

@@ -23,9 +23,10 @@ CASES = [
     for kwargs in family.extra_kwargs
 ]
 NUM_IMAGES = [
-    pytest.param(case.values[0], case.values[1], number, id=f"{case.id}-{number}")
-    for case in CASES
-    for number in range(min(3, case.values[0].max_images) + 1)
+    pytest.param(family, kwargs, number, id=f"{name}-{'-'.join(kwargs) or 'plain'}-{number}")
+    for name, family in FAMILIES.items()
+    for kwargs in family.extra_kwargs
+    for number in range(min(3, family.max_images) + 1)
 ]
 
 
