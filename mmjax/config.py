@@ -5,15 +5,16 @@ No logic beyond their validation.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from mmjax.errors import ConfigError
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_SHM_OBJECT_SIZE_MB = 128
 """The largest item that shared memory takes, when the operator does not say."""
@@ -191,6 +192,10 @@ class SchedulerConfig:
     ways."""
     max_num_queued_reqs: int = 1024
     """More requests than this waiting: a new one gets 429."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt may be computed over several steps; else a step must hold the longest."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """priority: waiting requests are ordered by their `priority`, lowest first, then by arrival."""
     async_scheduling: bool = True
     """Whether the host prepares a step while the device computes the one before."""
 
@@ -198,6 +203,16 @@ class SchedulerConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
+        if self.max_num_encoder_input_tokens is not None and self.max_num_encoder_input_tokens < 1:
+            raise ConfigError(
+                f"`max_num_encoder_input_tokens` is {self.max_num_encoder_input_tokens}; "
+                "give at least 1"
+            )
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise ConfigError(
+                f"`scheduling_policy` is {self.scheduling_policy!r}; "
+                f"give one of {', '.join(get_args(SchedulingPolicy))}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +249,21 @@ class ParallelConfig:
             )
 
 
+class EngineSettings(TypedDict, total=False):
+    """Fields of the configs that `LLM` takes by name as well."""
+
+    block_size: int
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    encoder_cache_size: int | None
+    enable_prefix_caching: bool
+    max_num_encoder_input_tokens: int | None
+    disable_chunked_mm_input: bool
+    enable_chunked_prefill: bool
+    async_scheduling: bool
+    compile_threads: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All that P1 needs to start; picklable, since P1 is spawned with it."""
@@ -254,6 +284,22 @@ class EngineConfig:
         """Return the same with other settings for media."""
         return replace(self, model=replace(self.model, mm=mm))
 
+    def with_settings(self, settings: EngineSettings) -> "EngineConfig":
+        """Return the same with these fields set, in whichever part they are."""
+        config = self
+        for name, value in settings.items():
+            if name not in EngineSettings.__annotations__:
+                known = ", ".join(f"`{key}`" for key in EngineSettings.__annotations__)
+                raise TypeError(f"there is no setting `{name}`; beside the named ones take {known}")
+            for part in ("cache", "scheduler"):
+                if name in {field.name for field in fields(getattr(config, part))}:
+                    changed = replace(getattr(config, part), **{name: value})
+                    config = replace(config, **{part: changed})
+                    break
+            else:
+                config = replace(config, **{name: value})
+        return config
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -265,6 +311,8 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     root_path: str = ""
     max_request_bytes: int = 32 * 2**20
+    request_timeout_s: float = 0.0
+    """A request that is not finished by then gets 408; 0: none is sent away."""
     sse_keep_alive_interval_s: float = 15.0
     shutdown_timeout_s: float = 30.0
     trust_request_chat_template: bool = False

@@ -71,6 +71,21 @@ class CapacityError(RequestError):
         self.retry_after_s = retry_after_s
 
 
+class RequestTimeoutError(RequestError):
+    """The request was not finished by its deadline; nothing of it is left."""
+
+    status = 408
+    code = "request_timeout"
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(
+            message
+            or "the request was not finished in time; ask for fewer tokens, try again when the "
+            "server is less busy, or raise `timeout` (`--request-timeout` is the server's)",
+            param="timeout",
+        )
+
+
 class EngineUnavailableError(RequestError):
     """The engine process restarts, or could not be brought back."""
 

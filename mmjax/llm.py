@@ -7,16 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from tqdm import tqdm
 
 from mmjax.cache import config_with_segment
 from mmjax.config import (
     DEFAULT_SHM_OBJECT_SIZE_MB,
-    CacheConfig,
     DtypeName,
     EngineConfig,
+    EngineSettings,
     HasherAlgorithm,
     MultiModalConfig,
     ParallelConfig,
@@ -54,7 +54,6 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 2048,
-        async_scheduling: bool = True,
         tensor_parallel_size: int = 1,
         limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -67,11 +66,9 @@ class LLM:
         revision: str | None = None,
         served_model_name: str | None = None,
         chat_template: str | None = None,
-        block_size: int = 32,
-        kv_cache_memory_bytes: int | None = None,
-        enable_prefix_caching: bool = True,
         compilation_cache_dir: str | Path | None = None,
         use_tqdm_on_load: bool = True,
+        **more: Unpack[EngineSettings],
     ) -> None:
         """Load `model` (None: the embedded default; a directory; a hub id) and compile it."""
         model_config = load_model_config(
@@ -95,21 +92,14 @@ class LLM:
         require_model(model_config.architecture)
         config = EngineConfig(
             model=model_config,
-            cache=CacheConfig(
-                block_size=block_size,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
             scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                async_scheduling=async_scheduling,
+                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
             parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
             compilation_cache_dir=Path(compilation_cache_dir) if compilation_cache_dir else None,
             use_tqdm=use_tqdm_on_load,
         )
-        self._open(config)
+        self._open(config.with_settings(more))
 
     def _open(self, config: EngineConfig) -> None:
         self.config = config

@@ -26,6 +26,8 @@ class AdmissionLimits:
     """Embeddings that one step may compute, and the encoder cache may hold: the smaller."""
     keeps_items_whole: bool
     """Whether an item's places must all lie in one step."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt's places need not all lie in one step."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
         """Raise `RequestValueError` for a prompt that no step sequence can compute."""
@@ -40,6 +42,8 @@ class AdmissionLimits:
         self._check_vocabulary(token_ids, items)
         for item in items:
             self._check_item(item, len(token_ids))
+        if not self.enable_chunked_prefill:
+            self._check_items_of_one_step(items)
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
@@ -73,6 +77,16 @@ class AdmissionLimits:
                 f"token id {unknown[0]} is not in the vocabulary; ids lie in "
                 f"[0, {self.vocab_size - 1}]",
                 param="prompt_token_ids",
+            )
+
+    def _check_items_of_one_step(self, items: Sequence[EncoderItem]) -> None:
+        num_embeds = sum({item.identifier: item.num_embeds for item in items}.values())
+        if num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"the prompt's items give {num_embeds} embeddings, which must be computed in one "
+                f"step without chunked prefill; a step computes {self.encoder_budget}: send fewer "
+                "items, or raise `max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
             )
 
     def _check_item(self, item: EncoderItem, num_prompt_tokens: int) -> None:

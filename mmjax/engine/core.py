@@ -2,45 +2,29 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.block_hash import make_none_hash
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
-from mmjax.engine.admission import AdmissionLimits
-from mmjax.engine.buckets import Buckets
-from mmjax.engine.compilation import (
-    CompilationCounter,
-    compile_programs,
-    enable_persistent_cache,
-)
+from mmjax.engine.compilation import CompilationCounter
+from mmjax.engine.deadlines import Deadlines
 from mmjax.engine.features import check_places, resolve_features
-from mmjax.engine.memory import KVDemand, fit_kv_cache, shard_bytes
-from mmjax.engine.mesh import join_processes, make_placement
 from mmjax.engine.outputs import SchedulerOutput
-from mmjax.engine.programs import ModelShape, Programs
 from mmjax.engine.request import BlockHasher, EncoderItem, Request
-from mmjax.engine.runner import InFlight, ModelRunner
-from mmjax.engine.scheduler import Scheduler
-from mmjax.errors import ConfigError, RequestRuntimeError, RequestValueError
-from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.engine.runner import InFlight
+from mmjax.engine.start import EngineStart
+from mmjax.errors import RequestRuntimeError, RequestValueError
+from mmjax.layers.module import Params
 from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec
-from mmjax.models.registry import load_model_class
-from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
-from mmjax.weights.load import load_params
 
 logger = get_logger(__name__)
 
@@ -59,33 +43,19 @@ class EngineCore:
 
         `model_class` and `params` replace what the registry and the checkpoint give.
         """
-        _check_config(config)
         self.config = config
-        self.startup_seconds: dict[str, float] = {}
-        """What the start took, item by item."""
-        enable_persistent_cache(config.compilation_cache_dir)
-        # First of all: JAX learns of the other processes before it opens a device.
-        join_processes(config)
-        device = jax.local_devices()[0]
-        dtype = resolve_dtype(config.model.dtype, device.platform)
-        self._model_class = model_class or load_model_class(config.model.architecture)
-        with self._timed("load_weights"):
-            graphdef, params = self._load(params, dtype)
-        model = bind(graphdef, params)
-        self._encoder_spec: EncoderSpec = model.encoder_spec
-        self._plan(model)
-        programs = self._make_programs(graphdef, params)
-        with self._timed("measure"):
-            self.num_kv_blocks = self._fit_kv_cache(programs, params)
-        with self._timed("allocate"):
-            self._allocate(programs, params)
-        with self._timed("compile"):
-            every = programs.all(self.num_kv_blocks)
-            compile_programs(every, num_threads=config.compile_threads, use_tqdm=config.use_tqdm)
-        with self._timed("warm_up"):
-            self._runner.warm_up()
-        self.num_programs = len(every)
+        parts = EngineStart(config, model_class).start(params)
+        self._model_class = parts.model_class
+        self._encoder_spec = parts.encoder_spec
+        self._placement = parts.placement
+        self._limits = parts.limits
+        self._scheduler = parts.scheduler
+        self._runner = parts.runner
+        self.num_kv_blocks = parts.limits.num_blocks
+        self.num_programs = parts.num_programs
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
+        self.startup_seconds = parts.seconds
+        """What the start took, item by item."""
         self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
         """What the device computes, and nobody has read."""
         self.num_preemptions = 0
@@ -97,36 +67,8 @@ class EngineCore:
         self._block_hasher = _make_block_hasher(config.cache)
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
-        logger.info(
-            "ready on %s in %s: %d programs, %d KV blocks of %d slots, %d encoder rows; %s",
-            device.device_kind,
-            jnp.dtype(dtype).name,
-            self.num_programs,
-            self.num_kv_blocks,
-            config.cache.block_size,
-            self._scheduler.encoder_cache.cache_size,
-            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.startup_seconds.items()),
-        )
-
-    def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
-        """Return the model's graph, and its parameters spread over the devices."""
-        config = self.config
-        graphdef, abstract = build_abstract(self._model_class, config.model.hf_config, dtype=dtype)
-        self._placement = make_placement(
-            config.parallel,
-            num_heads=config.model.hf_config.get_text_config().num_attention_heads,
-            num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
-        )
-        if params is None:
-            params = load_params(
-                config.model.path,
-                abstract,
-                self._model_class.RULES,
-                dtype=dtype,
-                mesh=self._placement.mesh,
-                use_tqdm=config.use_tqdm,
-            )
-        return graphdef, self._placement.place_params(params)
+        self._has_priorities = config.scheduler.scheduling_policy == "priority"
+        self._deadlines = Deadlines()
 
     @classmethod
     def from_model(
@@ -134,91 +76,6 @@ class EngineCore:
     ) -> "EngineCore":
         """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
         return cls(config, model_class=model_class, params=params)
-
-    def _plan(self, model: Any) -> None:
-        """Settle what does not depend on memory."""
-        schedule = self.config.scheduler
-        self._has_spans = model.has_bidirectional_spans
-        self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
-        if self._has_spans and not schedule.disable_chunked_mm_input:
-            logger.info("an item's tokens go in one step: its embeddings see each other both ways")
-        self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
-            schedule,
-            self.config.mm_max_toks_per_item or {"image": self._encoder_spec.tokens_per_unit},
-            encoder_cache_size=self.config.cache.encoder_cache_size,
-            disable_chunked_mm_input=self._keeps_items_whole,
-        )
-        self._encoder_cache = EncoderCacheManager(max(1, encoder_rows))
-
-    def _make_programs(self, graphdef: Any, params: Params) -> Programs:
-        schedule, block_size = self.config.scheduler, self.config.cache.block_size
-        buckets = Buckets.create(
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
-        )
-        return Programs(
-            ModelShape.of(graphdef, params),
-            params,
-            buckets=buckets,
-            placement=self._placement,
-            num_encoder_rows=self._encoder_cache.cache_size,
-            block_size=block_size,
-            max_blocks=cdiv(self.config.model.max_model_len, block_size),
-        )
-
-    def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
-        schedule = self.config.scheduler
-        demand = KVDemand(
-            bytes_per_block=programs.bytes_per_block,
-            block_size=self.config.cache.block_size,
-            max_model_len=self.config.model.max_model_len,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-        )
-        return fit_kv_cache(
-            programs,
-            demand,
-            self.config.cache,
-            self._placement,
-            weights=shard_bytes(params),
-            num_threads=self.config.compile_threads,
-        )
-
-    def _allocate(self, programs: Programs, params: Params) -> None:
-        schedule, cache = self.config.scheduler, self.config.cache
-        max_model_len = self.config.model.max_model_len
-        self._limits = AdmissionLimits(
-            max_model_len=max_model_len,
-            vocab_size=programs.vocab_size,
-            num_blocks=self.num_kv_blocks,
-            block_size=cache.block_size,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
-            keeps_items_whole=self._keeps_items_whole,
-        )
-        self._scheduler = Scheduler(
-            kv_cache=KVCacheManager(
-                num_blocks=self.num_kv_blocks,
-                block_size=cache.block_size,
-                max_model_len=max_model_len,
-            ),
-            encoder_cache=self._encoder_cache,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_num_encoder_input_tokens=self._encoder_budget,
-            max_num_queued_reqs=schedule.max_num_queued_reqs,
-            keeps_items_whole=self._keeps_items_whole,
-        )
-        self._runner = ModelRunner(
-            programs,
-            params,
-            num_blocks=self.num_kv_blocks,
-            block_size=cache.block_size,
-            max_blocks=cdiv(max_model_len, cache.block_size),
-            has_spans=self._has_spans,
-            placement=self._placement,
-        )
 
     # ---- serving -------------------------------------------------------------------------------
 
@@ -242,13 +99,24 @@ class EngineCore:
             items=items,
             eos_token_ids=message.eos_token_ids,
             seed=int(self._seeds.integers(2**63)),
-            priority=message.priority,
+            priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
             lora_name=message.lora_name,
             block_hasher=self._block_hasher,
         )
         self._limits.check_request(request)
         self._scheduler.add_request(request)
+        self._deadlines.set(message.request_id, message.deadline)
+
+    def expire(self, now: float | None = None) -> list[str]:
+        """Abort the requests whose deadline has passed, wherever they are; return which."""
+        expired = self._deadlines.pop_expired(time.monotonic() if now is None else now)
+        if not expired:
+            return []
+        unfinished = set(self._scheduler.request_ids)
+        expired = [request_id for request_id in expired if request_id in unfinished]
+        self._scheduler.abort(expired)
+        return expired
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forget requests wherever they are; unknown ids are ignored."""
@@ -303,6 +171,7 @@ class EngineCore:
         self._in_flight = None
         request_ids = self._scheduler.request_ids
         self._scheduler.abort(request_ids)
+        self._deadlines.clear()
         self._scheduler.encoder_cache.reset()
         self._scheduler.kv_cache.reset_prefix_cache()
         self._runner.reset()
@@ -356,20 +225,6 @@ class EngineCore:
             identifier=feature.identifier, mm_position=feature.mm_position, units=arrays
         )
 
-    @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.startup_seconds[name] = time.perf_counter() - start
-
-
-def resolve_dtype(name: str, platform: str) -> Any:
-    """Return the dtype of weights and caches; "auto" is float32 on CPU, bfloat16 elsewhere."""
-    if name == "auto":
-        # XLA's bfloat16 products on CPU are several times slower than float32.
-        name = "float32" if platform == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
 
 def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
     if not cache.enable_prefix_caching:
@@ -380,16 +235,6 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
         none_hash=make_none_hash(secrets.token_hex(16)),
         algorithm=cache.prefix_caching_hash_algo,
     )
-
-
-def _check_config(config: EngineConfig) -> None:
-    schedule = config.scheduler
-    if schedule.max_num_batched_tokens < schedule.max_num_seqs:
-        raise ConfigError(
-            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
-            f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
-            "first or lower the second"
-        )
 
 
 def _check_is_served(message: EngineCoreRequest) -> None:

@@ -6,7 +6,7 @@ import time
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.errors import MultiModalCacheMissError, RequestError
+from mmjax.errors import MultiModalCacheMissError, RequestError, RequestTimeoutError
 from mmjax.logger import configure_logging, get_logger
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
@@ -54,6 +54,15 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         sender.close(linger_s=1.0)
 
 
+def follow_engine(config: EngineConfig) -> None:
+    """Compute along with process 0's engine, on another host; return when that one closes."""
+    process_id = config.parallel.process_id
+    configure_logging(process=f"P1.{process_id}")
+    core = EngineCore(config)
+    logger.info("process %d of %d follows", process_id, config.parallel.num_processes)
+    core.follow()
+
+
 class EngineLoop:
     """Receive, step, reply, until a `Shutdown`."""
 
@@ -67,6 +76,7 @@ class EngineLoop:
     def run(self) -> None:
         """Serve; return on `Shutdown`."""
         while self._receive_all():
+            self._expire()
             self._step()
             self.last_turn = time.monotonic()
 
@@ -100,6 +110,11 @@ class EngineLoop:
                 self._fail(message.request_id, "internal error", None, 500)
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
+
+    def _expire(self) -> None:
+        for request_id in self.core.expire():
+            error = RequestTimeoutError()
+            self._fail(request_id, error.message, None, error.status)
 
     def _step(self) -> None:
         try:

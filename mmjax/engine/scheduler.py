@@ -43,6 +43,7 @@ class Scheduler:
         max_num_encoder_input_tokens: int,
         max_num_queued_reqs: int = 1024,
         keeps_items_whole: bool = False,
+        enable_chunked_prefill: bool = True,
     ) -> None:
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
@@ -54,6 +55,7 @@ class Scheduler:
         self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
         self._keeps_items_whole = keeps_items_whole
+        self._enable_chunked_prefill = enable_chunked_prefill
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
@@ -112,22 +114,24 @@ class Scheduler:
             token = sampled[request.request_id]
             holds_blocks = request.status is RequestStatus.RUNNING
             request.num_in_flight -= 1
+            num_named = len(request.block_hashes)
             request.append_token(token.token_id)
-            if holds_blocks:
+            if holds_blocks and len(request.block_hashes) > num_named:
                 # The token may have given a block its name after that was computed.
                 self.kv_cache.cache_blocks(
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
+            is_finished = request.is_finished
             delta = RequestOutputDelta(
                 request_id=request.request_id,
                 new_token_ids=[token.token_id],
                 new_logprobs=None if token.logprobs is None else [token.logprobs],
-                finish_reason=request.status.value if request.is_finished else None,
+                finish_reason=request.status.value if is_finished else None,
                 stop_reason=request.stop_reason,
                 num_cached_tokens=request.num_cached_tokens,
             )
             deltas.append(delta)
-            if request.is_finished:
+            if is_finished:
                 self._finish(request)
         return deltas
 
@@ -213,7 +217,8 @@ class Scheduler:
             # prompts would preempt each other.
             has_room = self.kv_cache.has_room(request.request_id, request.num_tokens)
             num_tokens, items = self._fit(plan, request, plan.tokens_left) if has_room else (0, [])
-            if num_tokens == 0:
+            num_missing = request.num_tokens - request.num_computed_tokens - num_tokens
+            if num_tokens == 0 or (num_missing and not self._enable_chunked_prefill):
                 self._release(request)
                 return
             self.kv_cache.allocate_slots(
@@ -247,6 +252,8 @@ class Scheduler:
         """
         start = request.num_computed_tokens
         end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
+        if start >= request.items_end:
+            return end - start, []
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
         for item in request.items_between(start, end):
@@ -286,12 +293,10 @@ class Scheduler:
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
-        self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
-        overlapping = request.items_between(start, end)
-        begun = {item.identifier for item in overlapping if item.end > end}
-        for item in overlapping:
-            if item.identifier not in begun:
-                self.encoder_cache.free_encoder_input(request.request_id, item.identifier)
+        if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
+            self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
+        if start < request.items_end:
+            self._let_go_of_items(request, start, end)
         table = self.kv_cache.get_block_table(request.request_id)
         return ScheduledRequest(
             request,
@@ -301,3 +306,10 @@ class Scheduler:
             samples=end == request.num_tokens_in_all,
             token_from=request.sampled_row if end > request.num_tokens else -1,
         )
+
+    def _let_go_of_items(self, request: Request, start: int, end: int) -> None:
+        overlapping = request.items_between(start, end)
+        begun = {item.identifier for item in overlapping if item.end > end}
+        for item in overlapping:
+            if item.identifier not in begun:
+                self.encoder_cache.free_encoder_input(request.request_id, item.identifier)

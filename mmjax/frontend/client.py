@@ -2,13 +2,19 @@
 
 import asyncio
 import copy
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from mmjax.config import SchedulerConfig
-from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
+from mmjax.errors import (
+    CapacityError,
+    EngineUnavailableError,
+    RequestError,
+    RequestTimeoutError,
+)
 from mmjax.frontend.delivery import Courier, call_in_loop
 from mmjax.frontend.explain import Explanation
 from mmjax.frontend.input_processor import InputProcessor
@@ -97,6 +103,7 @@ class AsyncEngineClient:
         self.supervisor = supervisor
         # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
+        self.scheduling_policy = scheduler.scheduling_policy
         self._capacity = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._streams: dict[str, RequestStream] = {}
@@ -134,11 +141,15 @@ class AsyncEngineClient:
         stream: bool = False,
         continues_prompt: bool = True,
         id_domain: str | None = None,
+        priority: int = 0,
+        timeout_s: float = 0.0,
     ) -> RequestStream:
         """Admit and process a request; raises RequestError before anything is streamed.
 
-        `id_domain` says whose media ids the prompt names.
+        `id_domain` says whose media ids the prompt names. What is not finished after `timeout_s`
+        (0: never) ends with RequestTimeoutError.
         """
+        deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
         self._num_processing += 1
         ticket = _Ticket(is_stream=stream)
@@ -148,9 +159,11 @@ class AsyncEngineClient:
             sampling_params=sampling_params,
             continues_prompt=continues_prompt,
             id_domain=id_domain,
+            priority=priority,
+            deadline=deadline,
         )
         try:
-            await self._wait_for_start()
+            await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(self._pool, self._process, ticket, prompt, prepare, loop)
         except BaseException:
@@ -285,15 +298,6 @@ class AsyncEngineClient:
             self._courier.expect(request)
         self._courier.deliver(delivery)
 
-    async def _wait_for_start(self) -> None:
-        """Hold a request while the first P1 compiles, rather than send an early client away."""
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._max_start_wait_s
-        while self.supervisor.state == "starting" and clock() < deadline:
-            await asyncio.sleep(0.05)
-        if self.supervisor.state != "ready":
-            raise _unavailable(self.supervisor)
-
     def _admit(self, num_sequences: int) -> None:
         # Before any decoding: refusing must stay cheap when there is most to refuse.
         if self.num_requests + num_sequences > self._capacity:
@@ -331,6 +335,19 @@ class AsyncEngineClient:
             handle.put(error)
 
 
+async def _wait_for_start(
+    supervisor: EngineLink, max_wait_s: float, deadline: float | None
+) -> None:
+    """Hold a request while the first P1 compiles, rather than send an early client away."""
+    latest = time.monotonic() + max_wait_s
+    while supervisor.state == "starting" and time.monotonic() < latest:
+        if deadline is not None and time.monotonic() >= deadline:
+            raise RequestTimeoutError
+        await asyncio.sleep(0.05)
+    if supervisor.state != "ready":
+        raise _unavailable(supervisor)
+
+
 def _internal_error() -> RequestError:
     # What went wrong inside is for the log, not for the client.
     error = RequestError("the engine failed on this request; the log says why")
@@ -348,6 +365,8 @@ def _explain(
 def _error_of(failure: RequestFailed) -> RequestError:
     if failure.status >= 500 and failure.status != EngineUnavailableError.status:
         return _internal_error()
+    if failure.status == RequestTimeoutError.status:
+        return RequestTimeoutError(failure.message)
     error = RequestError(failure.message, param=failure.param)
     error.status = failure.status
     return error

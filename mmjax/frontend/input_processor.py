@@ -118,6 +118,8 @@ class InputProcessor:
         continues_prompt: bool = True,
         id_domain: str | None = None,
         lora_name: str | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> ProcessedRequest:
         """Tokenize, process the media, check the limits, and fan out into `n` messages.
 
@@ -138,6 +140,8 @@ class InputProcessor:
             sampling_params=self._complete(params, num_prompt_tokens=len(token_ids)),
             eos_token_ids=self._eos_token_ids(),
             arrival_time=time.time() if arrival_time is None else arrival_time,
+            deadline=deadline,
+            priority=priority,
             cache_salt=parts.cache_salt,
             lora_name=lora_name,
             encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,

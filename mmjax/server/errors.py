@@ -17,6 +17,7 @@ logger = get_logger(__name__)
 _TYPE_BY_STATUS: Mapping[int, str] = {
     401: "authentication_error",
     404: "not_found_error",
+    408: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "server_error",
@@ -88,6 +89,9 @@ def error_response(error: RequestError) -> Response:
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
+    elif error.status == 408:
+        # OpenAI's clients send a 408 again by themselves: it would run into its time again.
+        headers["x-should-retry"] = "false"
     return json_response(error_body(error), error.status, headers)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -13,8 +14,10 @@ from mmjax.config import (
     HasherAlgorithm,
     ModelConfig,
     MultiModalConfig,
+    ParallelConfig,
     ProcessorCacheType,
     SchedulerConfig,
+    SchedulingPolicy,
     ServerConfig,
 )
 from mmjax.model_source import load_model_config
@@ -29,14 +32,14 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--h11-max-header-count --enable-log-requests --enable-log-outputs --max-log-len "
         "--log-config-file --chat-template-content-format --response-role "
         "--enable-auto-tool-choice --tool-call-parser --reasoning-parser --tokenizer "
-        "--max-num-queued-tokens --gpu-memory-utilization --kv-cache-dtype "
-        "--tensor-parallel-size -tp --data-parallel-size --enable-chunked-prefill "
-        "--no-enable-chunked-prefill --enforce-eager --generation-config "
+        "--max-num-queued-tokens --kv-cache-dtype "
+        "--data-parallel-size "
+        "--enforce-eager --generation-config "
         "--override-generation-config --structured-outputs-config --load-format "
         "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
         "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
         "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
-        "--language-model-only --disable-chunked-mm-input --allowed-local-media-path "
+        "--language-model-only --allowed-local-media-path "
         "--allowed-media-domains --config "
         "--enable-prompt-tokens-details --quantization -q"
     ).split()
@@ -67,6 +70,8 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
         cache=CacheConfig(
             block_size=flags.block_size,
             kv_cache_memory_bytes=flags.kv_cache_memory_bytes,
+            gpu_memory_utilization=flags.gpu_memory_utilization,
+            encoder_cache_size=flags.encoder_cache_size,
             enable_prefix_caching=flags.enable_prefix_caching,
             prefix_caching_hash_algo=flags.prefix_caching_hash_algo,
         ),
@@ -74,9 +79,20 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
             max_num_seqs=flags.max_num_seqs,
             max_num_batched_tokens=flags.max_num_batched_tokens,
             max_num_queued_reqs=flags.max_num_queued_reqs,
+            max_num_encoder_input_tokens=flags.max_num_encoder_input_tokens,
+            disable_chunked_mm_input=flags.disable_chunked_mm_input,
+            enable_chunked_prefill=flags.enable_chunked_prefill,
+            scheduling_policy=flags.scheduling_policy,
             async_scheduling=flags.async_scheduling,
         ),
+        parallel=ParallelConfig(
+            tensor_parallel_size=flags.tensor_parallel_size,
+            coordinator_address=flags.distributed_coordinator,
+            num_processes=flags.distributed_num_processes,
+            process_id=flags.distributed_process_id,
+        ),
         compilation_cache_dir=flags.compilation_cache_dir,
+        compile_threads=flags.compile_threads,
         use_tqdm=flags.use_tqdm_on_load,
     )
 
@@ -90,6 +106,7 @@ def to_server_config(flags: argparse.Namespace) -> ServerConfig:
         allowed_origins=tuple(flags.allowed_origins),
         root_path=flags.root_path,
         max_request_bytes=flags.max_request_bytes,
+        request_timeout_s=flags.request_timeout,
         sse_keep_alive_interval_s=flags.sse_keep_alive_interval,
         shutdown_timeout_s=flags.shutdown_timeout,
         trust_request_chat_template=flags.trust_request_chat_template,
@@ -132,7 +149,10 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     _add_server_flags(parser.add_argument_group("server"))
     _add_model_flags(parser)
-    _add_engine_flags(parser.add_argument_group("engine"))
+    engine = parser.add_argument_group("engine")
+    _add_engine_flags(engine)
+    _add_cache_flags(engine)
+    _add_parallel_flags(parser.add_argument_group("several devices"))
     _add_media_flags(parser.add_argument_group("media"))
     return parser
 
@@ -146,6 +166,12 @@ def _add_server_flags(group: Any) -> None:
     add("--allowed-origins", type=_json_list, default=[], help="JSON list, for browsers (CORS)")
     add("--root-path", default=defaults.root_path, help="prefix that a proxy strips")
     add("--max-request-bytes", type=_positive, default=defaults.max_request_bytes, help="of a body")
+    add(
+        "--request-timeout",
+        type=_seconds,
+        default=defaults.request_timeout_s,
+        help="seconds after which a request gets 408 (a stream: an error event); 0: never",
+    )
     add(
         "--sse-keep-alive-interval",
         type=float,
@@ -179,7 +205,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_flags(group: Any) -> None:
-    scheduler, cache = SchedulerConfig(), CacheConfig()
+    scheduler = SchedulerConfig()
     add = group.add_argument
     add("--max-num-seqs", type=_positive, default=scheduler.max_num_seqs, help="run at once")
     add(
@@ -200,6 +226,71 @@ def _add_engine_flags(group: Any) -> None:
         default=scheduler.async_scheduling,
         help="prepare a step while the device computes the one before",
     )
+    add(
+        "--max-num-encoder-input-tokens",
+        type=_positive,
+        help="embeddings that the encoder computes in one step; default: --max-num-batched-tokens",
+    )
+    add(
+        "--disable-chunked-mm-input",
+        action="store_true",
+        help="compute an image's tokens in one step (always so where they see each other)",
+    )
+    add(
+        "--enable-chunked-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=scheduler.enable_chunked_prefill,
+        help="compute long prompts over several steps",
+    )
+    add(
+        "--scheduling-policy",
+        choices=get_args(SchedulingPolicy),
+        default=scheduler.scheduling_policy,
+        help="who goes first: by arrival, or by the requests' `priority` (lowest first)",
+    )
+    add("--compile-threads", type=_positive, help="default: one for each core, at most 8")
+    add("--compilation-cache-dir", type=Path, help="default: ~/.cache/mmjax/xla")
+    add(
+        "--use-tqdm-on-load",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="progress bars while loading",
+    )
+
+
+def _add_parallel_flags(group: Any) -> None:
+    defaults = ParallelConfig()
+    add = group.add_argument
+    add(
+        "--tensor-parallel-size",
+        "-tp",
+        type=_positive,
+        default=defaults.tensor_parallel_size,
+        help="devices that share the model, of all processes together",
+    )
+    add("--distributed-coordinator", metavar="HOST:PORT", help="where the processes meet")
+    add(
+        "--distributed-num-processes",
+        type=_positive,
+        default=defaults.num_processes,
+        help="one a host; all get the same flags but the next",
+    )
+    add(
+        "--distributed-process-id",
+        type=int,
+        default=defaults.process_id,
+        help="0 serves, at the coordinator's host; the others compute along, without HTTP",
+    )
+
+
+def _add_cache_flags(group: Any) -> None:
+    cache = CacheConfig()
+    add = group.add_argument
+    add(
+        "--encoder-cache-size",
+        type=_positive,
+        help="embeddings that are kept; default: --max-num-batched-tokens",
+    )
     add("--block-size", type=_positive, default=cache.block_size, help="slots of a KV block")
     add(
         "--enable-prefix-caching",
@@ -213,14 +304,13 @@ def _add_engine_flags(group: Any) -> None:
         default=cache.prefix_caching_hash_algo,
         help="names blocks of tokens",
     )
-    add("--kv-cache-memory-bytes", type=_positive, help="of the KV cache; default: what is useful")
-    add("--compilation-cache-dir", type=Path, help="default: ~/.cache/mmjax/xla")
     add(
-        "--use-tqdm-on-load",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="progress bars while loading",
+        "--gpu-memory-utilization",
+        type=float,
+        default=cache.gpu_memory_utilization,
+        help="share of a device's memory that the engine takes; on CPU, of what is free",
     )
+    add("--kv-cache-memory-bytes", type=_positive, help="of the KV cache; default: what is useful")
 
 
 def _add_media_flags(group: Any) -> None:
@@ -298,6 +388,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time; give seconds, or 0")
     return value
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax import __version__
-from mmjax.config import ServerConfig
+from mmjax.config import SchedulingPolicy, ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestError, RequestValueError
 from mmjax.frontend.chat import ChatParser
 from mmjax.frontend.client import AsyncEngineClient, PromptSource, RequestStream
@@ -66,6 +66,7 @@ class GenerationService:
                 is_stream=bool(body.stream),
                 continues_prompt=False,
                 id_domain=self._id_domain(request),
+                limits=_limits(body, self._config),
             )
         except RequestError as error:
             error.param = _param_of_messages(error)
@@ -154,6 +155,7 @@ class GenerationService:
             is_stream=bool(body.stream),
             continues_prompt=True,
             id_domain=self._id_domain(request),
+            limits=_limits(body, self._config),
         )
         new_answer = self._answer_factory(answer_id, "text_completion", False)
         options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
@@ -214,6 +216,7 @@ class GenerationService:
                 "server with `--trust-request-mm-kwargs`",
                 param="mm_processor_kwargs",
             )
+        _check_priority(body, self._client.scheduling_policy)
         has_template = isinstance(body, ChatCompletionRequest) and body.chat_template is not None
         if has_template and not self._config.trust_request_chat_template:
             raise RequestValueError(
@@ -240,6 +243,7 @@ class GenerationService:
         is_stream: bool,
         continues_prompt: bool,
         id_domain: str | None,
+        limits: Mapping[str, Any],
     ) -> list[RequestStream]:
         """Add one request for each prompt; where one is refused, none runs."""
         added = await asyncio.gather(
@@ -251,6 +255,7 @@ class GenerationService:
                     stream=is_stream,
                     continues_prompt=continues_prompt,
                     id_domain=id_domain,
+                    **limits,
                 )
                 for number, prompt in enumerate(prompts)
             ),
@@ -278,6 +283,21 @@ class GenerationService:
             model=self._model_name,
             system_fingerprint=f"mmjax-{__version__}",
         )
+
+
+def _check_priority(body: GenerationRequest, policy: SchedulingPolicy) -> None:
+    if body.priority and policy != "priority":
+        raise RequestValueError(
+            f"`priority` is {body.priority}, but this server serves in the order of arrival; "
+            "leave it out, or start the server with `--scheduling-policy priority`",
+            param="priority",
+        )
+
+
+def _limits(body: GenerationRequest, config: ServerConfig) -> Mapping[str, Any]:
+    """Return what a request says of its place among the others, and of its time."""
+    times = [seconds for seconds in (config.request_timeout_s, body.timeout) if seconds]
+    return {"priority": body.priority, "timeout_s": min(times, default=0.0)}
 
 
 async def _gather(

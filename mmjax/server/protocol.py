@@ -72,6 +72,10 @@ class GenerationRequest(_Strict):
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
     mm_processor_kwargs: Annotated[dict[Label, Any], Field(max_length=64)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds after which the request ends with 408, or an error event; the server's own limit
+    holds as well."""
+    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
     # Known, and served only with the value that changes nothing.
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
@@ -83,7 +87,6 @@ class GenerationRequest(_Strict):
     prompt_logprobs: StrictInt | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: list[Label] | None = None
-    priority: StrictInt = 0
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
     return_tokens_as_token_ids: StrictBool | None = None
@@ -101,7 +104,6 @@ class GenerationRequest(_Strict):
         "prompt_logprobs": (None,),
         "allowed_token_ids": (None,),
         "bad_words": (None, []),
-        "priority": (0,),
         "best_of": (None, 1),
         "use_beam_search": (False,),
         "return_tokens_as_token_ids": (None, False),

@@ -19,6 +19,8 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     eos_token_ids: list[int] = []
     """Tokens that end the text unless `ignore_eos`."""
     arrival_time: float = 0.0
+    deadline: float | None = None
+    """By when it must be finished, on the machine's monotonic clock."""
     priority: int = 0
     cache_salt: str | None = None
     lora_name: str | None = None

@@ -89,6 +89,7 @@ class WireEngineCoreRequest(
     sampling_params: SamplingParams
     eos_token_ids: list[int]
     arrival_time: float
+    deadline: float | None
     priority: int
     cache_salt: str | None
     lora_name: str | None

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from mmjax.engine.core import EngineCore, resolve_dtype
+from mmjax.engine.core import EngineCore
+from mmjax.engine.start import resolve_dtype
 from mmjax.engine.features import resolve_features
 from mmjax.errors import (
     ConfigError,

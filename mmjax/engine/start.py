@@ -1,0 +1,238 @@
+"""From a configuration to an engine that is ready: weights, memory, programs, in this order."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.config import EngineConfig
+from mmjax.engine.admission import AdmissionLimits
+from mmjax.engine.buckets import Buckets
+from mmjax.engine.compilation import compile_programs, enable_persistent_cache
+from mmjax.engine.memory import KVDemand, fit_kv_cache
+from mmjax.engine.mesh import Placement, join_processes, make_placement, shard_bytes
+from mmjax.engine.programs import ModelShape, Programs
+from mmjax.engine.runner import ModelRunner
+from mmjax.engine.scheduler import Scheduler
+from mmjax.errors import ConfigError
+from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.logger import get_logger
+from mmjax.models.interface import EncoderSpec
+from mmjax.models.registry import load_model_class
+from mmjax.processing.encoder_budget import compute_mm_encoder_budget
+from mmjax.weights.load import load_params
+
+logger = get_logger(__name__)
+
+
+class EngineParts(NamedTuple):
+    """What an engine consists of once it has started."""
+
+    model_class: Any
+    encoder_spec: EncoderSpec
+    placement: Placement
+    limits: AdmissionLimits
+    scheduler: Scheduler
+    runner: ModelRunner
+    num_programs: int
+    seconds: dict[str, float]
+    """What the start took, item by item."""
+
+
+class EngineStart:
+    """Starts one engine."""
+
+    def __init__(self, config: EngineConfig, model_class: Any = None) -> None:
+        """`model_class` replaces what the registry says."""
+        _check_config(config)
+        self.config = config
+        self.seconds: dict[str, float] = {}
+        enable_persistent_cache(config.compilation_cache_dir)
+        # First of all: JAX learns of the other processes before it opens a device.
+        join_processes(config)
+        self._model_class = model_class or load_model_class(config.model.architecture)
+
+    def start(self, params: Params | None = None) -> EngineParts:
+        """Load (or take `params`), allocate, compile everything."""
+        config = self.config
+        device = jax.local_devices()[0]
+        dtype = resolve_dtype(config.model.dtype, device.platform)
+        with self._timed("load_weights"):
+            graphdef, params = self._load(params, dtype)
+        model = bind(graphdef, params)
+        self._encoder_spec: EncoderSpec = model.encoder_spec
+        self._plan(model)
+        programs = self._make_programs(graphdef, params)
+        with self._timed("measure"):
+            self.num_kv_blocks = self._fit_kv_cache(programs, params)
+        with self._timed("allocate"):
+            self._allocate(programs, params)
+        with self._timed("compile"):
+            every = programs.all(self.num_kv_blocks)
+            compile_programs(every, num_threads=config.compile_threads, use_tqdm=config.use_tqdm)
+        with self._timed("warm_up"):
+            self._runner.warm_up()
+        logger.info(
+            "ready on %s in %s: %d programs, %d KV blocks of %d slots, %d encoder rows; %s",
+            device.device_kind,
+            jnp.dtype(dtype).name,
+            len(every),
+            self.num_kv_blocks,
+            config.cache.block_size,
+            self._encoder_cache.cache_size,
+            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items()),
+        )
+        return EngineParts(
+            self._model_class,
+            self._encoder_spec,
+            self._placement,
+            self._limits,
+            self._scheduler,
+            self._runner,
+            len(every),
+            self.seconds,
+        )
+
+    def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
+        """Return the model's graph, and its parameters spread over the devices."""
+        config = self.config
+        graphdef, abstract = build_abstract(self._model_class, config.model.hf_config, dtype=dtype)
+        self._placement = make_placement(
+            config.parallel,
+            num_heads=config.model.hf_config.get_text_config().num_attention_heads,
+            num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
+        )
+        if params is None:
+            params = load_params(
+                config.model.path,
+                abstract,
+                self._model_class.RULES,
+                dtype=dtype,
+                mesh=self._placement.mesh,
+                use_tqdm=config.use_tqdm,
+            )
+        return graphdef, self._placement.place_params(params)
+
+    def _plan(self, model: Any) -> None:
+        """Settle what does not depend on memory."""
+        schedule = self.config.scheduler
+        self._has_spans = model.has_bidirectional_spans
+        self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
+        if self._has_spans and not schedule.disable_chunked_mm_input:
+            logger.info("an item's tokens go in one step: its embeddings see each other both ways")
+        self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
+            schedule,
+            self.config.mm_max_toks_per_item or {"image": self._encoder_spec.tokens_per_unit},
+            encoder_cache_size=self.config.cache.encoder_cache_size,
+            disable_chunked_mm_input=self._keeps_items_whole,
+        )
+        self._encoder_cache = EncoderCacheManager(max(1, encoder_rows))
+
+    def _make_programs(self, graphdef: Any, params: Params) -> Programs:
+        schedule, block_size = self.config.scheduler, self.config.cache.block_size
+        buckets = Buckets.create(
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
+        )
+        return Programs(
+            ModelShape.of(graphdef, params),
+            params,
+            buckets=buckets,
+            placement=self._placement,
+            num_encoder_rows=self._encoder_cache.cache_size,
+            block_size=block_size,
+            max_blocks=cdiv(self.config.model.max_model_len, block_size),
+        )
+
+    def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
+        schedule = self.config.scheduler
+        demand = KVDemand(
+            bytes_per_block=programs.bytes_per_block,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.config.model.max_model_len,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+        )
+        return fit_kv_cache(
+            programs,
+            demand,
+            self.config.cache,
+            self._placement,
+            weights=shard_bytes(params),
+            num_threads=self.config.compile_threads,
+        )
+
+    def _allocate(self, programs: Programs, params: Params) -> None:
+        schedule, cache = self.config.scheduler, self.config.cache
+        max_model_len = self.config.model.max_model_len
+        self._limits = AdmissionLimits(
+            max_model_len=max_model_len,
+            vocab_size=programs.vocab_size,
+            num_blocks=self.num_kv_blocks,
+            block_size=cache.block_size,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
+            keeps_items_whole=self._keeps_items_whole,
+            enable_chunked_prefill=schedule.enable_chunked_prefill,
+        )
+        self._scheduler = Scheduler(
+            kv_cache=KVCacheManager(
+                num_blocks=self.num_kv_blocks,
+                block_size=cache.block_size,
+                max_model_len=max_model_len,
+            ),
+            encoder_cache=self._encoder_cache,
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_num_encoder_input_tokens=self._encoder_budget,
+            max_num_queued_reqs=schedule.max_num_queued_reqs,
+            keeps_items_whole=self._keeps_items_whole,
+            enable_chunked_prefill=schedule.enable_chunked_prefill,
+        )
+        self._runner = ModelRunner(
+            programs,
+            params,
+            num_blocks=self.num_kv_blocks,
+            block_size=cache.block_size,
+            max_blocks=cdiv(max_model_len, cache.block_size),
+            has_spans=self._has_spans,
+            placement=self._placement,
+        )
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def resolve_dtype(name: str, platform: str) -> Any:
+    """Return the dtype of weights and caches; "auto" is float32 on CPU, bfloat16 elsewhere."""
+    if name == "auto":
+        # XLA's bfloat16 products on CPU are several times slower than float32.
+        name = "float32" if platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _check_config(config: EngineConfig) -> None:
+    schedule = config.scheduler
+    if schedule.max_num_batched_tokens < schedule.max_num_seqs:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
+            f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
+            "first or lower the second"
+        )
+    max_model_len = config.model.max_model_len
+    if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_model_len` "
+            f"({max_model_len}), and without chunked prefill a step holds a whole prompt: give "
+            f"`--max-num-batched-tokens {max_model_len}`, lower `--max-model-len`, or leave "
+            "`--no-enable-chunked-prefill` out"
+        )
