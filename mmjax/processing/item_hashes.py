@@ -101,12 +101,8 @@ class ItemHasher:
             factors = self._to_factors(modality, mm_kwargs)
             uuids = mm_uuids.get(modality) or [None] * len(items)
             for index, uuid in enumerate(uuids):
-                if uuid == "":
-                    raise RequestValueError(
-                        f"the uuid of {modality} {index} is empty; give at least one character, "
-                        "or None",
-                        param=param_of(uuid),
-                    )
+                if uuid is not None:
+                    _check_text(uuid, modality, index)
                 item = items.get_item_for_hash(index)
                 entries.append(_Entry(modality, index, item, uuid, factors))
         return entries
@@ -207,6 +203,23 @@ class ItemHasher:
         if key is not None:
             self._known.put(key, mm_hash)
         return mm_hash
+
+
+def _check_text(uuid: str, modality: str, index: int) -> None:
+    """Refuse a uuid that cannot be written: it goes to the engine, and into its hashes."""
+    if not uuid:
+        raise RequestValueError(
+            f"the uuid of {modality} {index} is empty; give at least one character, or None",
+            param=param_of(uuid),
+        )
+    try:
+        uuid.encode()
+    except UnicodeEncodeError as error:
+        raise RequestValueError(
+            f"the uuid of {modality} {index} has the lone surrogate {uuid[error.start]!r} at "
+            f"character {error.start}; give valid Unicode",
+            param=param_of(uuid),
+        ) from error
 
 
 def scope_mm_kwargs(modality: str, mm_kwargs: Mapping[str, object]) -> dict[str, object]:

@@ -226,6 +226,10 @@ class TestTrustedIds:
             with pytest.raises(ValueError, match="at least one character"):
                 hash_images(hasher, FILES[0], uuids=[""], id_domain=domain)
 
+    def test_what_cannot_be_written_is_refused(self, hasher: ItemHasher) -> None:
+        with pytest.raises(ValueError, match=r"lone surrogate .* at character 1"):
+            hash_images(hasher, FILES[0], uuids=["a\ud800"])
+
     def test_a_picture_may_bring_its_own_id(self, hasher: ItemHasher) -> None:
         picture = draw(3, 3)
         picture.getexif()[ExifTags.Base.ImageID] = uuid.UUID(int=1)
