@@ -14,13 +14,15 @@ NestedTensors = Any
 """A numpy array, or lists of them nested to any depth."""
 
 
-def tensors_as_numpy(data: Any) -> NestedTensors:
-    """Return arrays of any library, in lists to any depth, as numpy."""
+def tensors_as_numpy(data: Any, *, copy: bool = False) -> NestedTensors:
+    """Return arrays of any library, in lists to any depth, as numpy; in place, unless `copy`."""
     if isinstance(data, list):
-        return [tensors_as_numpy(entry) for entry in data]
+        return [tensors_as_numpy(entry, copy=copy) for entry in data]
     if isinstance(data, tuple):
-        return tuple(tensors_as_numpy(entry) for entry in data)
-    return as_numpy(data) if is_array_like(data) else data
+        return tuple(tensors_as_numpy(entry, copy=copy) for entry in data)
+    if not is_array_like(data):
+        return data
+    return np.array(as_numpy(data)) if copy else as_numpy(data)
 
 
 def nested_tensors_equal(a: NestedTensors, b: NestedTensors, *, check_dtype: bool = True) -> bool:

@@ -12,7 +12,7 @@ from transformers import BatchFeature
 
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
+from mmjax.processing.fields import MultiModalFieldConfig, tensors_as_numpy
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import DictEmbeddingItems, EmbeddingItems, MultiModalDataItems
 from mmjax.processing.prepared import ProcessorCall
@@ -145,9 +145,12 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         self, mm_items: MultiModalDataItems, call: ProcessorCall
     ) -> Mapping[str, Any]:
         """Process items without the prompt: dummy text satisfies the HF processor."""
-        passthrough: dict[str, Any] = {}
-        for items in mm_items.values():
-            passthrough.update(items.get_passthrough_data())
+        # The user may write into an array later: what a cache keeps of it must not change.
+        passthrough = {
+            key: tensors_as_numpy(data, copy=True)
+            for items in mm_items.values()
+            for key, data in items.get_passthrough_data().items()
+        }
         processed = MultiModalDataItems(
             {
                 modality: items

@@ -365,6 +365,19 @@ def test_embeddings_come_with_their_grids(modality: str, marker: str):
             assert item[f"{modality}_grid_thw"].data.tolist() == list(grid)
 
 
+def test_what_is_written_into_embeddings_later_changes_no_cached_item():
+    cache = MultiModalProcessorOnlyCache(2**20)
+    processor = qwen2_vl.make_processor(processor_cache=cache, enable_mm_embeds=True)
+    given = make_embeds("image", [(1, 4, 4)])
+    processor.apply(IMAGE, {"image": given})
+    given["image_embeds"][:] = 0
+    again = processor.apply(IMAGE, {"image": make_embeds("image", [(1, 4, 4)])})
+    assert cache.make_stats().hits == 1
+    item = again.mm_kwargs["image"][0]
+    assert item is not None
+    assert item["image_embeds"].data.all()
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
