@@ -3,14 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from mmjax.engine.request import EncoderItem, Request
 from mmjax.transport.messages import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+# Structs rather than dataclasses where a step makes one for each request: a quarter of the time.
+class ScheduledRequest(msgspec.Struct, frozen=True):
     """A window of one request's tokens: [start, start + num_tokens)."""
 
     request: Request
@@ -46,8 +47,7 @@ class SchedulerOutput:
         return sum(scheduled.num_tokens for scheduled in self.requests)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """What was drawn for one request, and how likely it was where that was asked for."""
 
     token_id: int

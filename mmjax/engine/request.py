@@ -78,6 +78,13 @@ class BlockHasher:
         return list(new)
 
 
+_RUNNING, _WAITING, _PREEMPTED = (
+    RequestStatus.RUNNING,
+    RequestStatus.WAITING,
+    RequestStatus.PREEMPTED,
+)
+
+
 class Request:
     """Mutable state of one request; only the scheduler changes it."""
 
@@ -121,6 +128,11 @@ class Request:
         self.lora_name = lora_name
         self.eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
         self.ending_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        self.items_end = max((item.end for item in self.items), default=0)
+        """Place from which on there is text alone."""
+        is_plain = sampling_params.is_greedy and sampling_params.logprobs is None
+        self.plain_from = self.num_prompt_tokens + sampling_params.min_tokens if is_plain else 2**63
+        """Place from which on a token is the argmax, without masks or reports."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
         """Of the full blocks of `token_ids`, sampled ones too; empty without a prefix cache."""
@@ -150,7 +162,8 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether the request has left the scheduler."""
-        return self.status.is_finished
+        status = self.status
+        return status is not _RUNNING and status is not _WAITING and status is not _PREEMPTED
 
     @property
     def num_tokens_in_all(self) -> int:
@@ -170,12 +183,14 @@ class Request:
         """Add a sampled token, and finish the request where that ends it."""
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
-        self._hash_new_blocks()
-        may_stop = self.num_output_tokens >= self.sampling_params.min_tokens
+        if self._block_hasher is not None:
+            self._hash_new_blocks()
+        num_output_tokens = self.num_tokens - self.num_prompt_tokens
+        may_stop = num_output_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.ending_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
-        elif self.num_output_tokens >= self.max_tokens:
+        elif num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
 
     def _hash_new_blocks(self) -> None:
@@ -184,6 +199,8 @@ class Request:
 
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
         """Return the items that overlap the places [start, end), in order."""
+        if start >= self.items_end:
+            return []
         return [item for item in self.items if item.start < end and item.end > start]
 
 
