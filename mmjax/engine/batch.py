@@ -95,7 +95,7 @@ def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
         "slot_block": (tokens,),
         "slot_offset": (tokens,),
         "token_index": (tokens,),
-        "span_end": (tokens,),
+        **({"span_end": (tokens,)} if bucket.has_spans else {}),
         "tile_rows": (tiles, bucket.tile_size),
         "tile_request": (tiles,),
         "row_slot": (tokens,),
@@ -128,7 +128,7 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     fields = layout.views(flat)
     names = ("token_ids", "token_from", "positions", "src_index")
     head = {name: fields.pop(name) for name in names}
-    return StepBatch(**head, metadata=PagedAttentionMetadata(**fields))
+    return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
 
 
 def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
@@ -176,14 +176,23 @@ class BatchBuilder:
         fields["tile_rows"][:] = bucket.num_tokens
         return flat, fields
 
+    def needs_spans(self, requests: Sequence[ScheduledRequest]) -> bool:
+        """Return whether the step's bucket must have spans: it holds a part of an image."""
+        return self.has_spans and any(
+            scheduled.start < scheduled.request.items_end
+            and scheduled.request.items_between(scheduled.start, scheduled.end)
+            for scheduled in requests
+        )
+
     def build(
         self, requests: Sequence[ScheduledRequest], bucket: StepBucket
     ) -> tuple[np.ndarray, bool]:
         """Return the packed step and its sample; whether greedy is all that is asked of that."""
         flat, last_rows = self.build_step(requests, bucket)
-        rows = last_rows[[one.samples for one in requests]]
         sampled = [one for one in requests if one.samples]
-        return flat, self.fill_sample(flat[-self.sample_layout.size :], sampled, rows)
+        if len(sampled) < len(requests):
+            last_rows = last_rows[[one.samples for one in requests]]
+        return flat, self.fill_sample(flat[-self.sample_layout.size :], sampled, last_rows)
 
     def build_step(
         self, requests: Sequence[ScheduledRequest], bucket: StepBucket
@@ -198,14 +207,18 @@ class BatchBuilder:
         place = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         index = np.repeat(starts, counts) + place
 
-        fields["block_tables"][: len(requests)] = [item.block_table for item in requests]
-        fields["token_ids"][:num_tokens] = np.concatenate(
-            [item.request.token_ids[item.start : item.end] for item in requests]
-        )
-        fields["token_from"][ends - 1] = [item.token_from for item in requests]
+        tables = fields["block_tables"][: len(requests)].reshape(-1)
+        np.concatenate([item.block_table for item in requests], out=tables)
+        token_from = [item.token_from for item in requests]
+        fields["token_from"][ends - 1] = token_from
+        if num_tokens > len(requests) or -1 in token_from:
+            fields["token_ids"][:num_tokens] = np.concatenate(
+                [item.request.token_ids[item.start : item.end] for item in requests]
+            )
         fields["positions"][:, :num_tokens] = index
         fields["token_index"][:num_tokens] = index
-        fields["span_end"][:num_tokens] = index + 1
+        if bucket.has_spans:
+            fields["span_end"][:num_tokens] = index + 1
         blocks = fields["block_tables"][request_of_row, index // self.block_size]
         fields["slot_block"][:num_tokens] = blocks
         fields["slot_offset"][:num_tokens] = index % self.block_size
@@ -242,6 +255,8 @@ class BatchBuilder:
     ) -> None:
         """Point the rows of embeddings at the pool, and at the end of their picture."""
         for scheduled, first_row in zip(requests, first_rows, strict=True):
+            if scheduled.start >= scheduled.request.items_end:
+                continue
             for item in scheduled.request.items_between(scheduled.start, scheduled.end):
                 low = max(scheduled.start, item.start)
                 high = min(scheduled.end, item.end)
@@ -258,7 +273,7 @@ class BatchBuilder:
                 mask = item.mm_position.is_embed
                 chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
                 fields["src_index"][window][chosen] = rows
-                if self.has_spans:
+                if self.has_spans and "span_end" in fields:
                     spans = scheduled.request.span_ends[low:high]
                     span_end = fields["span_end"][window]
                     np.maximum(span_end, spans, out=span_end)
@@ -272,9 +287,9 @@ class BatchBuilder:
         is_plain = True
         for row, scheduled in enumerate(requests):
             request, params = scheduled.request, scheduled.request.sampling_params
-            may_end = not request.needs_min_tokens(scheduled.end)
-            if params.is_greedy and params.logprobs is None and may_end:
+            if scheduled.end >= request.plain_from:
                 continue
+            may_end = not request.needs_min_tokens(scheduled.end)
             if is_plain:
                 is_plain = False
                 fields["masked_token_ids"][:] = NO_TOKEN

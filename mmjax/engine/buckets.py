@@ -24,6 +24,8 @@ class StepBucket:
     """`R`"""
     tile_size: int
     """1 where every request computes one token (then T equals R), else `TILE_SIZE`."""
+    has_spans: bool = True
+    """Whether tokens may see later ones, of their own image; without, attention is causal."""
 
     @property
     def num_tiles(self) -> int:
@@ -58,18 +60,27 @@ class Buckets:
     encode: tuple[int, ...]
 
     @classmethod
-    def create(cls, *, max_num_seqs: int, max_num_batched_tokens: int, max_units: int) -> "Buckets":
+    def create(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_units: int,
+        span_variants: Sequence[bool] = (True,),
+    ) -> "Buckets":
         """Choose a short ladder: 16 requests and 2,048 tokens give at most 24 programs.
 
         Few requests get a mixed bucket of their own only where the tiles of the many would
-        outnumber those that the tokens fill.
+        outnumber those that the tokens fill. `span_variants`: values of `has_spans`; both where
+        images see both ways and causal steps have a faster attention, which decoding then uses.
         """
         top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
         mixed = [
-            StepBucket(num_tokens, num_requests, TILE_SIZE)
+            StepBucket(num_tokens, num_requests, TILE_SIZE, has_spans)
             for num_tokens in ladder(TILE_SIZE, top, 2)
             for num_requests in ladder(min(4, max_num_seqs), max_num_seqs, 4)
             if num_requests == max_num_seqs or num_requests * TILE_SIZE >= num_tokens
+            for has_spans in sorted(span_variants)
         ]
         return cls(
             decode=ladder(1, max_num_seqs, 2),
@@ -81,7 +92,7 @@ class Buckets:
     @property
     def steps(self) -> list[StepBucket]:
         """Every bucket of `step`."""
-        return [*(StepBucket(size, size, 1) for size in self.decode), *self.mixed]
+        return [*(self._decode_bucket(size) for size in self.decode), *self.mixed]
 
     @property
     def max_num_tokens(self) -> int:
@@ -93,16 +104,25 @@ class Buckets:
         """What warm-up compiles; `sample` has two variants."""
         return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + len(self.encode)
 
-    def step_bucket(self, num_tokens: int, num_requests: int) -> StepBucket:
-        """Return the bucket with the fewest tokens, then requests, that holds a step."""
+    def step_bucket(
+        self, num_tokens: int, num_requests: int, *, has_spans: bool = False
+    ) -> StepBucket:
+        """Return the bucket with the fewest tokens, then requests, that holds a step.
+
+        A token that is its request's only one sees none behind it, so decoding has no spans.
+        """
         if num_tokens == num_requests:
-            size = next_bucket(self.decode, num_tokens)
-            return StepBucket(size, size, 1)
+            return self._decode_bucket(next_bucket(self.decode, num_tokens))
         return min(
             bucket
             for bucket in self.mixed
-            if bucket.num_tokens >= num_tokens and bucket.num_requests >= num_requests
+            if bucket.num_tokens >= num_tokens
+            and bucket.num_requests >= num_requests
+            and bucket.has_spans >= has_spans
         )
+
+    def _decode_bucket(self, size: int) -> StepBucket:
+        return StepBucket(size, size, 1, all(bucket.has_spans for bucket in self.mixed))
 
     def unit_calls(self, num_units: int) -> list[tuple[int, int]]:
         """Split units over encoder calls: (bucket, units in it) for each call.

@@ -23,7 +23,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
-_HEADER_SIZE = 4
+_HEADER_SIZE = 5
 
 
 class Call(IntEnum):
@@ -49,8 +49,6 @@ class Placement:
     def __init__(self, mesh: Mesh | None = None) -> None:
         self.mesh = mesh
         self.replicated: Sharding = self._named()
-        self.kv_cache: Sharding = self._named(None, MODEL_AXIS)
-        """Of `LayerCache.keys` and `.values`."""
         self.num_kv_shards = 1 if mesh is None else mesh.shape[MODEL_AXIS]
         self.size = 1 if mesh is None else mesh.size
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
@@ -61,6 +59,15 @@ class Placement:
         self.is_leader = not self.is_shared or jax.process_index() == 0
         """Whether requests come to this process."""
         self._leaders_row = owners.index(0) if self.is_shared else 0
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu", "tpu"."""
+        return self.local_devices[0].platform
+
+    def heads(self, axis: int) -> Sharding:
+        """Return where keys and values lie whose heads are counted along `axis`."""
+        return self._named(*[None] * axis, MODEL_AXIS)
 
     def units(self, num_units: int) -> Sharding:
         """Return where the inputs of `encode` lie: cut over the devices if each gets as many."""

@@ -17,7 +17,8 @@ from mmjax.engine.buckets import Buckets, StepBucket
 from mmjax.engine.compilation import Program
 from mmjax.engine.mesh import Placement, shard_bytes
 from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
-from mmjax.layers.kv_cache import KVCache, allocate
+from mmjax.layers.attention import choose_cache_type
+from mmjax.layers.kv_cache import KVCache, LayerCache, allocate
 from mmjax.layers.module import Params, bind
 
 Gather = Callable[[Array, int], Array]
@@ -149,7 +150,9 @@ class Programs:
         num_encoder_rows: int,
         block_size: int,
         max_blocks: int,
+        cache_type: type[LayerCache] | None = None,
     ) -> None:
+        """Describe all programs. `cache_type` None: the one of the placement's platform."""
         model = bind(shape.graphdef, params)
         self.buckets = buckets
         self.encoder_spec = model.encoder_spec
@@ -160,8 +163,15 @@ class Programs:
         self._params = params
         self._placement = placement
         self.num_encoder_rows = num_encoder_rows
+        self._cache_type = cache_type or choose_cache_type(
+            placement.platform, model.kv_cache_spec, shape.dtype
+        )
         self._new_cache = partial(
-            allocate, model.kv_cache_spec, block_size=block_size, dtype=shape.dtype
+            allocate,
+            model.kv_cache_spec,
+            block_size=block_size,
+            dtype=shape.dtype,
+            cache_type=self._cache_type,
         )
         self._jit()
 
@@ -169,7 +179,8 @@ class Programs:
         graphdef, placement = self._shape.graphdef, self._placement
         # What comes out lies where it lay: else the next call would compile anew.
         whole = placement.replicated
-        self._shardings = DeviceArrays(StepState(placement.kv_cache, whole), whole, whole)
+        kv_cache = placement.heads(self._cache_type.HEAD_AXIS)
+        self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         self.encode = jax.jit(
             partial(encode, graphdef, placement.gather),
             donate_argnames="pool",

@@ -4,6 +4,7 @@ Knows no queue and no policy. Every array on the device has its final size from 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,7 +89,11 @@ class ModelRunner:
         self._encode_items(output.encoder_items)
         if not output.requests:
             return None
-        bucket = self.buckets.step_bucket(output.num_tokens, len(output.requests))
+        bucket = self.buckets.step_bucket(
+            output.num_tokens,
+            len(output.requests),
+            has_spans=self._builder.needs_spans(output.requests),
+        )
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
@@ -105,7 +110,8 @@ class ModelRunner:
         return _read(in_flight.sampled, jax.device_get(in_flight.drawn))
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
-        self._tell(Call.STEP, bucket.num_tokens, bucket.num_requests, bucket.tile_size)
+        if self._is_leading:
+            self._tell(Call.STEP, *astuple(bucket))
         self._state, rest = self._programs.step(
             layout=self._programs.step_layouts[bucket],
             params=self._params,
@@ -190,7 +196,8 @@ class ModelRunner:
                 inputs, rows = self._empty_units(numbers[0])
                 self._run_encode(inputs, rows.reshape(-1))
             elif call is Call.STEP:
-                bucket = StepBucket(*numbers)
+                *sizes, has_spans = numbers
+                bucket = StepBucket(*sizes, has_spans=bool(has_spans))
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"

@@ -30,6 +30,7 @@ __all__ = [
     "choose_cache_type",
     "cross_attention",
     "dense_attention",
+    "span_variants",
     "write_encoder",
 ]
 
@@ -44,6 +45,16 @@ def choose_cache_type(platform: str, spec: KVCacheSpec, dtype: Any) -> type[Laye
         dtype=dtype,
     )
     return InterleavedCache if backend == "ragged" else TransposedCache
+
+
+def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[bool, ...]:
+    """Return whether programs have spans, for a model whose images see both ways or not.
+
+    Both, where a kernel computes causal steps alone; else one, so that few programs are compiled.
+    """
+    if not has_spans:
+        return (False,)
+    return (False, True) if cache_type is InterleavedCache else (True,)
 
 
 def attention(

@@ -32,6 +32,9 @@ class TransposedCache(NamedTuple):
     keys: Float[Array, "M K H Q"]
     values: Float[Array, "M K Q H"]
 
+    HEAD_AXIS = 1
+    """Of each array: what a mesh may cut."""
+
     @classmethod
     def zeros(
         cls, spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any
@@ -92,6 +95,9 @@ class InterleavedCache(NamedTuple):
     """
 
     pages: Float[Array, "M Q _heads H"]
+
+    HEAD_AXIS = 2
+    """Of each array: what a mesh may cut."""
 
     @classmethod
     def zeros(

@@ -126,6 +126,25 @@ def test_a_token_in_flight_is_a_row_of_the_sample_before(builder: BatchBuilder) 
     assert sample["masked_token_ids"][:, 0].tolist() == [NO_TOKEN, 1, NO_TOKEN, NO_TOKEN]
 
 
+def test_a_bucket_without_spans_has_no_field_for_them(builder: BatchBuilder) -> None:
+    bucket = StepBucket(64, 4, 64, has_spans=False)
+    text = window(make_request(13), 0, 9, [1, 2, 3])
+    fields = fields_of(builder.build_step([text], bucket)[0], bucket)
+    assert "span_end" not in fields
+    assert fields["token_index"][:10].tolist() == [*range(9), 0]
+
+
+def test_only_a_part_of_an_image_needs_spans(builder: BatchBuilder) -> None:
+    request = make_request(13, (item("y", 4, [0, 1, 0], 3),))
+    before, inside, behind = (
+        window(request, start, end, [1, 2, 3]) for start, end in ((0, 4), (3, 8), (7, 13))
+    )
+    assert not builder.needs_spans([before, behind])
+    assert builder.needs_spans([before, inside])
+    builder.has_spans = False
+    assert not builder.needs_spans([before, inside])
+
+
 def test_a_later_chunk_reads_the_rest_of_an_item(builder: BatchBuilder) -> None:
     bucket = StepBucket(64, 4, 64)
     items = (item("x", 2, [0, 1, 1, 0, 1, 1], 6),)

@@ -58,3 +58,29 @@ def test_units_are_split_over_calls_without_loss(num_units: int, max_units: int)
 
 def test_eleven_units_take_two_calls() -> None:
     assert make_buckets().unit_calls(11) == [(8, 8), (4, 3)]
+
+
+def make_variants(*span_variants: bool) -> Buckets:
+    return Buckets.create(
+        max_num_seqs=4, max_num_batched_tokens=128, max_units=1, span_variants=span_variants
+    )
+
+
+def test_spans_are_in_the_programs_that_may_need_them() -> None:
+    assert all(bucket.has_spans for bucket in make_variants(True).steps)
+    assert not any(bucket.has_spans for bucket in make_variants(False).steps)
+    assert make_variants(True).num_programs == make_variants(False).num_programs
+
+
+def test_where_causal_steps_have_a_kernel_only_images_go_without() -> None:
+    buckets = make_variants(False, True)
+    assert buckets.step_bucket(3, 3) == StepBucket(4, 4, 1, has_spans=False)
+    assert buckets.step_bucket(70, 3) == StepBucket(128, 4, TILE_SIZE, has_spans=False)
+    assert buckets.step_bucket(70, 3, has_spans=True) == StepBucket(128, 4, TILE_SIZE)
+    assert len(buckets.mixed) == 2 * len(make_variants(True).mixed)
+    assert len(set(buckets.steps)) == len(buckets.steps)
+
+
+def test_one_kind_of_program_serves_steps_with_and_without_images() -> None:
+    buckets = make_variants(True)
+    assert buckets.step_bucket(70, 3) == buckets.step_bucket(70, 3, has_spans=True)

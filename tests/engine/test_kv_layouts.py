@@ -1,0 +1,41 @@
+"""The engine over the TPU's KV layout, on the CPU: other memory, other programs, equal answers."""
+
+from typing import Any
+
+import pytest
+
+from mmjax.layers.kv_cache import InterleavedCache
+from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+
+PROMPTS: list[list[Any]] = [
+    [[5, 6, 7]],
+    [list(range(3, 60))],
+    [[5], (1, 1), [6, 7]],
+    [[8, 9], (2, 2), list(range(10, 30)), (3, 1), [4]],
+]
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(
+        "mmjax.layers.attention.choose_backend", lambda platform, **options: "ragged"
+    )
+    return tiny_engine()
+
+
+def test_answers_are_the_oracles(core: Any):
+    assert isinstance(core._runner._state.kv_cache[0], InterleavedCache)
+    requests = [message(f"r{i}", parts) for i, parts in enumerate(PROMPTS)]
+    alone = [answer(core, request) for request in requests]
+    assert alone == [dense_greedy(request) for request in requests]
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    assert [tokens_of(news[request.request_id]) for request in requests] == alone
+    assert core.compilations == 0
+
+
+def test_steps_with_and_without_images_have_programs_of_their_own(core: Any):
+    variants = {bucket.has_spans for bucket in core._runner.buckets.mixed}
+    assert variants == {False, True}
+    assert not any(bucket.has_spans for bucket in core._runner.buckets.steps[:1]), "decoding"

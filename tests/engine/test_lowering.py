@@ -1,0 +1,145 @@
+"""Every program of an engine lowers for TPU and for CUDA here, with the kernels in it.
+
+Lowered, not run: this machine has neither. What the kernels are given is tested by its values in
+tests/layers/test_ragged_kernel.py.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mmjax.engine.buckets import Buckets
+from mmjax.engine.mesh import Placement
+from mmjax.engine.programs import ModelShape, Programs
+from mmjax.layers import attention_backend
+from mmjax.layers.attention import choose_cache_type, span_variants
+from mmjax.layers.kv_cache import InterleavedCache, TransposedCache
+from mmjax.layers.module import bind, build_abstract
+from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from tests.engine.tiny import tiny_config
+
+TPU_KERNEL = re.compile(r"custom_call @tpu_custom_call")
+TPU_CALL = re.compile(r"call @ragged_paged_attention")
+"""Layers of one kind share one kernel."""
+CUDNN_KERNEL = re.compile(r"__cudnn\$fmha")
+NUM_LAYERS = 3
+
+
+class CausalGemma3(Gemma3ForConditionalGeneration):
+    """The same arrays for a model whose images see only what comes before."""
+
+    has_bidirectional_spans = False
+
+
+def make_programs(model_class: Any, platform: str, dtype: Any) -> Programs:
+    """Describe an engine's programs as they are on `platform`."""
+    config: Any = copy.deepcopy(tiny_config())
+    config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
+    graphdef, params = build_abstract(model_class, config, dtype=jnp.dtype(dtype))
+    model = bind(graphdef, params)
+    cache_type = choose_cache_type(platform, model.kv_cache_spec, dtype)
+    buckets = Buckets.create(
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_units=2,
+        span_variants=span_variants(cache_type, has_spans=model.has_bidirectional_spans),
+    )
+    return Programs(
+        ModelShape.of(graphdef, params),
+        params,
+        buckets=buckets,
+        placement=Placement(),
+        num_encoder_rows=16,
+        block_size=16,
+        max_blocks=8,
+        cache_type=cache_type,
+    )
+
+
+def lower(program: Any, platform: str) -> str:
+    traced = program.jitted.trace(**program.arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def as_on_tpu() -> Iterator[None]:
+    """Let Mosaic lower for a TPU v5e."""
+    device = jax.sharding.AbstractDevice(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        yield
+
+
+@pytest.fixture
+def as_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let JAX lower as if its CUDA plugin, with cuDNN, were installed."""
+    monkeypatch.setattr(attention_backend, "_cudnn_max_head_dim", lambda: 128)
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("as_on_tpu")
+def test_a_causal_model_steps_through_the_tpu_kernel(dtype: str):
+    programs = make_programs(CausalGemma3, "tpu", jnp.dtype(dtype))
+    assert isinstance(programs.describe_arrays(1).state.kv_cache[0], InterleavedCache)
+    for program in programs.by_kind(8)["step"]:
+        text = lower(program, "tpu")
+        assert TPU_KERNEL.search(text), program.label
+        assert len(TPU_CALL.findall(text)) == NUM_LAYERS, program.label
+
+
+@pytest.mark.usefixtures("as_on_tpu")
+def test_only_steps_with_images_both_ways_do_without_the_tpu_kernel():
+    programs = make_programs(Gemma3ForConditionalGeneration, "tpu", jnp.dtype(jnp.bfloat16))
+    found = {
+        bucket: len(TPU_CALL.findall(lower(program, "tpu")))
+        for bucket, program in zip(
+            reversed(programs.buckets.steps), programs.by_kind(8)["step"], strict=True
+        )
+    }
+    assert {bucket.has_spans for bucket in found} == {False, True}
+    for bucket, count in found.items():
+        assert count == (0 if bucket.has_spans else NUM_LAYERS), bucket
+
+
+@pytest.mark.parametrize("kind", ["encode", "sample"])
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.usefixtures("as_on_tpu")
+def test_the_other_programs_lower_everywhere(kind: str, platform: str):
+    programs = make_programs(Gemma3ForConditionalGeneration, platform, jnp.dtype(jnp.bfloat16))
+    for program in programs.by_kind(8)[kind]:
+        assert "func.func public @main" in lower(program, platform)
+
+
+@pytest.mark.usefixtures("as_with_cuda")
+@pytest.mark.parametrize("model_class", [CausalGemma3, Gemma3ForConditionalGeneration])
+def test_steps_lower_for_cuda(model_class: Any):
+    programs = make_programs(model_class, "gpu", jnp.dtype(jnp.bfloat16))
+    assert isinstance(programs.describe_arrays(1).state.kv_cache[0], TransposedCache)
+    for program in programs.by_kind(8)["step"]:
+        text = lower(program, "cuda")
+        assert text.count("stablehlo.while") == NUM_LAYERS, "a walk over blocks in every layer"
+
+
+@pytest.mark.usefixtures("as_with_cuda")
+def test_towers_go_through_cudnn_in_half_precision():
+    lowered = partial(make_programs, Gemma3ForConditionalGeneration, "gpu")
+    for program in lowered(jnp.dtype(jnp.bfloat16)).by_kind(8)["encode"]:
+        text = lower(program, "cuda")
+        assert CUDNN_KERNEL.search(text), program.label
+    for program in lowered(jnp.dtype(jnp.float32)).by_kind(8)["encode"]:
+        assert not CUDNN_KERNEL.search(lower(program, "cuda"))
+
+
+@pytest.mark.usefixtures("as_with_cuda")
+def test_the_cpu_never_sees_cudnn():
+    programs = make_programs(Gemma3ForConditionalGeneration, "cpu", jnp.dtype(jnp.bfloat16))
+    for program in programs.by_kind(8)["encode"]:
+        assert not CUDNN_KERNEL.search(lower(program, "cpu"))
