@@ -18,8 +18,9 @@ import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config import EngineConfig, MultiModalConfig
+from mmjax.engine.deadlines import Deadlines
 from mmjax.engine.features import resolve_features
-from mmjax.errors import MultiModalCacheMissError, RequestValueError
+from mmjax.errors import MultiModalCacheMissError, RequestTimeoutError, RequestValueError
 from mmjax.frontend.supervisor import EngineListener, EngineState
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import Receiver, Sender
@@ -87,6 +88,7 @@ class EchoEngine:
         self.running: dict[str, _Running] = {}
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self._deadlines = Deadlines()
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.cache is not None and request.prompt_token_ids[-1] == FORGET_TOKEN:
@@ -100,11 +102,16 @@ class EchoEngine:
         if request.sampling_params.ignore_eos:
             script = script * (request.sampling_params.max_tokens or 1)
         self.running[request.request_id] = _Running(request, script)
+        self._deadlines.set(request.request_id, request.deadline)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if self.running.pop(request_id, None) is not None:
                 self.aborted.append(request_id)
+
+    def expire(self) -> list[str]:
+        expired = self._deadlines.pop_expired(time.monotonic())
+        return [request_id for request_id in expired if self.running.pop(request_id, None)]
 
     def has_unfinished(self) -> bool:
         return bool(self.running)
@@ -243,6 +250,11 @@ class EchoSupervisor:
                 self._has_work.clear()
                 continue
             await asyncio.sleep(self.delay_s)
+            for request_id in self.engine.expire():
+                late = RequestTimeoutError()
+                self._listener.on_message(
+                    RequestFailed(request_id=request_id, message=late.message, status=late.status)
+                )
             self._listener.on_message(StepOutput(deltas=self.engine.step()))
 
 

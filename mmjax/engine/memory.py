@@ -6,8 +6,8 @@ All figures are bytes on one device: the one with the least room, where there ar
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
 
 from mmjax.config import CacheConfig
@@ -204,7 +204,7 @@ def device_memory(placement: Placement, cache: CacheConfig) -> DeviceMemory:
     return min(found, key=lambda memory: memory.free)
 
 
-def _of_device(device: jax.Device, num_neighbours: int, utilization: float) -> DeviceMemory:
+def _of_device(device: Any, num_neighbours: int, utilization: float) -> DeviceMemory:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats is not None and "bytes_limit" in stats:
         total = int(stats["bytes_limit"])

@@ -82,3 +82,12 @@ def test_min_tokens_holds_back_at_most_as_many_ids_as_the_table_is_wide() -> Non
     limits.check_request(make_request(4, max_tokens=4, stop_token_ids=many))
     with pytest.raises(RequestValueError, match="33 ids"):
         limits.check_request(make_request(4, max_tokens=4, min_tokens=1, stop_token_ids=many))
+
+
+def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "enable_chunked_prefill": False})
+    other = EncoderItem(identifier="y", mm_position=PlaceholderRange(12, 4, None))
+    limits.check_prompt([3] * 20, [item(0, 6), item(6, 6)])  # one picture twice
+    with pytest.raises(RequestValueError, match="10 embeddings") as caught:
+        limits.check_prompt([3] * 20, [item(0, 6), other])
+    assert caught.value.param == "multi_modal_data"

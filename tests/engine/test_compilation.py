@@ -1,4 +1,4 @@
-"""Where compiled programs are kept, and who counts them."""
+"""How programs are compiled, where they are kept, and who counts them."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mmjax.engine.compilation import CompilationCounter, enable_persistent_cache
+from mmjax.engine.compilation import (
+    CompilationCounter,
+    Program,
+    compile_programs,
+    default_num_threads,
+    enable_persistent_cache,
+)
 
 CACHE_DIR = "jax_compilation_cache_dir"
 OPTIONS = (
@@ -74,3 +80,67 @@ def test_compilations_count_while_watched_in_this_thread() -> None:
         other.join()
     assert seen >= 1
     assert counter.count == seen
+
+
+# ---- several at once -----------------------------------------------------------------------------
+
+
+def make_program(size: int) -> Program:
+    def double(x: jax.Array, *, times: int) -> jax.Array:
+        for _ in range(times):
+            x = jnp.tanh(x @ x)
+        return x
+
+    jitted = jax.jit(double, static_argnames="times")
+    described = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    return Program(f"double {size}", jitted, {"x": described, "times": 3})
+
+
+def test_a_compiled_program_is_the_one_that_is_called() -> None:
+    programs = [make_program(size) for size in (8, 9, 10)]
+    sizes = compile_programs(programs, num_threads=2)
+    assert all(size > 0 for size in sizes)
+    arrays = [jnp.ones((size, size)) for size in (8, 9, 10)]
+    counter = CompilationCounter()
+    with counter.watching():
+        for program, array in zip(programs, arrays, strict=True):
+            program.jitted(x=array, times=3)
+    assert counter.count == 0
+
+
+def test_threads_compile_with_deep_stacks_and_leave_the_others_alone() -> None:
+    before = threading.stack_size()
+    threads: set[str] = set()
+
+    class Lowered:
+        def lower(self, **_: object) -> "Lowered":
+            return self
+
+        def compile(self) -> "Lowered":
+            threads.add(threading.current_thread().name)
+            barrier.wait(timeout=30)
+            return self
+
+        def memory_analysis(self) -> None:
+            return None
+
+    barrier = threading.Barrier(3)
+    programs = [Program(str(n), Lowered(), {}) for n in range(3)]
+    assert compile_programs(programs, num_threads=3) == [0, 0, 0]
+    assert len(threads) == 3
+    assert all(name.startswith("mmjax-compile") for name in threads)
+    assert threading.stack_size() == before
+
+
+def test_a_program_that_cannot_be_compiled_ends_the_start() -> None:
+    def fails(x: jax.Array) -> jax.Array:
+        raise ValueError("no such thing")
+
+    described = jax.ShapeDtypeStruct((2,), jnp.float32)
+    programs = [make_program(4), Program("fails", jax.jit(fails), {"x": described})]
+    with pytest.raises(ValueError, match="no such thing"):
+        compile_programs(programs, num_threads=1)
+
+
+def test_there_is_a_thread_for_each_core_and_not_too_many() -> None:
+    assert 1 <= default_num_threads() <= 8

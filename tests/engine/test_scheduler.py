@@ -123,6 +123,47 @@ def test_priority_goes_before_arrival() -> None:
 # ---- items ---------------------------------------------------------------------------------------
 
 
+def test_without_chunks_a_prompt_waits_for_a_step_of_its_own() -> None:
+    scheduler = make_scheduler(enable_chunked_prefill=False)
+    scheduler.add_request(make_request("small", 6, max_tokens=3))
+    scheduler.add_request(make_request("large", 16))
+    scheduler.add_request(make_request("behind", 2))
+    assert windows(step(scheduler)) == {"small": (0, 6)}
+    # Its 16 tokens do not fit beside a running request's one; nobody overtakes it.
+    assert windows(step(scheduler)) == {"small": (6, 7)}
+    assert windows(step(scheduler)) == {"small": (7, 8)}
+    assert windows(step(scheduler)) == {"large": (0, 16)}
+    assert windows(step(scheduler)) == {"large": (16, 17), "behind": (0, 2)}
+
+
+def test_without_chunks_a_refused_start_holds_nothing() -> None:
+    scheduler = make_scheduler(enable_chunked_prefill=False, max_num_encoder_input_tokens=8)
+    scheduler.add_request(make_request("first", 8, (make_item(0, 8),), max_tokens=2))
+    scheduler.add_request(make_request("second", 8, (make_item(0, 4, "a"), make_item(4, 4, "b"))))
+    assert encoded(step(scheduler)) == ["item at 0"]
+    assert scheduler.encoder_cache.num_freeable_slots == 64
+    assert encoded(step(scheduler)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_large_request_is_not_starved_by_small_ones_behind_it(chunked: bool) -> None:
+    """Small requests come every step, for ever: who came first is served first."""
+    scheduler = make_scheduler(num_blocks=16, enable_chunked_prefill=chunked)
+    for number in range(4):
+        scheduler.add_request(make_request(f"early {number}", 12, max_tokens=4))
+    scheduler.add_request(make_request("large", 16, max_tokens=40))
+    starts: dict[str, int] = {}
+    for number in range(60):
+        scheduler.add_request(make_request(f"late {number}", 2))
+        for name in windows(step(scheduler)):
+            starts.setdefault(name, number)
+        if "large" not in scheduler.request_ids:
+            break
+    assert "large" not in scheduler.request_ids
+    late = [first for name, first in starts.items() if name.startswith("late")]
+    assert starts["large"] <= min(late)
+
+
 def test_an_item_is_encoded_whole_when_its_first_embedding_comes() -> None:
     scheduler = make_scheduler()
     scheduler.add_request(make_request("a", 30, (make_item(10, 12),)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from mmjax.config import ParallelConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.server.flags import (
     VLLM_FLAGS_WITHOUT_MEANING_YET,
@@ -23,7 +24,11 @@ ACCEPTED = (
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
     "--sse-keep-alive-interval 3 --shutdown-timeout 4 --max-image-pixels 9 --max-image-bytes 8 "
     "--max-request-bytes 7 --no-enable-prefix-caching --prefix-caching-hash-algo blake3 "
-    "--no-async-scheduling"
+    "--no-async-scheduling --gpu-memory-utilization 0.8 --encoder-cache-size 300 "
+    "--max-num-encoder-input-tokens 200 --disable-chunked-mm-input --no-enable-chunked-prefill "
+    "--scheduling-policy priority --compile-threads 3 --request-timeout 2.5 "
+    "-tp 4 --distributed-coordinator h:1 --distributed-num-processes 2 "
+    "--distributed-process-id 1"
 ).split()
 JSON_FLAGS = [
     *("--limit-mm-per-prompt", '{"image": {"count": 2, "width": 64}, "video": 0}'),
@@ -58,11 +63,21 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert (config.model.mm.max_image_pixels, config.model.mm.max_image_bytes) == (9, 8)
     assert (config.cache.block_size, config.cache.kv_cache_memory_bytes) == (16, 1_000_000)
     assert config.cache.prefix_caching_hash_algo == "blake3"
+    assert (config.cache.gpu_memory_utilization, config.cache.encoder_cache_size) == (0.8, 300)
+    assert config.scheduler.max_num_encoder_input_tokens == 200
+    assert config.scheduler.disable_chunked_mm_input
+    assert not config.scheduler.enable_chunked_prefill
+    assert config.scheduler.scheduling_policy == "priority"
+    assert config.compile_threads == 3
+    assert to_server_config(flags).request_timeout_s == 2.5
     assert not config.cache.enable_prefix_caching
     assert config.scheduler.max_num_seqs == 2
     assert config.scheduler.max_num_batched_tokens == 128
     assert config.scheduler.max_num_queued_reqs == 3
     assert not config.scheduler.async_scheduling
+    assert config.parallel == ParallelConfig(
+        tensor_parallel_size=4, coordinator_address="h:1", num_processes=2, process_id=1
+    )
     assert config.compilation_cache_dir == Path("/cache")
     assert not config.use_tqdm
 

@@ -1,0 +1,241 @@
+"""How much KV cache fits, and what an operator is told where too little does."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from mmjax.config import CacheConfig
+from mmjax.engine import memory as memory_module
+from mmjax.engine.compilation import compile_programs
+from mmjax.engine.memory import (
+    DeviceMemory,
+    FixedMemory,
+    KVDemand,
+    choose_num_blocks,
+    device_memory,
+    format_bytes,
+    host_memory,
+    memory_table,
+)
+from mmjax.engine.mesh import Placement, shard_bytes
+from mmjax.errors import ConfigError
+from tests.engine.tiny import tiny_engine
+
+DEMAND = KVDemand(
+    bytes_per_block=10,
+    block_size=4,
+    max_model_len=32,
+    max_num_seqs=3,
+    max_num_batched_tokens=1024,
+)
+"""80 bytes for one long request, 240 for all that run at once."""
+FIXED = FixedMemory(weights=500, programs=100, encoder_pool=50, hidden_states=50)
+CPU = DeviceMemory(total=10_000, free=2000, is_shared=True)
+GPU = DeviceMemory(total=10_000, free=2000, is_shared=False)
+
+
+def blocks(device: DeviceMemory, free: int = 2000, **cache: Any) -> int:
+    device = DeviceMemory(total=device.total, free=free, is_shared=device.is_shared)
+    return choose_num_blocks(CacheConfig(**cache), DEMAND, device, FIXED)
+
+
+def test_an_accelerators_rest_is_kv_cache() -> None:
+    assert blocks(GPU) == (2000 - 200) // 10
+
+
+def test_a_cpu_gives_what_is_useful_or_half_of_what_is_free() -> None:
+    assert blocks(CPU) == 24
+    assert blocks(CPU, free=200 + 300) == 15
+    # One long request may have more than half.
+    assert blocks(CPU, free=200 + 100) == 8
+
+
+def test_a_cpus_cache_is_modest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "_CPU_CACHE_LIMIT", 170)
+    assert blocks(CPU) == 17
+    monkeypatch.setattr(memory_module, "_CPU_CACHE_LIMIT", 10)
+    assert blocks(CPU) == 8
+
+
+def test_the_operators_size_holds_on_both() -> None:
+    assert blocks(CPU, kv_cache_memory_bytes=139) == 13
+    assert blocks(GPU, kv_cache_memory_bytes=1800) == 180
+
+
+@pytest.mark.parametrize(
+    ("free", "cache", "remedies"),
+    [
+        # Room for 7 blocks: 28 tokens. Programs and the like shrink with the step.
+        (270, {}, ["--max-model-len` to 28", "--max-num-batched-tokens` to about 960"]),
+        (100, {}, ["--max-num-batched-tokens` to about 64"]),
+        (2000, {"kv_cache_memory_bytes": 79}, ["raise `--kv-cache-memory-bytes` to 80", "to 28"]),
+        (500, {"kv_cache_memory_bytes": 301}, ["lower `--kv-cache-memory-bytes` to 300"]),
+        (270, {"gpu_memory_utilization": 0.5}, ["raise `--gpu-memory-utilization` to 0.51"]),
+        (10, {"gpu_memory_utilization": 0.98}, ["take a larger device"]),
+    ],
+)
+def test_too_little_memory_names_the_flags(
+    free: int, cache: dict[str, Any], remedies: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        blocks(GPU, free=free, **cache)
+    for remedy in remedies:
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("free", range(80, 280, 10))
+def test_every_remedy_mends(free: int) -> None:
+    """What the message says of lengths and shares is enough, and no more than a step too much."""
+    with pytest.raises(ConfigError) as caught:
+        blocks(GPU, free=free)
+    text = str(caught.value)
+    if found := re.search(r"--max-model-len` to (\d+)", text):
+        fits = KVDemand(**{**as_dict(DEMAND), "max_model_len": int(found[1])})
+        device = DeviceMemory(total=10_000, free=free, is_shared=False)
+        assert choose_num_blocks(CacheConfig(), fits, device, FIXED) * 4 == int(found[1])
+    if found := re.search(r"--gpu-memory-utilization` to ([\d.]+)", text):
+        more = round(10_000 * (float(found[1]) - 0.9))
+        assert blocks(GPU, free=free + more) >= 8
+    if found := re.search(r"--max-num-batched-tokens` to about (\d+)", text):
+        share = int(found[1]) / 1024
+        smaller = FixedMemory(
+            weights=500,
+            programs=int(100 * share),
+            encoder_pool=int(50 * share),
+            hidden_states=int(50 * share),
+        )
+        device = DeviceMemory(total=10_000, free=free, is_shared=False)
+        assert choose_num_blocks(CacheConfig(), DEMAND, device, smaller) >= 8
+
+
+def as_dict(demand: KVDemand) -> dict[str, int]:
+    return {name: getattr(demand, name) for name in demand.__slots__}
+
+
+def test_the_account_names_every_item() -> None:
+    lines = memory_table(GPU, FIXED, DEMAND, 180).splitlines()
+    names = ["weights", "programs", "encoder", "hidden", "KV", "left"]
+    assert [line.split()[0] for line in lines] == names
+    assert "180 blocks of 4 slots" in lines[4]
+    assert lines[5].split()[1] == "0"
+    assert [format_bytes(n) for n in (5, 1536, 3 * 2**30)] == ["5 B", "1.5 KiB", "3.00 GiB"]
+
+
+# ---- what is there -------------------------------------------------------------------------------
+
+
+def machine(
+    root: Path, group: str, files: dict[str, str], *, available_kb: int = 8_000_000
+) -> Path:
+    """Draw the files of a machine in which this process is in control group `group`."""
+    files = {
+        "proc/meminfo": f"MemTotal: 9000000 kB\nMemAvailable: {available_kb} kB\n",
+        "proc/self/cgroup": group,
+        **files,
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_a_machine_without_limits(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}
+    _, available = host_memory(machine(tmp_path, "0::/\n", files, available_kb=1000))
+    assert available == 1_024_000
+
+
+def test_a_containers_limit_counts_and_its_file_cache_does_not(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory.max": "1000000\n",
+        "sys/fs/cgroup/memory.current": "700000\n",
+        "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 200000\n",
+    }
+    # A container that sees its host's path, which is not there: its own group is the root.
+    root = machine(tmp_path, "0::/docker/abc\n", files)
+    assert host_memory(root) == (1_000_000, 500_000)
+
+
+def test_a_parents_limit_holds_as_well(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.current": "1\n",
+        "sys/fs/cgroup/a/memory.max": "5000\n",
+        "sys/fs/cgroup/a/memory.current": "6000\n",
+    }
+    assert host_memory(machine(tmp_path, "0::/a/b\n", files)) == (5000, 0)
+
+
+def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/memory/box/memory.limit_in_bytes": "3000\n",
+        "sys/fs/cgroup/memory/box/memory.usage_in_bytes": "1000\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000\n",
+    }
+    group = "5:cpu,cpuacct:/x\n4:memory:/box\n1:name=systemd:/\n"
+    assert host_memory(machine(tmp_path, group, files)) == (3000, 2000)
+
+
+def test_this_machine_has_memory() -> None:
+    found = device_memory(Placement(), CacheConfig(gpu_memory_utilization=0.5))
+    assert found.is_shared
+    assert 0 < found.free <= found.total // 2
+
+
+class Accelerator:
+    """A device that says how full it is."""
+
+    platform = "gpu"
+
+    def __init__(self, in_use: int) -> None:
+        self._in_use = in_use
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 1000, "bytes_in_use": self._in_use}
+
+
+def test_the_fullest_device_counts() -> None:
+    placement = Placement()
+    placement.local_devices = [Accelerator(100), Accelerator(300)]  # type: ignore[list-item]
+    found = device_memory(placement, CacheConfig(gpu_memory_utilization=0.8))
+    assert found == DeviceMemory(total=1000, free=500, is_shared=False)
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+def test_what_programs_take_is_known_and_does_not_grow_with_the_cache() -> None:
+    programs = tiny_engine(max_num_seqs=2)._runner._programs
+    few, many = (
+        {kind: compile_programs(found[:1])[0] for kind, found in programs.by_kind(n).items()}
+        for n in (16, 640)
+    )
+    assert all(size > 0 for size in few.values())
+    # Blocks are written in place: no program holds a second cache.
+    assert few == many
+    one_block = programs.bytes_per_block
+    kv_cache = programs.describe_arrays(16).state.kv_cache
+    assert shard_bytes(kv_cache) == 16 * one_block == 16 * 2 * 3 * 16 * 8 * 4
+
+
+def test_no_shape_compiles_twice() -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    core = tiny_engine(max_num_seqs=2, max_num_batched_tokens=64)
+    assert len(compiled) >= core.num_programs
+    compiled.clear()
+    # What was measured, what was compiled, and what is called are the same programs.
+    programs = core._runner._programs
+    compile_programs(programs.all(core.num_kv_blocks))
+    core._runner.warm_up()
+    assert compiled == []
