@@ -26,8 +26,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import jax  # noqa: E402 (the environment comes first)
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
+
+# How long an example takes says more of the machine's load than of the code.
+settings.register_profile("mmjax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("mmjax")
 
 
 def _share_compiled_programs() -> None:
