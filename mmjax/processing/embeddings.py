@@ -13,10 +13,12 @@ from mmjax.processing.inputs import (
     group_and_batch_mm_items,
 )
 from mmjax.processing.items import ModalityDataItems, only_cached
-from mmjax.processing.media import is_array_like
+from mmjax.processing.media import as_numpy, is_array_like
 
 FieldsFactory = Callable[[Mapping[str, Any]], Mapping[str, MultiModalFieldConfig]]
 """Says of a dict of tensors how each of them divides among items."""
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -44,7 +46,7 @@ class EmbeddingItems(ModalityDataItems):
                     param="multi_modal_data",
                 )
         for index, entry in given:
-            check_hidden_size(entry, expected_hidden_size, f"{modality} embeddings {index}")
+            check_embeds(entry, expected_hidden_size, f"{modality} embeddings {index}")
 
     def get_count(self) -> int:
         return len(self.data)
@@ -94,11 +96,31 @@ class AudioEmbeddingItems(EmbeddingItems):
         super().__init__(data, modality, expected_hidden_size)
 
 
-def check_hidden_size(embeds: Any, expected: int | None, name: str) -> None:
-    """Refuse embeddings whose last axis is not the model's width."""
-    if expected is not None and embeds.shape[-1] != expected:
+def check_embeds(embeds: Any, expected_width: int | None, name: str) -> None:
+    """Refuse embeddings that have not the model's width, or that are not finite floats."""
+    if expected_width is not None and embeds.shape[-1] != expected_width:
         raise RequestValueError(
-            f"{name}: hidden dimension mismatch: got {embeds.shape[-1]}, the model has {expected}",
+            f"{name}: hidden dimension mismatch: got {embeds.shape[-1]}, the model has "
+            f"{expected_width}",
+            param="multi_modal_data",
+        )
+    dtype = str(embeds.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise RequestTypeError(
+            f"{name}: the dtype is {dtype}; give one of {', '.join(_DTYPES)}",
+            param="multi_modal_data",
+        )
+    try:
+        values = as_numpy(embeds)
+    # Sparse, quantised and device-less arrays: their libraries raise what they like.
+    except Exception as error:
+        raise RequestTypeError(
+            f"{name}: a `{type(embeds).__name__}` that cannot be read: {error}; give a dense array",
+            param="multi_modal_data",
+        ) from error
+    if not np.isfinite(values).all():
+        raise RequestValueError(
+            f"{name}: some values are NaN or infinite; give finite ones",
             param="multi_modal_data",
         )
 

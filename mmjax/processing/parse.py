@@ -12,7 +12,7 @@ from mmjax.processing.embeddings import (
     FieldsFactory,
     ImageEmbeddingItems,
     VideoEmbeddingItems,
-    check_hidden_size,
+    check_embeds,
 )
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.items import (
@@ -248,7 +248,7 @@ class MultiModalDataParser:
                     f"`{key}` has the type `{type(data[key]).__name__}`; it must be an array",
                     param=f"multi_modal_data.{modality}",
                 )
-            check_hidden_size(data[key], self.expected_hidden_size, f"`{key}`")
+            check_embeds(data[key], self.expected_hidden_size, f"`{key}`")
         optional = values if self.allow_missing_mm_embeddings else set()
         return DictEmbeddingItems(
             data,

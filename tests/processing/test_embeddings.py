@@ -137,9 +137,15 @@ class TestArrays:
             (np.ones((2, 7, 16)), 8, RequestValueError, "mismatch: got 16, the model has 8"),
             ([np.ones((2, 9)), np.ones(9)], 8, RequestValueError, "must be 2D"),
             ([np.ones((2, 8)), [1.0]], None, RequestTypeError, "`list` at index 1"),
+            (np.ones((2, 8), np.int64), 8, RequestTypeError, "dtype is int64; give one of float32"),
+            (np.full((2, 8), "a"), 8, RequestTypeError, "dtype is <U1"),
+            (torch.ones(2, 8, dtype=torch.complex64), 8, RequestTypeError, "is complex64"),
+            (torch.ones(2, 8).to_sparse(), 8, RequestTypeError, "give a dense array"),
+            ([np.ones((2, 8)), np.full((2, 8), np.nan)], 8, RequestValueError, "1: some .* NaN"),
+            (jnp.full((1, 2, 8), jnp.inf, jnp.bfloat16), 8, RequestValueError, "infinite"),
         ],
     )
-    def test_axes_are_checked_first_and_the_width_then(
+    def test_axes_are_checked_first_then_the_width_and_the_values(
         self, data: Any, hidden: int | None, error: type[Exception], message: str
     ):
         with pytest.raises(error, match=message):
@@ -147,6 +153,12 @@ class TestArrays:
 
 
 class TestDicts:
+    @pytest.mark.parametrize("bad", [np.nan, 1j, "a"])
+    def test_values_are_finite_floats(self, bad: Any):
+        embeds = np.full(ROWS.shape, bad)
+        with pytest.raises(RequestError, match="`image_embeds`: "):
+            GridParser().parse_mm_data({"image": {"image_embeds": embeds, "image_grid_thw": GRID}})
+
     @pytest.mark.parametrize("convert", [np.asarray, jnp.asarray, torch.from_numpy])
     def test_a_dict_divides_by_its_sizes(self, convert: Any):
         data = {"image_embeds": convert(ROWS), "image_grid_thw": convert(GRID), "more": 1}
