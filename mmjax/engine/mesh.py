@@ -19,6 +19,7 @@ from jaxtyping import Array, Shaped
 
 from mmjax.config import EngineConfig, ParallelConfig
 from mmjax.errors import ConfigError
+from mmjax.layers.kv_cache import HeadSharding
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
@@ -68,6 +69,14 @@ class Placement:
     def heads(self, axis: int) -> Sharding:
         """Return where keys and values lie whose heads are counted along `axis`."""
         return self._named(*[None] * axis, MODEL_AXIS)
+
+    @property
+    def head_sharding(self) -> HeadSharding | None:
+        """Return how attention is cut by heads; None on one device."""
+        if self.mesh is None:
+            return None
+        axes = {"query_axes": (MODEL_AXIS, GROUP_AXIS), "kv_axes": (MODEL_AXIS,)}
+        return HeadSharding(mesh=self.mesh, **axes)
 
     def units(self, num_units: int) -> Sharding:
         """Return where the inputs of `encode` lie: cut over the devices if each gets as many."""

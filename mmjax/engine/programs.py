@@ -164,7 +164,10 @@ class Programs:
         self._placement = placement
         self.num_encoder_rows = num_encoder_rows
         self._cache_type = cache_type or choose_cache_type(
-            placement.platform, model.kv_cache_spec, shape.dtype
+            placement.platform,
+            model.kv_cache_spec,
+            shape.dtype,
+            num_shards=placement.num_kv_shards,
         )
         self._new_cache = partial(
             allocate,
@@ -172,6 +175,7 @@ class Programs:
             block_size=block_size,
             dtype=shape.dtype,
             cache_type=self._cache_type,
+            sharding=placement.head_sharding,
         )
         self._jit()
 

@@ -35,12 +35,17 @@ __all__ = [
 ]
 
 
-def choose_cache_type(platform: str, spec: KVCacheSpec, dtype: Any) -> type[LayerCache]:
-    """Return how blocks lie in memory for the attention that a platform gets."""
+def choose_cache_type(
+    platform: str, spec: KVCacheSpec, dtype: Any, *, num_shards: int = 1
+) -> type[LayerCache]:
+    """Return how blocks lie in memory for the attention that a platform gets.
+
+    `num_shards`: devices that the key-value heads are cut over.
+    """
     backend = choose_backend(
         platform,
         is_paged=True,
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=spec.num_kv_heads // num_shards,
         head_dim=spec.head_dim,
         dtype=dtype,
     )

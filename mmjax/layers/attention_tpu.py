@@ -4,14 +4,17 @@ Causal only: steps that hold an image whose tokens see each other both ways walk
 over the same cache.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention_metadata import PagedAttentionMetadata
-from mmjax.layers.kv_cache import InterleavedCache, pad_heads
+from mmjax.layers.kv_cache import HeadSharding, InterleavedCache, pad_heads
 
 _TABLE_BYTES = 2**19
 """The kernel holds all block tables in 1 MiB of scalar memory, beside other things."""
@@ -52,17 +55,36 @@ def ragged_attention(
     arguments = to_arguments(query, cache, metadata)
     num_rows, num_pages = query.shape[0], metadata.block_tables.shape[1]
     is_tuned = jax.default_backend() == "tpu"
-    out = kernels.ragged_paged_attention(
-        *arguments,
+    kernel = partial(
+        kernels.ragged_paged_attention,
         sm_scale=scale,
         sliding_window=window,
         soft_cap=soft_cap,
         num_kv_pages_per_block=None if is_tuned else min(num_pages, _PAGES_PER_BLOCK),
         num_queries_per_block=None if is_tuned else min(num_rows, _QUERIES_PER_BLOCK),
     )
+    out = _on_each_device(kernel, cache.sharding)(*arguments)
     # The kernel leaves the rows of padding as it found them.
     is_real = jnp.arange(num_rows, dtype=jnp.int32) < arguments.cu_q_lens[-1]
     return jnp.where(is_real[:, None, None], out, 0)[..., : query.shape[-1]]
+
+
+def _on_each_device(
+    kernel: Callable[..., Array], sharding: HeadSharding | None
+) -> Callable[..., Array]:
+    """Call the kernel once a device, on its heads; the lengths and tables are everyone's."""
+    if sharding is None:
+        return kernel
+    queries = PartitionSpec(None, sharding.query_axes)
+    pages = PartitionSpec(None, None, sharding.kv_axes)
+    everywhere = [PartitionSpec()] * (len(RaggedArguments._fields) - 2)
+    return jax.shard_map(
+        kernel,
+        mesh=sharding.mesh,
+        in_specs=(queries, pages, *everywhere),
+        out_specs=queries,
+        check_vma=False,
+    )
 
 
 def to_arguments(

@@ -4,10 +4,12 @@ Knows nothing of requests: block ids in, block ids out. How a block lies in memo
 of the attention that reads it; all layouts can be written, and walked block by block.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 LANES = 128
@@ -21,6 +23,15 @@ class KVCacheSpec:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSharding:
+    """How attention is cut over a mesh: each device has whole heads, and all their tokens."""
+
+    mesh: Mesh
+    query_axes: tuple[str, ...]
+    kv_axes: tuple[str, ...]
 
 
 class TransposedCache(NamedTuple):
@@ -37,9 +48,15 @@ class TransposedCache(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any
+        cls,
+        spec: KVCacheSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None = None,
     ) -> "TransposedCache":
-        """Return empty blocks of one layer."""
+        """Return empty blocks of one layer. The compiler cuts what reads them by itself."""
         heads, width = spec.num_kv_heads, spec.head_dim
         return cls(
             jnp.zeros((num_blocks, heads, width, block_size), dtype),
@@ -88,24 +105,35 @@ class TransposedCache(NamedTuple):
         return self.values[ids]
 
 
-class InterleavedCache(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class InterleavedCache:
     """Keys and values lie head by head in one array: k0, v0, k1, v1, ... of every slot.
 
     The layout of the TPU kernel; heads are padded with zeros to a multiple of 128.
     """
 
-    pages: Float[Array, "M Q _heads H"]
+    pages: Any
+    """Float[Array, "M Q 2K H"]; as in every pytree, its description may stand in its place."""
+    sharding: HeadSharding | None = field(default=None, metadata={"static": True})
+    """No compiler cuts a kernel: on a mesh it is called with the heads of each device."""
 
-    HEAD_AXIS = 2
+    HEAD_AXIS: ClassVar[int] = 2
     """Of each array: what a mesh may cut."""
 
     @classmethod
     def zeros(
-        cls, spec: KVCacheSpec, *, num_blocks: int, block_size: int, dtype: Any
+        cls,
+        spec: KVCacheSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None = None,
     ) -> "InterleavedCache":
         """Return empty blocks of one layer."""
-        width = padded_head_dim(spec.head_dim)
-        return cls(jnp.zeros((num_blocks, block_size, 2 * spec.num_kv_heads, width), dtype))
+        shape = (num_blocks, block_size, 2 * spec.num_kv_heads, padded_head_dim(spec.head_dim))
+        return cls(jnp.zeros(shape, dtype), sharding)
 
     @classmethod
     def slot_size(cls, spec: KVCacheSpec) -> int:
@@ -137,7 +165,7 @@ class InterleavedCache(NamedTuple):
         """Store each token in its slot; tokens of a block id out of range (padding) are dropped."""
         both = jnp.stack([keys, values], axis=2)
         both = pad_heads(both.reshape(len(keys), -1, keys.shape[-1]), self.head_dim)
-        return InterleavedCache(self.pages.at[blocks, offsets].set(both, mode="drop"))
+        return replace(self, pages=self.pages.at[blocks, offsets].set(both, mode="drop"))
 
     def read_keys(self, ids: Int[Array, " W"]) -> Float[Array, "W K H Q"]:
         """Return one block of keys for each id."""
@@ -170,10 +198,12 @@ def allocate(
     block_size: int,
     dtype: Any,
     cache_type: type[LayerCache] = TransposedCache,
+    sharding: HeadSharding | None = None,
 ) -> KVCache:
     """Return zeroed blocks for every layer."""
+    options: dict[str, Any] = {"dtype": dtype, "sharding": sharding}
     sizes = {"num_blocks": num_blocks, "block_size": block_size}
-    return tuple(cache_type.zeros(spec, **sizes, dtype=dtype) for _ in range(spec.num_layers))
+    return tuple(cache_type.zeros(spec, **sizes, **options) for _ in range(spec.num_layers))
 
 
 def block_bytes(

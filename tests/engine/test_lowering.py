@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.pallas.mosaic import tpu_info
 
+from mmjax.config import ParallelConfig
 from mmjax.engine.buckets import Buckets
-from mmjax.engine.mesh import Placement
+from mmjax.engine.mesh import Placement, make_placement
 from mmjax.engine.programs import ModelShape, Programs
 from mmjax.layers import attention_backend
 from mmjax.layers.attention import choose_cache_type, span_variants
@@ -37,7 +39,9 @@ class CausalGemma3(Gemma3ForConditionalGeneration):
     has_bidirectional_spans = False
 
 
-def make_programs(model_class: Any, platform: str, dtype: Any) -> Programs:
+def make_programs(
+    model_class: Any, platform: str, dtype: Any, placement: Placement | None = None
+) -> Programs:
     """Describe an engine's programs as they are on `platform`."""
     config: Any = copy.deepcopy(tiny_config())
     config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
@@ -54,7 +58,7 @@ def make_programs(model_class: Any, platform: str, dtype: Any) -> Programs:
         ModelShape.of(graphdef, params),
         params,
         buckets=buckets,
-        placement=Placement(),
+        placement=placement or Placement(),
         num_encoder_rows=16,
         block_size=16,
         max_blocks=8,
@@ -107,6 +111,18 @@ def test_only_steps_with_images_both_ways_do_without_the_tpu_kernel():
     assert {bucket.has_spans for bucket in found} == {False, True}
     for bucket, count in found.items():
         assert count == (0 if bucket.has_spans else NUM_LAYERS), bucket
+
+
+def test_on_a_mesh_each_device_calls_the_kernel_with_its_heads(monkeypatch: pytest.MonkeyPatch):
+    chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1)
+    monkeypatch.setitem(tpu_info.registry, "cpu", lambda: chip)
+    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_heads=2, num_kv_heads=1)
+    programs = make_programs(CausalGemma3, "tpu", jnp.dtype(jnp.bfloat16), placement)
+    for program in programs.by_kind(8)["step"]:
+        text = lower(program, "tpu")
+        assert len(TPU_CALL.findall(text)) == NUM_LAYERS, program.label
+        rows = next(iter(re.findall(r"call @ragged_paged_attention\S*\(.*?tensor<(\w+)>", text)))
+        assert rows.split("x")[1] == "1", "one of the two heads of the queries"
 
 
 @pytest.mark.parametrize("kind", ["encode", "sample"])

@@ -5,6 +5,7 @@ The kernel itself runs on TPUs alone; what it is given is what is tested here.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import Mesh
 
 from mmjax.layers.attention import attention, choose_cache_type
-from mmjax.layers.attention_tpu import ragged_takes, to_arguments
-from mmjax.layers.kv_cache import InterleavedCache, KVCacheSpec, TransposedCache, block_bytes
+from mmjax.layers.attention_tpu import ragged_attention, ragged_takes, to_arguments
+from mmjax.layers.kv_cache import (
+    HeadSharding,
+    InterleavedCache,
+    KVCacheSpec,
+    TransposedCache,
+    block_bytes,
+)
 from tests.layers.ragged import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -29,6 +37,7 @@ from tests.layers.ragged import (
     lay_out,
 )
 
+KERNELS = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 NUM_CASES = 200
 TOLERANCE = 2e-5
 HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 64))
@@ -181,6 +190,57 @@ def test_both_layouts_hold_the_same_after_a_step():
     np.testing.assert_array_equal(plain.read_values(ids), padded.read_values(ids)[..., :width])
     assert (np.asarray(padded.pages)[..., width:] == 0).all()
     assert (np.asarray(plain.keys) == STALE).any(), "padding was to be dropped"
+
+
+def in_xla(
+    q: Any,
+    kv_pages: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    *,
+    sm_scale: float,
+    **_: Any,
+) -> Any:
+    """Stand in for the kernel: its arguments, jittable, with whole tables gathered."""
+    rows = jnp.arange(q.shape[0])
+    seq = jnp.searchsorted(cu_q_lens, rows, side="right") - 1
+    seq = jnp.minimum(seq, num_seqs[0] - 1)
+    pages = kv_pages[page_indices[seq]].reshape(q.shape[0], -1, *kv_pages.shape[2:])
+    group = q.shape[1] // (kv_pages.shape[2] // 2)
+    key, value = (jnp.repeat(pages[:, :, start::2], group, axis=2) for start in (0, 1))
+    scores = jnp.einsum("tnh,tsnh->tns", q, key) * sm_scale
+    place = kv_lens[seq] - (cu_q_lens[seq + 1] - rows)
+    is_visible = jnp.arange(scores.shape[-1])[None, None] <= place[:, None, None]
+    weights = jax.nn.softmax(jnp.where(is_visible, scores, -1e30), axis=-1)
+    return jnp.einsum("tns,tsnh->tnh", weights, value)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2), (1, 4)])
+def test_on_a_mesh_each_device_has_its_heads(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    """Key-value heads over one axis, and the query heads of each over the other as well."""
+    monkeypatch.setattr(f"{KERNELS}.ragged_paged_attention", in_xla)
+    generator = np.random.default_rng(0)
+    heads = Heads(num=8, num_kv=shape[0], width=64)
+    chunks = [
+        draw_causal_chunk(generator, 20, 30, heads),
+        draw_causal_chunk(generator, 5, 1, heads),
+    ]
+    batch = lay_out(chunks, num_tokens=192, num_requests=4, tile=64)
+    cache = written(in_kernel_layout(batch))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(shape), ("kv", "group"))
+    cut = HeadSharding(mesh=mesh, query_axes=("kv", "group"), kv_axes=("kv",))
+    call = jax.jit(partial(ragged_attention, scale=0.125, window=None, soft_cap=None))
+    whole = call(batch.query, cache, batch.metadata)
+    parts = call(batch.query, replace(cache, sharding=cut), batch.metadata)
+    np.testing.assert_allclose(whole, parts, atol=TOLERANCE)
+    expected, _ = run(batch.query, batch.key, batch.value, batch.cache, batch.metadata, scale=0.125)
+    rows = np.concatenate(batch.rows)
+    np.testing.assert_allclose(parts[rows], np.asarray(expected)[rows], atol=TOLERANCE)
+    assert (np.asarray(parts)[len(rows) :] == 0).all(), "padding"
 
 
 def test_a_step_of_nothing_gives_the_kernel_one_row():
