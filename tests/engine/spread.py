@@ -34,9 +34,9 @@ PROMPTS: list[tuple[Any, ...]] = [
 @lru_cache
 def config_with_heads(num_kv_heads: int) -> Gemma3Config:
     """Return the tiny model's config with four heads."""
-    text_config = tiny_config().text_config.to_dict()
-    text_config.update(num_attention_heads=NUM_HEADS, num_key_value_heads=num_kv_heads)
-    return Gemma3Config.from_dict({**tiny_config().to_dict(), "text_config": text_config})
+    fields: Any = tiny_config().to_dict()
+    heads = {"num_attention_heads": NUM_HEADS, "num_key_value_heads": num_kv_heads}
+    return Gemma3Config.from_dict({**fields, "text_config": {**fields["text_config"], **heads}})
 
 
 @lru_cache

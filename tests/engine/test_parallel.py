@@ -86,10 +86,10 @@ def test_each_device_holds_its_part_and_no_more():
     tower = [leaf for name, leaf in params.items() if "language_model" not in name]
     assert tower
     assert all(leaf.sharding.is_fully_replicated for leaf in tower)
-    for cache in core._runner._state.kv_cache:
-        # One of two heads, where the other dimensions are whole.
-        assert cache.keys.sharding.shard_shape(cache.keys.shape)[1] == 1
-        assert cache.values.sharding.shard_shape(cache.values.shape)[1] == 1
+    for blocks in jax.tree.leaves(core._runner._state.kv_cache):
+        part = blocks.sharding.shard_shape(blocks.shape)
+        cut = [pair for pair in zip(blocks.shape, part, strict=True) if pair[0] != pair[1]]
+        assert cut == [(2, 1)], "one of two heads, and all of the rest"
 
 
 def test_the_compiler_adds_one_sum_a_half_block_and_moves_no_weights():
@@ -168,9 +168,8 @@ def test_two_processes_answer_as_one():
     alone = engine(2, 4)
     expected = {"greedy": serve(alone), "drawn": serve(alone, temperature=1.0, seed=7)}
     port = _free_port()
-    follower = _start(1, port)
+    leader, follower = _start(0, port), _start(1, port)
     try:
-        leader = _start(0, port)
         said, _ = leader.communicate(timeout=300)
         heard, _ = follower.communicate(timeout=60)
     finally:
