@@ -146,7 +146,8 @@ class Placement:
         """Sum a row for every device, all 0 but the leader's."""
         array = np.asarray(array)
 
-        def row(index: tuple[slice, ...]) -> np.ndarray:
+        def row(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "asked for rows of this process alone"
             is_source = self.is_leader and index[0].start == self._leaders_row
             return array[None] if is_source else np.zeros_like(array)[None]
 
