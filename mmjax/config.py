@@ -276,8 +276,6 @@ class EngineConfig:
     """None: `~/.cache/mmjax/xla`."""
     compile_threads: int | None = None
     """Programs that are compiled at once; None: as many as there are cores, at most 8."""
-    mm_max_toks_per_item: Mapping[str, int] = field(default_factory=dict)
-    """Per modality, the embeddings of its largest item; empty: a unit of the model's encoder."""
     use_tqdm: bool = True
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":

@@ -34,6 +34,7 @@ from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.frontend.prompts import PromptType
 from mmjax.frontend.requests import Delivery, ProcessedRequest
+from mmjax.frontend.worst_case import with_encoder_budget
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import require_model
 from mmjax.sampling_params import SamplingParams
@@ -102,7 +103,7 @@ class LLM:
         self._open(config.with_settings(more))
 
     def _open(self, config: EngineConfig) -> None:
-        self.config = config
+        self.config = config = with_encoder_budget(config)
         # First what is quick to fail: tokenizer, processor and template.
         self._input_processor = InputProcessor(
             config.model, enable_prefix_caching=config.cache.enable_prefix_caching

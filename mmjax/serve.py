@@ -68,9 +68,11 @@ def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) 
     # transformers takes its seconds here; P1 should not wait for the rest.
     from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.supervisor import Supervisor
+    from mmjax.frontend.worst_case import with_encoder_budget
     from mmjax.models.registry import require_model
 
     require_model(engine.model.architecture)
+    engine = with_encoder_budget(engine)
     cache = processor_cache_from_config(engine.model.mm)
     supervisor = Supervisor(engine.with_mm(config_with_segment(engine.model.mm, cache)))
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)

@@ -127,7 +127,7 @@ class EngineStart:
             logger.info("an item's tokens go in one step: its embeddings see each other both ways")
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,
-            self.config.mm_max_toks_per_item or {"image": self._encoder_spec.tokens_per_unit},
+            {"image": self._encoder_spec.tokens_per_unit},
             encoder_cache_size=self.config.cache.encoder_cache_size,
             disable_chunked_mm_input=self._keeps_items_whole,
         )

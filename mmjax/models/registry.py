@@ -20,6 +20,8 @@ class ModelRow:
     """`mmjax.models.<folder>` has `processor.py` (without jax) and `model.py`."""
     has_model: bool = True
     """Whether there is a `model.py`: without one, prompts are processed and not answered."""
+    has_one_unit_items: bool = False
+    """Whether, without processor kwargs, the largest item is one unit of the tower."""
     factories: str = "FACTORIES"
     """The name in `processor.py`: checkpoints of one family may come in several layouts."""
 
@@ -30,7 +32,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "ChameleonForConditionalGeneration": ModelRow("chameleon", has_model=False),
         "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
-        "Gemma3ForConditionalGeneration": ModelRow("gemma3"),
+        "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
         "InternVLChatModel": ModelRow("internvl", has_model=False),
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", has_model=False, factories="HF_FACTORIES"
