@@ -25,7 +25,6 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import DenseOracle, Parts
 from tests.engine.tiny import (
     EOS,
-    TOKENS_PER_IMAGE,
     engine_config,
     loud_params,
     message,
@@ -33,8 +32,11 @@ from tests.engine.tiny import (
 )
 
 MAX_SEQS, MAX_TOKENS, MAX_ANSWER = 8, 64, 20
-MIN_GAP = 1e-3
-"""Where the two best tokens of the lone answer are nearer than this, a wide model may swap them."""
+ULPS = 2e-6
+"""Where the two best tokens of the lone answer are nearer than this, they are one number: the
+oracle adds over whole sequences, the engine block by block."""
+WIDE_GAP = 1e-3
+"""The same for a wide model, whose products depend on the number of rows (docs/determinism.md)."""
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Served:
 class Bench:
     """A compiled engine, its oracle, and what was found over all schedules."""
 
-    def __init__(self, config: Gemma3Config, *, num_prompts: int) -> None:
+    def __init__(self, config: Gemma3Config, *, num_prompts: int, min_gap: float) -> None:
         graphdef, params = loud_params(config)
         settings = engine_config(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
         model = replace(settings.model, hf_config=config)
@@ -62,6 +64,7 @@ class Bench:
         width = config.text_config.hidden_size
         self.oracle = DenseOracle(graphdef, params, width)
         self.num_prompts = num_prompts
+        self.min_gap = min_gap
         self.block_hasher = self.core._block_hasher
         self.limits = self.core._limits
         self.num_answers = 0
@@ -70,7 +73,7 @@ class Bench:
         self.num_prefix_hits = 0
         self.differences: list[str] = []
         """Of answers, beyond what the gap of the lone answer excuses."""
-        self.num_excused = 0
+        self.excused: list[str] = []
 
     def run(self, seed: int) -> None:
         """Serve one schedule, and check all of it."""
@@ -176,10 +179,8 @@ class Bench:
             return
         pairs = enumerate(zip(got, expected, strict=False))
         place = next((n for n, (one, other) in pairs if one != other), len(expected) - 1)
-        if alone.gaps[place] <= MIN_GAP:
-            self.num_excused += 1
-            return
-        self.differences.append(
+        kind = self.excused if alone.gaps[place] <= self.min_gap else self.differences
+        kind.append(
             f"{seed=} request {served.message.request_id}: {got}, alone {expected}; the gap at "
             f"place {place} is {alone.gaps[place]:.2e}"
         )
@@ -230,8 +231,9 @@ def run_schedules(bench: Bench, seeds: range) -> None:
     print(
         f"{len(seeds)} schedules, {bench.num_answers} answers: {bench.num_preemptions} "
         f"preemptions, {bench.num_prefix_hits} prompt tokens found in the prefix cache, "
-        f"{bench.num_excused} swaps of tokens nearer than {MIN_GAP}, "
+        f"{len(bench.excused)} swaps of tokens nearer than {bench.min_gap}, "
         f"{len(bench.differences)} other differences",
+        *bench.excused,
         *bench.differences,
         sep="\n",
     )
@@ -240,13 +242,13 @@ def run_schedules(bench: Bench, seeds: range) -> None:
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Bench]:
     """Width 32: products there are bit-equal whatever the number of rows."""
-    return Bench(tiny_config(), num_prompts=60)
+    return Bench(tiny_config(), num_prompts=60, min_gap=ULPS)
 
 
 def test_every_answer_is_the_lone_one(narrow: Bench) -> None:
     run_schedules(narrow, range(40))
     assert narrow.differences == []
-    assert narrow.num_excused == 0
+    assert narrow.excused == []
     assert narrow.num_preemptions > 0
     assert narrow.num_prefix_hits > 0
 
@@ -254,7 +256,7 @@ def test_every_answer_is_the_lone_one(narrow: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_answer_is_the_lone_one_in_2000_schedules() -> None:
-    bench = Bench(tiny_config(), num_prompts=600)
+    bench = Bench(tiny_config(), num_prompts=600, min_gap=ULPS)
     run_schedules(bench, range(1000, 3000))
     assert bench.differences == []
 
@@ -269,7 +271,6 @@ def wide_config() -> Gemma3Config:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_wide_model_differs_only_where_two_tokens_are_equal() -> None:
-    bench = Bench(wide_config(), num_prompts=120)
+    bench = Bench(wide_config(), num_prompts=120, min_gap=WIDE_GAP)
     run_schedules(bench, range(100))
     assert len(bench.differences) <= bench.num_answers // 1000
-    assert TOKENS_PER_IMAGE == 4
