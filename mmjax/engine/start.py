@@ -20,6 +20,7 @@ from mmjax.engine.programs import ModelShape, Programs
 from mmjax.engine.runner import ModelRunner
 from mmjax.engine.scheduler import Scheduler
 from mmjax.errors import ConfigError
+from mmjax.layers.attention import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec
@@ -135,14 +136,22 @@ class EngineStart:
 
     def _make_programs(self, graphdef: Any, params: Params) -> Programs:
         schedule, block_size = self.config.scheduler, self.config.cache.block_size
+        shape = ModelShape.of(graphdef, params)
+        spec = bind(graphdef, params).kv_cache_spec
+        placement = self._placement
+        cache_type = choose_cache_type(
+            placement.platform, spec, shape.dtype, num_shards=placement.num_kv_shards
+        )
         buckets = Buckets.create(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
+            span_variants=span_variants(cache_type, has_spans=self._has_spans),
         )
         return Programs(
-            ModelShape.of(graphdef, params),
+            shape,
             params,
+            cache_type=cache_type,
             buckets=buckets,
             placement=self._placement,
             num_encoder_rows=self._encoder_cache.cache_size,

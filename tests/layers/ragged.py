@@ -109,6 +109,12 @@ def write_context(chunk: Chunk, blocks: np.ndarray, keys: np.ndarray, values: np
         keys[block, :, :, offset], values[block, :, offset] = chunk.key[at], chunk.value[at]
 
 
+def _stale_blocks(heads: Heads) -> tuple[np.ndarray, np.ndarray]:
+    keys = np.full((NUM_BLOCKS, heads.num_kv, heads.width, BLOCK_SIZE), STALE, np.float32)
+    values = np.full((NUM_BLOCKS, heads.num_kv, BLOCK_SIZE, heads.width), STALE, np.float32)
+    return keys, values
+
+
 def lay_out(
     chunks: Sequence[Chunk], *, num_tokens: int, num_requests: int, tile: int, seed: int = 0
 ) -> Batch:
@@ -120,8 +126,7 @@ def lay_out(
     heads = chunks[0].heads
     num_tiles = num_requests if tile == 1 else num_tokens // tile + num_requests
     free = list(generator.permutation(NUM_BLOCKS))
-    keys = np.full((NUM_BLOCKS, heads.num_kv, heads.width, BLOCK_SIZE), STALE, np.float32)
-    values = np.full((NUM_BLOCKS, heads.num_kv, BLOCK_SIZE, heads.width), STALE, np.float32)
+    keys, values = _stale_blocks(heads)
     inputs = [
         np.full((num_tokens, count, heads.width), STALE, np.float32)
         for count in (heads.num, heads.num_kv, heads.num_kv)
