@@ -182,8 +182,8 @@ class Programs:
     def _jit(self) -> None:
         graphdef, placement = self._shape.graphdef, self._placement
         # What comes out lies where it lay: else the next call would compile anew.
-        whole = placement.replicated
-        kv_cache = placement.heads(self._cache_type.HEAD_AXIS)
+        whole: Any = placement.replicated
+        kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         self.encode = jax.jit(
             partial(encode, graphdef, placement.gather),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from mmjax.config import SchedulerConfig
+from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     CapacityError,
     EngineUnavailableError,
@@ -103,7 +103,7 @@ class AsyncEngineClient:
         self.supervisor = supervisor
         # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
-        self.scheduling_policy = scheduler.scheduling_policy
+        self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self._capacity = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._streams: dict[str, RequestStream] = {}
