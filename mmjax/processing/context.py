@@ -12,6 +12,7 @@ from transformers import BatchFeature
 from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.logger import get_logger
+from mmjax.processing.hf_kwargs import check_sizes, merge_mm_kwargs
 from mmjax.processing.media import MediaLimits
 from mmjax.processing.parse import (
     DictEmbeddingItems,
@@ -25,36 +26,6 @@ from mmjax.processing.parse import (
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-HF_KWARGS_SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
-_RESERVED_KWARGS = frozenset({"text", "images", "videos", "audio", "audios", "return_tensors"})
-
-
-def merge_mm_kwargs(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge kwargs for an HF processor; later levels win, and in a level the scoped ones.
-
-    `{"a": 1}, {"images_kwargs": {"a": 2}}, {"a": 3}` -> `{"images_kwargs": {}, "a": 3}`.
-    """
-    merged: dict[str, Any] = {}
-    for level in levels:
-        for key, value in level.items():
-            if key in HF_KWARGS_SCOPES:
-                continue
-            for scope in HF_KWARGS_SCOPES:
-                merged.get(scope, {}).pop(key, None)
-            merged[key] = _merge_values(merged.get(key), value)
-        for scope in HF_KWARGS_SCOPES:
-            for key, value in (level.get(scope) or {}).items():
-                merged.pop(key, None)
-                scoped = merged.setdefault(scope, {})
-                scoped[key] = _merge_values(scoped.get(key), value)
-    return merged
-
-
-def _merge_values(old: Any, new: Any) -> Any:
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return new
-    return {**old, **{key: _merge_values(old.get(key), value) for key, value in new.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +69,6 @@ class InputProcessingContext:
 
     def merge_mm_kwargs(self, mm_kwargs: Mapping[str, object]) -> dict[str, Any]:
         """Return the operator's processor kwargs overlaid with a request's."""
-        reserved = _RESERVED_KWARGS & mm_kwargs.keys()
-        if reserved:
-            raise RequestValueError(
-                f"mm_processor_kwargs has `{min(reserved)}`, which the server sets itself; "
-                "leave it out",
-                param="mm_processor_kwargs",
-            )
         return merge_mm_kwargs(self.get_mm_config().mm_processor_kwargs, mm_kwargs)
 
     def call_hf_processor(
@@ -222,6 +186,10 @@ class BaseProcessingInfo(ABC):
         """Return what the operator has refused before work is done on it."""
         mm = self.ctx.get_mm_config()
         return MediaLimits(max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels)
+
+    def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
+        """Refuse kwargs by which the media that HF is about to get would become bombs."""
+        check_sizes(mm_data, self.ctx.merge_mm_kwargs(mm_kwargs), self.get_media_limits())
 
     def get_expected_hidden_size(self) -> int | None:
         """Return the width that embeddings must have; None: they are not taken, or any will do."""

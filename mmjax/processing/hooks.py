@@ -66,6 +66,7 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         if "audios" in mm_data:  # HF's name for all of them
             mm_data = {**mm_data, "audio": mm_data["audios"]}
             del mm_data["audios"]
+        self.info.check_sizes(mm_data, mm_kwargs)
         return self.info.ctx.call_hf_processor(
             self.info.get_hf_processor(), {"text": prompt, **mm_data}, {**mm_kwargs, **tok_kwargs}
         )

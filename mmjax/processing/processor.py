@@ -19,6 +19,7 @@ from typing import ClassVar
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
+from mmjax.processing.hf_kwargs import check_request_kwargs
 from mmjax.processing.hooks import InfoT
 from mmjax.processing.inputs import (
     MultiModalInputs,
@@ -133,7 +134,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         mm_items = self._to_mm_items(mm_data, mm_uuids)
         validate_placeholder_counts(self.info, prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
-        self.info.ctx.merge_mm_kwargs(mm_kwargs)  # refuses what only we may set
+        check_request_kwargs(mm_kwargs)
         uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
         hashes = self.item_hasher.hash_items(

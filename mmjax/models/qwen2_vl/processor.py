@@ -131,6 +131,9 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
                     "make them equal"
                 )
 
+    def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
+        """Do nothing: sizes count pixels here, and the patchers hold them to the limits."""
+
     def get_scoped_kwargs(self, mm_kwargs: Mapping[str, object]) -> Mapping[str, dict[str, Any]]:
         """Return by part what a request's kwargs, over the operator's, come to."""
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
