@@ -54,6 +54,7 @@ JAX_FREE = (
     "mmjax.engine.request",
     "mmjax.engine.scheduler",
     "mmjax.engine.waiting",
+    "mmjax.engine.windows",
     "mmjax.errors",
     "mmjax.frontend",
     "mmjax.logger",

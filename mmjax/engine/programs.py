@@ -76,6 +76,7 @@ def encode(
 
 def step(
     graphdef: Any,
+    *,
     layout: Layout,
     params: Params,
     state: StepState,
@@ -102,6 +103,7 @@ def step(
 def sample(
     graphdef: Any,
     gather: Gather,
+    *,
     layout: Layout,
     num_rows: int,
     is_plain: bool,

@@ -15,6 +15,7 @@ from mmjax.engine.admission import ItemSizes
 from mmjax.engine.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from mmjax.engine.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.waiting import WaitingQueue
+from mmjax.engine.windows import WindowFitter
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
 from mmjax.transport.messages import RequestOutputDelta
 
@@ -54,7 +55,9 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
-        self._keeps_items_whole = keeps_items_whole
+        self._windows = WindowFitter(
+            kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_items_whole=keeps_items_whole
+        )
         self._enable_chunked_prefill = enable_chunked_prefill
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
@@ -179,7 +182,9 @@ class Scheduler:
             request = queue.popleft()
             # One token is kept for everyone behind, except from those who were passed over.
             reserve = 0 if request.request_id in went_first else len(queue)
-            num_tokens, items = self._fit(plan, request, plan.tokens_left - reserve)
+            num_tokens, items = self._windows.fit(
+                request, plan.tokens_left - reserve, plan.embeds_left
+            )
             if num_tokens == 0:
                 self._deferred.add(request.request_id)
             elif self._make_room(plan, request, num_tokens, queue):
@@ -212,11 +217,13 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
             request = self.waiting.peek()
-            request.num_computed_tokens = self._start_after_prefix(request)
+            request.num_computed_tokens = self._windows.start_after_prefix(request)
             # All blocks of the prompt must be free, not only the first chunk's: else half-computed
             # prompts would preempt each other.
             has_room = self.kv_cache.has_room(request.request_id, request.num_tokens)
-            num_tokens, items = self._fit(plan, request, plan.tokens_left) if has_room else (0, [])
+            num_tokens, items = 0, []
+            if has_room:
+                num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
             num_missing = request.num_tokens - request.num_computed_tokens - num_tokens
             if num_tokens == 0 or (num_missing and not self._enable_chunked_prefill):
                 self._release(request)
@@ -232,48 +239,6 @@ class Scheduler:
             insort(self.running, request, key=self.waiting.key)
             self._commit(plan, request, num_tokens, items)
 
-    def _start_after_prefix(self, request: Request) -> int:
-        """Give the request the cached blocks of its beginning; return how many tokens they hold."""
-        block_size = self.kv_cache.block_size
-        num_found = self.kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
-        if self._keeps_items_whole:
-            # Inside such an item everything sees everything: it is found whole, or not at all.
-            for item in reversed(request.items):
-                if item.start < num_found < item.end:
-                    num_found = item.start // block_size * block_size
-        return self.kv_cache.start(
-            request.request_id, request.block_hashes[: num_found // block_size]
-        )
-
-    def _fit(self, plan: _Plan, request: Request, max_tokens: int) -> tuple[int, list[EncoderItem]]:
-        """Return how many tokens the request may compute, and the items to encode for them.
-
-        Items that are cached, also by an earlier request of this step, are referenced here.
-        """
-        start = request.num_computed_tokens
-        end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
-        if start >= request.items_end:
-            return end - start, []
-        new: dict[str, EncoderItem] = {}
-        num_new_embeds = 0
-        for item in request.items_between(start, end):
-            if self._keeps_items_whole and start <= item.start and end < item.end:
-                return item.start - start, list(new.values())
-            first, last = item.mm_position.get_embeds_indices_in_range(
-                max(0, start - item.start), min(end, item.end) - item.start
-            )
-            if first == last or item.identifier in new:
-                continue
-            if self.encoder_cache.check_and_update_cache(request.request_id, item.identifier):
-                continue
-            if not self.encoder_cache.can_allocate(
-                item.num_embeds, plan.embeds_left - num_new_embeds, num_new_embeds
-            ):
-                return max(0, item.start - start), list(new.values())
-            new[item.identifier] = item
-            num_new_embeds += item.num_embeds
-        return end - start, list(new.values())
-
     def _commit(
         self, plan: _Plan, request: Request, num_tokens: int, items: list[EncoderItem]
     ) -> None:
@@ -285,18 +250,14 @@ class Scheduler:
             plan.items.append(item)
 
     def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Count the window as computed, and let go of the items that lie behind it.
-
-        An item that comes again further on is let go as well: held, it could take the room that
-        the items between need. It stays cached as long as nobody needs its room.
-        """
+        """Count the window as computed, and let go of the items that lie behind it."""
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
         if start < request.items_end:
-            self._let_go_of_items(request, start, end)
+            self._windows.let_go_of_items(request, start, end)
         table = self.kv_cache.get_block_table(request.request_id)
         return ScheduledRequest(
             request,
@@ -306,10 +267,3 @@ class Scheduler:
             samples=end == request.num_tokens_in_all,
             token_from=request.sampled_row if end > request.num_tokens else -1,
         )
-
-    def _let_go_of_items(self, request: Request, start: int, end: int) -> None:
-        overlapping = request.items_between(start, end)
-        begun = {item.identifier for item in overlapping if item.end > end}
-        for item in overlapping:
-            if item.identifier not in begun:
-                self.encoder_cache.free_encoder_input(request.request_id, item.identifier)

@@ -1,0 +1,79 @@
+"""How far a request may compute in a step: from behind its cached beginning, as its items allow.
+
+Knows nothing of other requests and of the token budget that they share.
+"""
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.engine.request import EncoderItem, Request
+
+
+class WindowFitter:
+    """Fits windows of tokens to the KV blocks that are found and to the items that fit."""
+
+    def __init__(
+        self,
+        *,
+        kv_cache: KVCacheManager,
+        encoder_cache: EncoderCacheManager,
+        keeps_items_whole: bool,
+    ) -> None:
+        self._kv_cache = kv_cache
+        self._encoder_cache = encoder_cache
+        self._keeps_items_whole = keeps_items_whole
+
+    def start_after_prefix(self, request: Request) -> int:
+        """Give the request the cached blocks of its beginning; return how many tokens they hold."""
+        block_size = self._kv_cache.block_size
+        num_found = self._kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+        if self._keeps_items_whole:
+            # Inside such an item everything sees everything: it is found whole, or not at all.
+            for item in reversed(request.items):
+                if item.start < num_found < item.end:
+                    num_found = item.start // block_size * block_size
+        return self._kv_cache.start(
+            request.request_id, request.block_hashes[: num_found // block_size]
+        )
+
+    def fit(
+        self, request: Request, max_tokens: int, embeds_left: int
+    ) -> tuple[int, list[EncoderItem]]:
+        """Return how many tokens the request may compute, and the items to encode for them.
+
+        Items that are cached, also by an earlier request of this step, are referenced here.
+        """
+        start = request.num_computed_tokens
+        end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
+        if start >= request.items_end:
+            return end - start, []
+        new: dict[str, EncoderItem] = {}
+        num_new_embeds = 0
+        for item in request.items_between(start, end):
+            if self._keeps_items_whole and start <= item.start and end < item.end:
+                return item.start - start, list(new.values())
+            first, last = item.mm_position.get_embeds_indices_in_range(
+                max(0, start - item.start), min(end, item.end) - item.start
+            )
+            if first == last or item.identifier in new:
+                continue
+            if self._encoder_cache.check_and_update_cache(request.request_id, item.identifier):
+                continue
+            if not self._encoder_cache.can_allocate(
+                item.num_embeds, embeds_left - num_new_embeds, num_new_embeds
+            ):
+                return max(0, item.start - start), list(new.values())
+            new[item.identifier] = item
+            num_new_embeds += item.num_embeds
+        return end - start, list(new.values())
+
+    def let_go_of_items(self, request: Request, start: int, end: int) -> None:
+        """Let go of the items that lie behind a window.
+
+        An item that comes again further on is let go as well: held, it could take the room that
+        the items between need. It stays cached as long as nobody needs its room.
+        """
+        overlapping = request.items_between(start, end)
+        begun = {item.identifier for item in overlapping if item.end > end}
+        for item in overlapping:
+            if item.identifier not in begun:
+                self._encoder_cache.free_encoder_input(request.request_id, item.identifier)
