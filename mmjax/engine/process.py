@@ -6,7 +6,7 @@ import time
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.errors import MultiModalCacheMissError, RequestError, RequestTimeoutError
+from mmjax.errors import MMJaxError, MultiModalCacheMissError, RequestError, RequestTimeoutError
 from mmjax.logger import configure_logging, get_logger
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
@@ -38,7 +38,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
     configure_logging(process="P1")
     receiver, sender = Receiver(address_in), Sender(address_out)
     try:
-        core = EngineCore(config)
+        core = _start(config)
         sender.send(
             Ready(
                 num_kv_blocks=core.num_kv_blocks,
@@ -54,11 +54,20 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         sender.close(linger_s=1.0)
 
 
+def _start(config: EngineConfig) -> EngineCore:
+    """Start, or end the process with one line that says which setting to mend."""
+    try:
+        return EngineCore(config)
+    except MMJaxError as error:
+        logger.error("the engine cannot start: %s", error)
+        raise SystemExit(1) from error
+
+
 def follow_engine(config: EngineConfig) -> None:
     """Compute along with process 0's engine, on another host; return when that one closes."""
     process_id = config.parallel.process_id
     configure_logging(process=f"P1.{process_id}")
-    core = EngineCore(config)
+    core = _start(config)
     logger.info("process %d of %d follows", process_id, config.parallel.num_processes)
     core.follow()
 

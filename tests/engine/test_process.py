@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, run_engine
+from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, _start, run_engine
 from mmjax.logger import get_logger
 from mmjax.processing.fields import (
     MultiModalBatchedField,
@@ -34,7 +34,7 @@ from mmjax.transport.messages import (
     Shutdown,
     StepOutput,
 )
-from tests.engine.tiny import answer, dense_greedy, message, tiny_engine
+from tests.engine.tiny import answer, dense_greedy, engine_config, message, tiny_engine
 
 
 class Frontend:
@@ -225,9 +225,23 @@ def contradictory(request_id: str, rng: random.Random) -> EngineCoreRequest:
         "encoder_prompt_token_ids": [],
         "priority": -(2**60),
         "arrival_time": float("nan"),
+        "deadline": rng.choice((float("nan"), float("inf"), 1e300)),
     }
     kept = {name: value for name, value in changes.items() if rng.random() < 0.2}
     return msgspec.structs.replace(good, **kept)
+
+
+def test_settings_that_cannot_hold_end_the_process_with_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.engine.process.logger.propagate", True)
+    with pytest.raises(SystemExit) as caught:
+        _start(engine_config(max_num_seqs=8, max_num_batched_tokens=4))
+    assert caught.value.code == 1
+    assert "`max_num_batched_tokens` is 4" in caplog.text
+    with pytest.raises(SystemExit):
+        _start(engine_config(enable_chunked_prefill=False))
+    assert "--max-num-batched-tokens 128" in caplog.text
 
 
 def test_an_aborted_request_says_nothing_more(serving: Frontend) -> None:
