@@ -60,6 +60,7 @@ from mmjax.processing.prompt_matching import (
 )
 from mmjax.processing.prompt_updates import (
     PlaceholderFeaturesInfo,
+    PromptIndex,
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,
@@ -124,6 +125,7 @@ __all__ = [
     "ProcessorCache",
     "ProcessorFactories",
     "ProcessorInputs",
+    "PromptIndex",
     "PromptIndexTargets",
     "PromptInsertion",
     "PromptReplacement",
