@@ -86,6 +86,14 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"priority": 3}, "priority"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    # What decides of an item's identity or place is never a client's.
+    ({"mm_hashes": {"image": ["a"]}}, "mm_hashes"),
+    ({"mm_features": []}, "mm_features"),
+    ({"mm_placeholders": {}}, "mm_placeholders"),
+    ({"multi_modal_data": {"image": []}}, "multi_modal_data"),
+    ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids"),
+    ({"prompt_token_ids": [1]}, "prompt_token_ids"),
+    ({"media_io_kwargs": {"video": {"num_frames": 10**9}}}, "media_io_kwargs"),
 ]
 
 

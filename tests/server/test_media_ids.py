@@ -1,5 +1,6 @@
 """A client's ids of images: good for its own key and for the content that they came with."""
 
+import json
 from typing import Any
 
 import pytest
@@ -24,8 +25,11 @@ def ask(
     url = None if seed is None else {"url": data_url(seed)}
     part = {"type": "image_url", "image_url": url, "uuid": uuid}
     body = {"messages": [{"role": "user", "content": [part, {"type": "text", "text": "a"}]}]}
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    return server.http.post(f"/v1/chat/completions{path}", json=body, headers=headers)
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    content = json.dumps(body)  # escaped: a client can write half of a surrogate pair
+    return server.http.post(f"/v1/chat/completions{path}", content=content, headers=headers)
 
 
 def mm_hash_of(server: Server, uuid: str | None, seed: int | None = None, *, key: str = "") -> str:
@@ -59,6 +63,25 @@ def test_another_image_contradicts(locked: Server) -> None:
         error = error_of(ask(locked, "dog", 2, key=ALICE, path=path), 409)
         assert (error["code"], error["param"]) == ("media_id_conflict", PLACE)
     assert ask(locked, "dog", key=ALICE).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "uuid",
+    ["", "x" * 129, "x" * 10**6, "a\0b", "a\r\nb", "\ud800", "\u202etxt", ["x" * 129]],
+    ids=lambda value: ascii(value)[:20],
+)
+@pytest.mark.parametrize("path", ["", "/render"])
+def test_ids_are_short_and_printable(server: Server, uuid: Any, path: str) -> None:
+    error = error_of(ask(server, uuid, 1, path=path))
+    assert error["param"] == PLACE
+    assert "128" in error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_any_printable_id_will_do(server: Server) -> None:
+    for uuid in ("\N{GRINNING FACE}" * 128, "../../etc/passwd", "%s{0}", "x" * 128):
+        assert ask(server, uuid, 1).status_code == 200
+        assert ask(server, uuid).status_code == 200
 
 
 def test_without_keys_all_clients_are_one(server: Server) -> None:
