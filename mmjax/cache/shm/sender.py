@@ -173,7 +173,8 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
                 return None
         stored, buffer = reserved
         try:
-            # Other threads go on meanwhile: none of them knows of the object.
+            # Other threads go on meanwhile, unless this is one of a request's items: those are
+            # one change, and `get_and_update` holds the lock until the last of them is written.
             plan.write(buffer)
         except BaseException:
             with self._lock:
