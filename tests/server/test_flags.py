@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import ParallelConfig
-from mmjax.config import ParallelConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.server.flags import (
     VLLM_FLAGS_WITHOUT_MEANING_YET,
