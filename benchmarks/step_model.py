@@ -1,0 +1,111 @@
+"""A Gemma 3 decoder of 268M parameters with weights by formula, for `benchmarks.step`.
+
+Knows both worlds: files for programs that read checkpoints, arrays for the engine in this process.
+"""
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
+
+from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.engine.core import EngineCore
+from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineCoreRequest
+
+MAX_MODEL_LEN = 1024
+
+
+def text_config(**changes: Any) -> Gemma3TextConfig:
+    """Return 18 layers of width 640 over 262,208 tokens, less what `changes` says."""
+    shape: dict[str, Any] = {
+        "vocab_size": 262208,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 512,
+        "max_position_embeddings": 8192,
+    }
+    return Gemma3TextConfig(**{**shape, **changes})
+
+
+def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the values of one of the decoder's tensors, float32."""
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    values = rng.standard_normal(shape, np.float32)
+    if "norm" in name:
+        return 0.05 * values
+    width = shape[-1]
+    return values * np.float32((0.35 if "embed_tokens" in name else 1.0) / width**0.5)
+
+
+def write_checkpoint(folder: Path) -> None:
+    """Write the decoder as a text model in HF's format, float32."""
+    # On use only: it brings an installed torch along.
+    import torch
+    from transformers import Gemma3ForCausalLM
+
+    model = Gemma3ForCausalLM(text_config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = weight(name.removeprefix("model."), tuple(parameter.shape))
+            parameter.copy_(torch.from_numpy(values))
+    model.save_pretrained(folder)
+
+
+def make_engine(text: Gemma3TextConfig, **scheduler: Any) -> EngineCore:
+    """Start an engine over the same weights; its tower is never used."""
+    vision = SiglipVisionConfig(
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        image_size=28,
+        patch_size=7,
+        vision_use_head=False,
+    )
+    hf_config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    _, abstract = build_abstract(
+        Gemma3ForConditionalGeneration, hf_config, dtype=jnp.dtype(jnp.float32)
+    )
+    leaves: dict[str, Any] = {}
+    for name, leaf in flatten_params(abstract).items():
+        own = name.removeprefix("language_model.")
+        is_text = own != name
+        leaves[name] = weight(own, leaf.shape) if is_text else np.zeros(leaf.shape, np.float32)
+    config = EngineConfig(
+        model=ModelConfig(
+            model="benchmark",
+            path=Path("."),
+            hf_config=hf_config,
+            architecture="Gemma3ForConditionalGeneration",
+            max_model_len=MAX_MODEL_LEN,
+            dtype="float32",
+        ),
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(**scheduler),
+        use_tqdm=False,
+    )
+    params = unflatten_params(leaves)
+    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+
+
+def make_request(number: int, num_prompt_tokens: int, num_tokens: int) -> EngineCoreRequest:
+    """Return a request that ends by length alone."""
+    rng = np.random.default_rng(number)
+    return EngineCoreRequest(
+        request_id=f"{number}",
+        prompt_token_ids=rng.integers(3, 1000, num_prompt_tokens).tolist(),
+        mm_features=[],
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        eos_token_ids=[1],
+    )

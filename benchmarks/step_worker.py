@@ -1,0 +1,124 @@
+"""Decodes on request: `python step_worker.py mmjax|hf|vllm CHECKPOINT`, one program a process.
+
+Reads lines of JSON, `{"batch": B, "context": C, "tokens": N}`: B prompts of C random tokens, behind
+each of which N more are decoded; answers `{"seconds": ...}`, of the decoding alone.
+Imports nothing of this repository unless it is mmjax: the others may live in another interpreter.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+Decode = Callable[[int, int, int], float]
+MAX_BATCH = 8
+
+
+def serve_mmjax(checkpoint: str) -> Decode:
+    """Return mmjax's decoding; its weights come from the formula that wrote the checkpoint."""
+    del checkpoint
+    from benchmarks.step_model import make_engine, make_request, text_config
+
+    core = make_engine(text_config(), max_num_seqs=MAX_BATCH, max_num_batched_tokens=128)
+    numbers = iter(range(10**9))
+
+    def decode(batch: int, context: int, tokens: int) -> float:
+        for _ in range(batch):
+            core.add_request(make_request(next(numbers), context, tokens + 1))
+        counts: dict[str, int] = {}
+        start, done = 0.0, 0
+        while core.has_unfinished():
+            for delta in core.step():
+                counts[delta.request_id] = counts.get(delta.request_id, 0) + 1
+            if not start and len(counts) == batch:
+                start, done = time.perf_counter(), sum(counts.values())
+        seconds = time.perf_counter() - start
+        assert core.compilations == 0
+        return seconds * batch * tokens / (sum(counts.values()) - done)
+
+    return decode
+
+
+def serve_hf(checkpoint: str) -> Decode:
+    """Return HF's decoding: eager, sdpa, the faster of its two caches at each call's shape."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+    def run(cache: Any, batch: int, context: int, tokens: int) -> float:
+        ids = torch.randint(3, 1000, (batch, context))
+        with torch.inference_mode():
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            start = time.perf_counter()
+            for _ in range(tokens):
+                ids = logits[:, -1:].argmax(-1)
+                logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            logits[:, -1:].argmax(-1)
+            return time.perf_counter() - start
+
+    def decode(batch: int, context: int, tokens: int) -> float:
+        static = StaticCache(model.config, max_cache_len=context + tokens + 1)
+        dynamic = DynamicCache(config=model.config)
+        return min(run(cache, batch, context, tokens) for cache in (static, dynamic))
+
+    return decode
+
+
+def serve_vllm(checkpoint: str) -> Decode:
+    """Return vLLM's decoding, in this process, through its engine's own steps."""
+    os.environ.update(
+        VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"
+    )
+    import random
+
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    llm = LLM(
+        checkpoint,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=MAX_BATCH,
+        enable_prefix_caching=False,
+    )
+    engine = llm.llm_engine
+    numbers = iter(range(10**9))
+
+    def decode(batch: int, context: int, tokens: int) -> float:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=tokens + 1, ignore_eos=True, detokenize=False
+        )
+        for _ in range(batch):
+            ids = [random.randrange(3, 1000) for _ in range(context)]
+            engine.add_request(str(next(numbers)), {"prompt_token_ids": ids}, params)
+        counts: dict[str, int] = {}
+        start, done = 0.0, 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                counts[output.request_id] = len(output.outputs[0].token_ids)
+            if not start and len(counts) == batch:
+                start, done = time.perf_counter(), sum(counts.values())
+        seconds = time.perf_counter() - start
+        return seconds * batch * tokens / (sum(counts.values()) - done)
+
+    return decode
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    kind, checkpoint = sys.argv[1:]
+    # What a program prints while it loads must not stand among the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    decode = {"mmjax": serve_mmjax, "hf": serve_hf, "vllm": serve_vllm}[kind](checkpoint)
+    for line in sys.stdin:
+        task = json.loads(line)
+        seconds = decode(task["batch"], task["context"], task["tokens"])
+        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
