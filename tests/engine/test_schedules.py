@@ -6,7 +6,7 @@ are aborted. One compiled engine serves them all: what it may hold is lowered, n
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,7 +61,7 @@ class Bench:
         self.core = EngineCore.from_model(
             Gemma3ForConditionalGeneration, params, replace(settings, model=model, cache=cache)
         )
-        width = config.text_config.hidden_size
+        width = config.get_text_config().hidden_size
         self.oracle = DenseOracle(graphdef, params, width)
         self.num_prompts = num_prompts
         self.min_gap = min_gap
@@ -240,7 +240,7 @@ def run_schedules(bench: Bench, seeds: range) -> None:
 
 
 @pytest.fixture(scope="module")
-def narrow() -> Iterator[Bench]:
+def narrow() -> Bench:
     """Width 32: products there are bit-equal whatever the number of rows."""
     return Bench(tiny_config(), num_prompts=60, min_gap=ULPS)
 
