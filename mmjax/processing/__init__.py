@@ -5,9 +5,11 @@ from mmjax.processing.dummy_inputs import (
     AudioDummyOptions,
     BaseDummyInputsBuilder,
     BaseDummyOptions,
+    ImageDummyInputsBuilder,
     ImageDummyOptions,
     ProcessorInputs,
     VideoDummyOptions,
+    VisionDummyInputsBuilder,
 )
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.encoder_budget import MultiModalBudget, compute_mm_encoder_budget
@@ -93,6 +95,7 @@ __all__ = [
     "DictEmbeddingItems",
     "EmbeddingItems",
     "EncDecMultiModalProcessor",
+    "ImageDummyInputsBuilder",
     "ImageDummyOptions",
     "ImageEmbeddingItems",
     "ImageProcessorItems",
@@ -138,6 +141,7 @@ __all__ = [
     "VideoEmbeddingItems",
     "VideoProcessorItems",
     "VisionChunkProcessorItems",
+    "VisionDummyInputsBuilder",
     "apply_text_matches",
     "apply_token_matches",
     "argsort_mm_positions",

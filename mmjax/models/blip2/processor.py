@@ -10,14 +10,14 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import check_pixel_size
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import (
     ImageEmbeddingItems,
     ImageProcessorItems,
-    MultiModalDataDict,
+    ImageSize,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -77,25 +77,10 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
         return {"image": self.get_hf_config().num_query_tokens}
 
 
-class Blip2DummyInputsBuilder(BaseDummyInputsBuilder[Blip2ProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
+class Blip2DummyInputsBuilder(ImageDummyInputsBuilder[Blip2ProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
         side = self.info.get_hf_config().vision_config.image_size
-        return {
-            "image": self._get_dummy_images(
-                width=side,
-                height=side,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+        return ImageSize(width=side, height=side)
 
 
 class Blip2MultiModalProcessor(BaseMultiModalProcessor[Blip2ProcessingInfo]):

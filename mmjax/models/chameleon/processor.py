@@ -11,11 +11,11 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import check_pixel_size, check_resized_pixels
 from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems
+from mmjax.processing.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates import (
@@ -87,25 +87,13 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
         return {"image": self.get_num_image_tokens()}
 
 
-class ChameleonDummyInputsBuilder(BaseDummyInputsBuilder[ChameleonProcessingInfo]):
+class ChameleonDummyInputsBuilder(ImageDummyInputsBuilder[ChameleonProcessingInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
 
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
+    def get_largest_image(self) -> ImageSize:
         side = self.info.get_hf_config().vq_config.resolution
-        return {
-            "image": self._get_dummy_images(
-                width=side,
-                height=side,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+        return ImageSize(width=side, height=side)
 
 
 class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingInfo]):

@@ -12,12 +12,12 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import check_pixel_size
 from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
 from mmjax.processing.prompt_updates import (
     PromptIndexTargets,
     PromptInsertion,
@@ -98,25 +98,10 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         return sentence
 
 
-class Florence2DummyInputsBuilder(BaseDummyInputsBuilder[Florence2ProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
+class Florence2DummyInputsBuilder(ImageDummyInputsBuilder[Florence2ProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
         height, width = self.info.get_pixel_size()
-        return {
-            "image": self._get_dummy_images(
-                width=width,
-                height=height,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+        return ImageSize(width=width, height=height)
 
 
 class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2ProcessingInfo]):

@@ -15,11 +15,11 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import fit_within, normalize, patchify, rescale, to_pixels
 from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import ImageSize, MultiModalDataDict, MultiModalDataItems
+from mmjax.processing.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates import (
@@ -170,24 +170,9 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return {"image": math.prod(grid)}
 
 
-class FuyuDummyInputsBuilder(BaseDummyInputsBuilder[FuyuProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return ""
-
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        size = self.info.get_image_size_with_most_features()
-        return {
-            "image": self._get_dummy_images(
-                **size._asdict(),
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+class FuyuDummyInputsBuilder(ImageDummyInputsBuilder[FuyuProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
+        return self.info.get_image_size_with_most_features()
 
 
 class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):

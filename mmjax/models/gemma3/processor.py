@@ -16,13 +16,12 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import (
     ImageProcessorItems,
     ImageSize,
-    MultiModalDataDict,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -151,25 +150,12 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         return {ids[0]: k for k, ids in runs.items() if len(ids) == 1}
 
 
-class Gemma3DummyInputsBuilder(BaseDummyInputsBuilder[Gemma3ProcessingInfo]):
+class Gemma3DummyInputsBuilder(ImageDummyInputsBuilder[Gemma3ProcessingInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return self.info.get_hf_processor().boi_token * mm_counts.get("image", 0)
 
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
-        size = self.info.get_image_size_with_most_features()
-        return {
-            "image": self._get_dummy_images(
-                width=size.width,
-                height=size.height,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+    def get_largest_image(self) -> ImageSize:
+        return self.info.get_image_size_with_most_features()
 
     def get_dummy_mm_kwargs(self) -> Mapping[str, object]:
         return {"do_pan_and_scan": True} if self.info.get_largest_pan_and_scan().is_enabled else {}

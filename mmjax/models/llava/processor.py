@@ -12,14 +12,14 @@ from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import check_pixel_size, check_resized_pixels, check_squared_pixels
 from mmjax.processing.inputs import MultiModalKwargsItems
 from mmjax.processing.parse import (
     ImageEmbeddingItems,
     ImageProcessorItems,
-    MultiModalDataDict,
+    ImageSize,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -135,25 +135,13 @@ def load_image_processor(path: Path) -> Any:
     return classes[kind].from_pretrained(path)
 
 
-class LlavaDummyInputsBuilder(BaseDummyInputsBuilder[LlavaProcessingInfo]):
+class LlavaDummyInputsBuilder(ImageDummyInputsBuilder[LlavaProcessingInfo]):
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
 
-    def get_dummy_mm_data(
-        self,
-        seq_len: int,
-        mm_counts: Mapping[str, int],
-        mm_options: Mapping[str, BaseDummyOptions] | None = None,
-    ) -> MultiModalDataDict:
+    def get_largest_image(self) -> ImageSize:
         side = self.info.get_hf_config().vision_config.image_size
-        return {
-            "image": self._get_dummy_images(
-                width=side,
-                height=side,
-                num_images=mm_counts.get("image", 0),
-                overrides=(mm_options or {}).get("image"),
-            )
-        }
+        return ImageSize(width=side, height=side)
 
 
 class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
