@@ -40,7 +40,7 @@ def test_a_request_beyond_the_servers_time_gets_408(slow: Server) -> None:
 
 def test_the_shorter_time_holds(slow: Server, make_server: MakeServer) -> None:
     error_of(slow, timeout=600)
-    patient = make_server(supervisor=EchoSupervisor(delay_s=0.05), request_timeout_s=600)
+    patient = make_server(supervisor=EchoSupervisor(delay_s=0.05), request_timeout_s=600.0)
     start = time.monotonic()
     error_of(patient, timeout=0.1)
     assert time.monotonic() - start < 300
