@@ -178,7 +178,7 @@ def test_sigterm_drains(tiny_gemma3: Path) -> None:
     ("argv", "match"),
     [
         (["./no/such/model"], "does not exist"),
-        (["--tensor-parallel-size", "2"], "flag of vLLM's"),
+        (["--quantization", "awq"], "flag of vLLM's"),
     ],
 )
 def test_starts_that_fail_say_why(argv: list[str], match: str) -> None:
