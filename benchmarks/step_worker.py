@@ -14,6 +14,8 @@ from typing import Any
 
 Decode = Callable[[int, int, int], float]
 MAX_BATCH = 8
+MAX_TOKENS = 300
+"""Of a request: so many that the first still runs when the last has been read."""
 
 
 def serve_mmjax(checkpoint: str) -> Decode:
@@ -26,17 +28,19 @@ def serve_mmjax(checkpoint: str) -> Decode:
 
     def decode(batch: int, context: int, tokens: int) -> float:
         for _ in range(batch):
-            core.add_request(make_request(next(numbers), context, tokens + 1))
-        counts: dict[str, int] = {}
-        start, done = 0.0, 0
-        while core.has_unfinished():
-            for delta in core.step():
-                counts[delta.request_id] = counts.get(delta.request_id, 0) + 1
-            if not start and len(counts) == batch:
-                start, done = time.perf_counter(), sum(counts.values())
+            core.add_request(make_request(next(numbers), context, MAX_TOKENS))
+        begun: set[str] = set()
+        while len(begun) < batch:
+            begun.update(delta.request_id for delta in core.step())
+        start = time.perf_counter()
+        for _ in range(tokens):
+            assert len(core.step()) == batch
         seconds = time.perf_counter() - start
+        core.abort(begun)
+        while core.has_unfinished():
+            core.step()
         assert core.compilations == 0
-        return seconds * batch * tokens / (sum(counts.values()) - done)
+        return seconds
 
     return decode
 
@@ -89,20 +93,22 @@ def serve_vllm(checkpoint: str) -> Decode:
 
     def decode(batch: int, context: int, tokens: int) -> float:
         params = SamplingParams(
-            temperature=0.0, max_tokens=tokens + 1, ignore_eos=True, detokenize=False
+            temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
         )
         for _ in range(batch):
             ids = [random.randrange(3, 1000) for _ in range(context)]
             engine.add_request(str(next(numbers)), {"prompt_token_ids": ids}, params)
-        counts: dict[str, int] = {}
-        start, done = 0.0, 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                counts[output.request_id] = len(output.outputs[0].token_ids)
-            if not start and len(counts) == batch:
-                start, done = time.perf_counter(), sum(counts.values())
+        begun: set[str] = set()
+        while len(begun) < batch:
+            begun.update(output.request_id for output in engine.step())
+        start = time.perf_counter()
+        for _ in range(tokens):
+            assert len(engine.step()) == batch
         seconds = time.perf_counter() - start
-        return seconds * batch * tokens / (sum(counts.values()) - done)
+        engine.abort_request(list(begun))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return seconds
 
     return decode
 

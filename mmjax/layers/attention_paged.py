@@ -67,16 +67,18 @@ def _walk(
     """
     tiled = _to_tiles(pad_heads(query, cache.head_dim), cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
+    first, bound = _blocks_to_walk(*visible, cache.block_size, bound)
     upper, lower = (jnp.tile(end, (1, group))[:, None, :, None] for end in visible)
     places = jnp.arange(cache.block_size, dtype=jnp.int32)[None, None, None, :]
 
-    def visit(block: Array, state: State) -> State:
+    def visit(number: Array, state: State) -> State:
+        block = first + number
         ids = block_tables[metadata.tile_request, block]
         scores = jnp.einsum(
             "wkqh,wkhs->wkqs", tiled, cache.read_keys(ids), preferred_element_type=jnp.float32
         )
         scores = apply_soft_cap(scores * scale, soft_cap)
-        keys_at = places + block * cache.block_size
+        keys_at = places + (block * cache.block_size)[:, None, None, None]
         is_visible = (keys_at < upper) & (keys_at > lower)
         return _accumulate(state, scores, is_visible, cache.read_values(ids))
 
@@ -89,6 +91,20 @@ def _walk(
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(bound), bound, visit, state)
     out = summed / jnp.maximum(total, 1e-30)[..., None]
     return _from_tiles(out, metadata)[..., : query.shape[-1]].astype(query.dtype)
+
+
+def _blocks_to_walk(
+    upper: Int[Array, "W Z"], lower: Int[Array, "W Z"], block_size: int, bound: Int[Array, ""]
+) -> tuple[Int[Array, " W"], Int[Array, ""]]:
+    """Return each tile's first block, and how many of them the longest walk has.
+
+    A sliding window leaves out the blocks before it; padding rows see nothing and ask for none.
+    """
+    is_row = upper > 0
+    earliest = jnp.where(is_row, lower + 1, jnp.iinfo(jnp.int32).max).min(1)
+    first = jnp.maximum(earliest, 0) // block_size
+    last = -(-upper.max(1) // block_size)
+    return jnp.minimum(first, last), jnp.minimum(bound, jnp.maximum(last - first, 0).max())
 
 
 def _to_tiles(

@@ -2,10 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
+
+from mmjax.layers.product import product
 
 
 class Embed(nnx.Module):
@@ -30,5 +31,4 @@ def project_logits(
     hidden_states: Float[Array, "R D"], weight: Float[Array, "V D"]
 ) -> Float[Array, "R V"]:
     """Return `hidden_states @ weight.T`, accumulated and returned in float32."""
-    dims = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(hidden_states, weight, dims, preferred_element_type=jnp.float32)
+    return product(hidden_states, weight, jnp.dtype(jnp.float32))

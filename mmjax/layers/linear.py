@@ -2,10 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+from mmjax.layers.product import product
 
 
 def linear(
@@ -19,7 +20,7 @@ def linear(
     three-dimensional one several times more slowly.
     """
     flat = x.reshape(-1, x.shape[-1])
-    out = jax.lax.dot_general(flat, weight, (((1,), (1,)), ((), ())))
+    out = product(flat, weight)
     if bias is not None:
         out = out + bias[None, :]
     return out.reshape(*x.shape[:-1], weight.shape[0])

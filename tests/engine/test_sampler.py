@@ -127,6 +127,14 @@ def test_no_temperature_is_greedy(temperature: float) -> None:
     np.testing.assert_array_equal(sample_greedy(jnp.asarray(logits)), logits.argmax(-1))
 
 
+@pytest.mark.parametrize("vocab_size", [7, 96, 640])
+def test_greedy_takes_the_lowest_of_equals(vocab_size: int) -> None:
+    logits = np.random.default_rng(vocab_size).integers(0, 3, (20, vocab_size)).astype(np.float32)
+    logits[3] = -np.inf
+    got = sample_greedy(jnp.asarray(logits))
+    np.testing.assert_array_equal(got, logits.argmax(-1))
+
+
 def test_a_masked_token_is_not_taken_even_if_most_probable() -> None:
     logits = make_logits(7)
     order = np.argsort(-logits[0])

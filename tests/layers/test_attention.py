@@ -1,6 +1,7 @@
 """Attention: paged as the formula says, whatever the neighbours; dense as paged."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,27 @@ def test_neighbours_never_matter_when_decoding(seed: int):
     alone, _ = attend(lay_out_decoding([first]), **OPTIONS["window"])
     crowded, _ = attend(lay_out_decoding([*others, first], seed=seed + 1), **OPTIONS["window"])
     np.testing.assert_array_equal(alone[0], crowded[-1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_before_the_window_are_not_read(seed: int):
+    """A walk over 6 tokens of a long context must cost 6 tokens; NaN shows what it touches."""
+    chunks = draw_decoding(seed)
+    batch = lay_out_decoding(chunks)
+    expected, _ = attend(batch, **OPTIONS["window"])
+    tables, cache = batch.metadata.block_tables.copy(), batch.cache
+    size = cache.block_size
+    cache = TransposedCache(*(part.copy() for part in cache))
+    spare = next(block for block in range(len(cache.keys)) if block not in tables)
+    for part in cache:
+        part[spare] = np.nan
+    for number, chunk in enumerate(chunks):
+        tables[number, : max(chunk.start - OPTIONS["window"]["window"] + 1, 0) // size] = spare
+    assert (tables == spare).any()
+    metadata = batch.metadata._replace(block_tables=tables)
+    got, _ = attend(replace(batch, cache=cache, metadata=metadata), **OPTIONS["window"])
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_padding_writes_nothing():

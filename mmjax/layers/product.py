@@ -1,0 +1,62 @@
+"""The product `x @ weight.T` with weights as checkpoints keep them: `[out, in]`.
+
+Every platform has its own best program for it; callers do not know which one they get.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.lax import optimization_barrier
+from jaxtyping import Array, Float
+
+MAX_FEW_ROWS = 16
+"""Of a decode step on the CPU: up to here weights, not sums, are what takes the time."""
+MIN_WEIGHT_SIZE = 2**18
+"""Smaller weights stay in the CPU's caches, and are computed alike for any number of rows."""
+LONG_ROW = 1024
+"""Numbers in 4 KiB: a CPU's prefetcher forgets a stream of memory at the end of a page."""
+
+
+def product(
+    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None = None
+) -> Float[Array, "T F"]:
+    """Return `x @ weight.T`, added up and returned in `dtype` (None: that of the inputs)."""
+    is_few = 1 < x.shape[0] <= MAX_FEW_ROWS and weight.size >= MIN_WEIGHT_SIZE
+    if not is_few or weight.dtype != jnp.float32:
+        return _by_rows(x, weight, dtype)
+    few = _by_pairs if _can_pair(x, weight) else _by_columns
+    return jax.lax.platform_dependent(
+        x, weight, cpu=few, default=lambda x, weight: _by_rows(x, weight, dtype)
+    )
+
+
+def _by_rows(
+    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None
+) -> Float[Array, "T F"]:
+    dims = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, dims, preferred_element_type=dtype)
+
+
+def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
+    """Multiply the other way round: XLA's CPU library then packs `x`, not the weights.
+
+    The barriers keep XLA from undoing both transpositions.
+    """
+    dims = (((1,), (0,)), ((), ()))
+    return optimization_barrier(jax.lax.dot_general(weight, optimization_barrier(x.T), dims)).T
+
+
+def _can_pair(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
+    is_short = weight.shape[1] < LONG_ROW
+    return is_short and weight.shape[0] % 2 == 0 and 2 * x.shape[0] <= MAX_FEW_ROWS
+
+
+def _by_pairs(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
+    """Read two rows of the weights as one: the first meets `[x, 0]`, the second `[0, x]`.
+
+    Twice the sums, of which the half would be empty lanes of a register, and longer streams.
+    """
+    rows, width = x.shape
+    none = jnp.zeros_like(x)
+    pairs = jnp.concatenate([jnp.hstack([x, none]), jnp.hstack([none, x])])
+    out = _by_columns(pairs, weight.reshape(-1, 2 * width))
+    return out.reshape(2, rows, -1).transpose(1, 2, 0).reshape(rows, -1)

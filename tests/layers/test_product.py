@@ -1,0 +1,70 @@
+"""The product of few rows: another program on the CPU, the same numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers.product import LONG_ROW, MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+
+WIDE = (512, LONG_ROW)
+SHAPES = [WIDE, (640, 640), (641, 640), (262, 1030), (16, 24)]
+
+
+def make(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, shape[1]), np.float32)
+    return x, rng.standard_normal(shape, np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, MAX_FEW_ROWS, MAX_FEW_ROWS + 1])
+def test_equals_the_sum_in_float64(rows: int, shape: tuple[int, int]) -> None:
+    x, weight = make(rows, shape)
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    got = jax.jit(product)(jnp.asarray(x), jnp.asarray(weight))
+    assert got.shape == (rows, shape[0])
+    np.testing.assert_allclose(got, expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [WIDE, (640, 640)])
+def test_a_row_does_not_depend_on_how_many_stand_beside_it(shape: tuple[int, int]) -> None:
+    """Decoding 2 to 8 requests gives each the same bits."""
+    x, weight = make(8, shape)
+    assert weight.size >= MIN_WEIGHT_SIZE
+    by_rows = {
+        rows: np.asarray(jax.jit(product)(jnp.asarray(x[:rows]), jnp.asarray(weight)))
+        for rows in (2, 3, 4, 8)
+    }
+    for rows, got in by_rows.items():
+        np.testing.assert_array_equal(got, by_rows[8][:rows])
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    """Two rows of weights are read as one, each beside zeros for the other."""
+    x, weight = make(4, (640, 640))
+    x[1] = np.inf
+    got = np.asarray(jax.jit(product)(jnp.asarray(x), jnp.asarray(weight)))
+    assert np.isfinite(got[[0, 2, 3]]).all()
+
+
+def test_small_and_half_precision_weights_are_computed_alike() -> None:
+    for shape, dtype in (((64, 64), jnp.float32), (WIDE, jnp.bfloat16)):
+        x, weight = (jnp.asarray(part, dtype) for part in make(4, shape))
+        assert "barrier" not in jax.jit(product).lower(x, weight).as_text()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_get_the_plain_product(platform: str) -> None:
+    x, weight = (jnp.asarray(part) for part in make(4, WIDE))
+    text = jax.jit(product).trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+    assert "dot_general" in text
+    assert "barrier" not in text
+
+
+def test_gradients_pass() -> None:
+    x, weight = (jnp.asarray(part) for part in make(4, (640, 640)))
+    plain = jax.grad(lambda x, w: (x @ w.T).sum(), argnums=(0, 1))(x, weight)
+    ours = jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, weight)
+    for one, other in zip(plain, ours, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3)
