@@ -113,6 +113,7 @@ def test_blocks_before_the_window_are_not_read(seed: int):
     expected, _ = attend(batch, **OPTIONS["window"])
     tables, cache = batch.metadata.block_tables.copy(), batch.cache
     size = cache.block_size
+    assert isinstance(cache, TransposedCache)
     cache = TransposedCache(*(part.copy() for part in cache))
     spare = next(block for block in range(len(cache.keys)) if block not in tables)
     for part in cache:
