@@ -24,15 +24,9 @@ class WindowFitter:
 
     def start_after_prefix(self, request: Request) -> int:
         """Give the request the cached blocks of its beginning; return how many tokens they hold."""
-        block_size = self._kv_cache.block_size
         num_found = self._kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
-        if self._keeps_items_whole:
-            # Inside such an item everything sees everything: it is found whole, or not at all.
-            for item in reversed(request.items):
-                if item.start < num_found < item.end:
-                    num_found = item.start // block_size * block_size
         return self._kv_cache.start(
-            request.request_id, request.block_hashes[: num_found // block_size]
+            request.request_id, request.block_hashes[: num_found // self._kv_cache.block_size]
         )
 
     def fit(
@@ -40,6 +34,8 @@ class WindowFitter:
     ) -> tuple[int, list[EncoderItem]]:
         """Return how many tokens the request may compute, and the items to encode for them.
 
+        An item that sees itself in both directions is computed whole, or to its end where its
+        beginning was found.
         Items that are cached, also by an earlier request of this step, are referenced here.
         """
         start = request.num_computed_tokens
@@ -49,8 +45,9 @@ class WindowFitter:
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
         for item in request.items_between(start, end):
-            if self._keeps_items_whole and start <= item.start and end < item.end:
-                return item.start - start, list(new.values())
+            if self._keeps_items_whole and end < item.end:
+                # What was found of it was computed with the whole in view; the rest sees that.
+                return max(0, item.start - start), list(new.values())
             first, last = item.mm_position.get_embeds_indices_in_range(
                 max(0, start - item.start), min(end, item.end) - item.start
             )

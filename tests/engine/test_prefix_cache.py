@@ -114,14 +114,27 @@ def test_salts_and_adapters_keep_callers_apart() -> None:
     assert run(scheduler, make_request("e", TEXT, cache_salt="x"))[0] == 16
 
 
-def test_a_span_in_both_directions_is_found_whole_or_not_at_all() -> None:
+def test_a_span_in_both_directions_may_be_found_in_part() -> None:
     scheduler = make_scheduler(keeps_items_whole=True)
     items = (item("cat", 5, 4), item("dog", 9, 8))
     run(scheduler, make_request("a", TEXT[:19], *items))
-    # Found are 16 tokens, which end inside of the dog; the block before it ends inside of the cat.
-    scheduler.encoder_cache.reset()
+    # Found are 16 tokens, which end inside of the dog; they were computed with all of it in view.
     turn = make_request("b", TEXT[:19], *items)
-    assert run(scheduler, turn) == (4, ["cat", "dog"])
+    assert run(scheduler, turn) == (16, [])
+    scheduler.encoder_cache.reset()
+    turn = make_request("c", TEXT[:19], *items)
+    assert run(scheduler, turn) == (16, ["dog"])
+
+
+def test_the_rest_of_a_span_that_was_found_in_part_is_computed_at_once() -> None:
+    scheduler = make_scheduler(keeps_items_whole=True, max_num_batched_tokens=10)
+    picture = item("cat", 2, 9)
+    run(scheduler, make_request("a", TEXT[:12], picture))
+    scheduler.add_request(make_request("other", [9] * 9, max_tokens=1))
+    scheduler.add_request(make_request("b", TEXT[:12], picture))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [(one.start, one.end) for one in first.requests] == [(0, 9)]
+    assert [(one.start, one.end) for one in second.requests] == [(8, 12)]
 
 
 def test_a_cut_inside_a_picture_needs_its_embeddings_again() -> None:

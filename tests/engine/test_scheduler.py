@@ -412,7 +412,8 @@ class Watcher:
         for item in request.items_between(scheduled.start, scheduled.end):
             assert item.identifier in self.in_pool, "an embedding is needed and not there"
             if self.settings["keeps_items_whole"]:
-                assert scheduled.start <= item.start
+                is_found = scheduled.start == scheduled.request.num_cached_tokens
+                assert scheduled.start <= item.start or is_found
                 assert item.end <= scheduled.end
         num_blocks = cdiv(scheduled.end, BLOCK_SIZE)
         return scheduled.block_table[:num_blocks].tolist()
