@@ -1,6 +1,6 @@
 """Time to first token of a second turn about a picture, beside a text of the same new length.
 
-`python -m benchmarks.second_turn [--hidden-size 640] [--layers 18] [--repeats 15]` makes a random
+`python -m benchmarks.second_turn [--hidden-size 2560] [--layers 4] [--repeats 15]` makes a random
 Gemma 3 whose pictures take 1,024 tokens (torch writes it once), asks a first question about a
 picture, and then measures, in turn: the second turn (picture, first question, answer, new
 question), a text-only prompt as long as the new question, and the first turn about a new picture.
@@ -71,8 +71,8 @@ def measure(llm: LLM, repeats: int, new_tokens: int) -> dict[str, list[float]]:
 def main() -> None:
     """Print the medians and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hidden-size", type=int, default=640)
-    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--hidden-size", type=int, default=2560)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
     flags = parser.parse_args()

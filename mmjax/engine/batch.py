@@ -100,7 +100,6 @@ def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
         "tile_request": (tiles,),
         "row_slot": (tokens,),
         "block_tables": (requests, max_blocks),
-        "num_blocks_bound": (),
     }
     return Layout(tuple(shapes.items()))
 
@@ -222,8 +221,6 @@ class BatchBuilder:
         blocks = fields["block_tables"][request_of_row, index // self.block_size]
         fields["slot_block"][:num_tokens] = blocks
         fields["slot_offset"][:num_tokens] = index % self.block_size
-        longest = int((starts + counts).max())
-        fields["num_blocks_bound"][...] = -(-longest // self.block_size)
         self._fill_tiles(fields, bucket, counts, place)
         self._fill_items(fields, requests, ends - counts)
         return flat, ends - 1

@@ -227,8 +227,7 @@ class ModelRunner:
                 yield partial(self._warm_up_sample, size, is_plain)
 
     def _warm_up_step(self, bucket: StepBucket) -> Array:
-        packed, fields = self._builder.empty_step(bucket)
-        fields["num_blocks_bound"][...] = 1
+        packed, _ = self._builder.empty_step(bucket)
         return self._run_step(bucket, packed)
 
     def _warm_up_sample(self, num_rows: int, is_plain: bool) -> Any:

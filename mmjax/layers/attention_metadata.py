@@ -22,8 +22,6 @@ class CrossAttentionMetadata(NamedTuple):
     lengths: Int[Array, " R"]
     """States of each request's encoder, all of which its queries see."""
     block_tables: Int[Array, "R _blocks"]
-    num_blocks_bound: Int[Array, ""]
-    """Blocks of the longest encoder input among the requests: a traced bound."""
 
 
 class PagedAttentionMetadata(NamedTuple):
@@ -50,8 +48,6 @@ class PagedAttentionMetadata(NamedTuple):
     row_slot: Int[Array, " T"]
     """Where in the flattened tiles a token's output lies; padding: 0."""
     block_tables: Int[Array, "R _blocks"]
-    num_blocks_bound: Int[Array, ""]
-    """Blocks of the longest request: a traced bound, so that no length compiles anew."""
     cross: CrossAttentionMetadata | None = None
     """None where the model has no encoder of its own to look at."""
 

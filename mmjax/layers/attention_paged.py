@@ -1,10 +1,12 @@
 """Attention over blocks in plain XLA: any platform, any mask, any layout of the cache."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention_metadata import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.embed import soft_cap as apply_soft_cap
@@ -13,8 +15,15 @@ from mmjax.layers.kv_cache import LayerCache, pad_heads
 MASKED = -1e30
 """Finite, so that a row that sees nothing (padding) gives zeros and no NaN."""
 
+SLOTS_AT_ONCE = 128
+"""Keys that a tile of several queries meets in one product: many small ones cost more."""
+TILES_AT_ONCE = 2
+"""On the CPU, where what is computed in vain costs time: padding, and the ends of short tiles."""
+
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
 """Of an online softmax: running maximum, sum of weights, weighted values."""
+Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
+"""Folds a few blocks of the tiles into the state."""
 
 
 def walk_sequence(
@@ -29,7 +38,7 @@ def walk_sequence(
     """Attend to the query's own sequence, whose keys and values are in `cache` already."""
     upper, lower = _visible_range(metadata, window)
     walk = partial(_walk, query, cache, metadata, metadata.block_tables, (upper, lower))
-    return walk(metadata.num_blocks_bound, scale=scale, soft_cap=soft_cap)
+    return walk(scale=scale, soft_cap=soft_cap)
 
 
 def walk_encoder(
@@ -41,12 +50,22 @@ def walk_encoder(
     scale: float,
 ) -> Float[Array, "T N H"]:
     """Attend to all of the encoder's states, whose keys and values are in `cache` already."""
-    upper = jnp.broadcast_to(
-        cross.lengths[metadata.tile_request][:, None], metadata.tile_rows.shape
-    )
+    is_row = metadata.tile_rows < len(query)
+    upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
     lower = jnp.full_like(upper, -1)
     walk = partial(_walk, query, cache, metadata, cross.block_tables, (upper, lower))
-    return walk(cross.num_blocks_bound, scale=scale, soft_cap=None)
+    return walk(scale=scale, soft_cap=None)
+
+
+class Tiles(NamedTuple):
+    """Queries of one request each, below the heads that they share, and what they look at."""
+
+    query: Float[Array, "W K Z H"]
+    tables: Int[Array, "W _blocks"]
+    upper: Int[Array, "W Z"]
+    """First index beyond what a query sees; 0 for padding."""
+    lower: Int[Array, "W Z"]
+    """Last index before what it sees."""
 
 
 def _walk(
@@ -55,56 +74,111 @@ def _walk(
     metadata: PagedAttentionMetadata,
     block_tables: Int[Array, "R _blocks"],
     visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
-    bound: Int[Array, ""],
     *,
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "T N _width"]:
-    """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
-
-    A block that a tile does not see leaves its state bit for bit as it was, so the answer does
-    not depend on how many blocks the longest neighbour has.
-    """
-    tiled = _to_tiles(pad_heads(query, cache.head_dim), cache.num_kv_heads, metadata)
+    scaled = pad_heads(query, cache.head_dim) * scale
+    tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
-    first, bound = _blocks_to_walk(*visible, cache.block_size, bound)
-    upper, lower = (jnp.tile(end, (1, group))[:, None, :, None] for end in visible)
-    places = jnp.arange(cache.block_size, dtype=jnp.int32)[None, None, None, :]
-
-    def visit(number: Array, state: State) -> State:
-        block = first + number
-        ids = block_tables[metadata.tile_request, block]
-        scores = jnp.einsum(
-            "wkqh,wkhs->wkqs", tiled, cache.read_keys(ids), preferred_element_type=jnp.float32
-        )
-        scores = apply_soft_cap(scores * scale, soft_cap)
-        keys_at = places + (block * cache.block_size)[:, None, None, None]
-        is_visible = (keys_at < upper) & (keys_at > lower)
-        return _accumulate(state, scores, is_visible, cache.read_values(ids))
-
-    shape = tiled.shape[:3]
-    state = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, cache.head_dim), jnp.float32),
+    upper, lower = (jnp.tile(end, (1, group)) for end in visible)
+    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower)
+    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
+    is_decoding = metadata.tile_rows.shape[1] == 1
+    blocks_at_once = 1 if is_decoding else cdiv(SLOTS_AT_ONCE, cache.block_size)
+    walk = partial(
+        _walk_tiles, fold=fold, block_size=cache.block_size, blocks_at_once=blocks_at_once
     )
-    _, total, summed = jax.lax.fori_loop(jnp.zeros_like(bound), bound, visit, state)
-    out = summed / jnp.maximum(total, 1e-30)[..., None]
+    few = walk if is_decoding else partial(_walk_few_at_a_time, walk=walk)
+    out = jax.lax.platform_dependent(tiles, cpu=few, default=walk)
     return _from_tiles(out, metadata)[..., : query.shape[-1]].astype(query.dtype)
 
 
-def _blocks_to_walk(
-    upper: Int[Array, "W Z"], lower: Int[Array, "W Z"], block_size: int, bound: Int[Array, ""]
-) -> tuple[Int[Array, " W"], Int[Array, ""]]:
+def _walk_few_at_a_time(
+    tiles: Tiles, *, walk: Callable[[Tiles], Float[Array, "W K Z H"]]
+) -> Float[Array, "W K Z H"]:
+    """Walk pair by pair: as far as each must, and not at all for padding, which stands last."""
+    width = min(TILES_AT_ONCE, len(tiles.query))
+    num_tiles = (tiles.upper > 0).any(1).sum(dtype=jnp.int32)
+
+    def visit(number: Array, out: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
+        # The last slice of an odd number begins earlier, and computes a tile again.
+        start = number * width
+        part = Tiles(*(jax.lax.dynamic_slice_in_dim(field, start, width) for field in tiles))
+        return jax.lax.dynamic_update_slice_in_dim(out, walk(part), start, 0)
+
+    nothing = jnp.zeros(tiles.query.shape, jnp.float32)
+    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), cdiv(num_tiles, width), visit, nothing)
+
+
+def _walk_tiles(
+    tiles: Tiles, *, fold: Fold, block_size: int, blocks_at_once: int
+) -> Float[Array, "W K Z H"]:
+    """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+
+    Each tile begins with the first block that it sees. Blocks that it does not see leave its state
+    bit for bit as it was, so the answer does not depend on how many its longest neighbour has.
+    """
+    first, num_blocks = _blocks_to_walk(tiles, block_size)
+
+    def visit(number: Array, state: State) -> State:
+        places = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
+        return fold(state, tiles, first[:, None] + places[None])
+
+    shape = tiles.query.shape[:3]
+    state = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(tiles.query.shape, jnp.float32),
+    )
+    num_visits = cdiv(num_blocks, blocks_at_once)
+    _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
+    return summed / jnp.maximum(total, 1e-30)[..., None]
+
+
+def _blocks_to_walk(tiles: Tiles, block_size: int) -> tuple[Int[Array, " W"], Int[Array, ""]]:
     """Return each tile's first block, and how many of them the longest walk has.
 
-    A sliding window leaves out the blocks before it; padding rows see nothing and ask for none.
+    A sliding window leaves out the blocks before it; padding sees nothing and asks for none.
     """
-    is_row = upper > 0
-    earliest = jnp.where(is_row, lower + 1, jnp.iinfo(jnp.int32).max).min(1)
-    first = jnp.maximum(earliest, 0) // block_size
-    last = -(-upper.max(1) // block_size)
-    return jnp.minimum(first, last), jnp.minimum(bound, jnp.maximum(last - first, 0).max())
+    nowhere = jnp.iinfo(jnp.int32).max
+    earliest = jnp.where(tiles.upper > 0, tiles.lower + 1, nowhere).min(1)
+    end = cdiv(tiles.upper.max(1), block_size)
+    first = jnp.minimum(jnp.maximum(earliest, 0) // block_size, end)
+    return first, (end - first).max()
+
+
+def _fold_blocks(
+    state: State,
+    tiles: Tiles,
+    blocks: Int[Array, "W _blocks"],
+    *,
+    cache: LayerCache,
+    soft_cap: float | None,
+) -> State:
+    """Fold a few blocks, given by their places in each tile's table, into the state."""
+    peak, total, summed = state
+    width = tiles.tables.shape[1]
+    ids = jnp.take_along_axis(tiles.tables, jnp.minimum(blocks, width - 1), axis=1)
+    keys, values = cache.read_keys(ids), cache.read_values(ids)
+    offsets = jnp.arange(cache.block_size, dtype=jnp.int32)
+    keys_at = (blocks[..., None] * cache.block_size + offsets[None, None])[:, None, None]
+    is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
+        keys_at > tiles.lower[:, None, :, None, None]
+    )
+    scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(is_visible, apply_soft_cap(scores, soft_cap), MASKED)
+    new_peak = jnp.maximum(peak, scores.max((3, 4)))
+    # Where nothing is seen yet the weights must be 0, and not exp(MASKED - MASKED).
+    weights = jnp.exp(scores - jnp.maximum(new_peak, MASKED / 2)[..., None, None])
+    decay = jnp.exp(peak - new_peak)
+    seen = jnp.einsum(
+        "wkzbq,wbkqh->wkzh",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return new_peak, total * decay + weights.sum((3, 4)), summed * decay[..., None] + seen
 
 
 def _to_tiles(
@@ -143,18 +217,6 @@ def _visible_range(
     )
 
 
-def _accumulate(
-    state: State,
-    scores: Float[Array, "W K Z Q"],
-    is_visible: Bool[Array, "W 1 Z Q"],
-    values: Float[Array, "W K Q H"],
-) -> State:
-    """Fold one block of keys into the state."""
-    peak, total, summed = state
-    new_peak = jnp.maximum(peak, jnp.where(is_visible, scores, MASKED).max(-1))
-    weights = jnp.where(is_visible, jnp.exp(scores - new_peak[..., None]), 0.0)
-    decay = jnp.exp(peak - new_peak)
-    block = jnp.einsum(
-        "wkqs,wksh->wkqh", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
-    )
-    return new_peak, total * decay + weights.sum(-1), summed * decay[..., None] + block
+def cdiv(numerator: Any, denominator: int) -> Any:
+    """Divide, rounding up: numbers, or arrays of them."""
+    return -(-numerator // denominator)

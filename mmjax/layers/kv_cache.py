@@ -96,12 +96,12 @@ class TransposedCache(NamedTuple):
             self.values.at[blocks, :, offsets, :].set(values, mode="drop"),
         )
 
-    def read_keys(self, ids: Int[Array, " W"]) -> Float[Array, "W K H Q"]:
-        """Return one block of keys for each id."""
+    def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
+        """Return a block of keys for each id."""
         return self.keys[ids]
 
-    def read_values(self, ids: Int[Array, " W"]) -> Float[Array, "W K Q H"]:
-        """Return one block of values for each id."""
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
+        """Return a block of values for each id."""
         return self.values[ids]
 
 
@@ -167,13 +167,13 @@ class InterleavedCache:
         both = pad_heads(both.reshape(len(keys), -1, keys.shape[-1]), self.head_dim)
         return replace(self, pages=self.pages.at[blocks, offsets].set(both, mode="drop"))
 
-    def read_keys(self, ids: Int[Array, " W"]) -> Float[Array, "W K H Q"]:
-        """Return one block of keys for each id."""
-        return self.pages[ids, :, 0::2].transpose(0, 2, 3, 1)
+    def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
+        """Return a block of keys for each id."""
+        return self.pages[ids, :, 0::2].transpose(0, 1, 3, 4, 2)
 
-    def read_values(self, ids: Int[Array, " W"]) -> Float[Array, "W K Q H"]:
-        """Return one block of values for each id."""
-        return self.pages[ids, :, 1::2].transpose(0, 2, 1, 3)
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
+        """Return a block of values for each id."""
+        return self.pages[ids, :, 1::2].transpose(0, 1, 3, 2, 4)
 
 
 LayerCache = TransposedCache | InterleavedCache

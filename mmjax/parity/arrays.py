@@ -174,7 +174,6 @@ class PagedModel:
             "tile_request": np.zeros(padded // tile, np.int32),
             "row_slot": pad(np.arange(count), 0),
             "block_tables": np.arange(self.num_blocks, dtype=np.int32)[None],
-            "num_blocks_bound": np.int32(-(-(start + count) // BLOCK_SIZE)),
         }
         return PagedAttentionMetadata(**fields)
 

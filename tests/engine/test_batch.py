@@ -77,7 +77,6 @@ def test_a_decode_step(builder: BatchBuilder) -> None:
     assert fields["row_slot"].tolist() == [0, 1, 0, 0]
     assert fields["block_tables"][:2].tolist() == [[10, 11, 0, 0, 0, 0], [20, 21, 22, 0, 0, 0]]
     assert not fields["block_tables"][2:].any()
-    assert fields["num_blocks_bound"] == 3
 
 
 def test_a_chunk_with_pictures_beside_a_decode_row(builder: BatchBuilder) -> None:
@@ -103,7 +102,6 @@ def test_a_chunk_with_pictures_beside_a_decode_row(builder: BatchBuilder) -> Non
     assert (fields["tile_rows"][2:] == 64).all()
     assert fields["tile_request"].tolist() == [0, 1, 0, 0, 0]
     assert fields["row_slot"][:11].tolist() == [*range(9), 64, 0]
-    assert fields["num_blocks_bound"] == 3
 
 
 def test_a_token_in_flight_is_a_row_of_the_sample_before(builder: BatchBuilder) -> None:

@@ -157,7 +157,6 @@ def lay_out(
             tile_at += 1
         rows.append(mine)
         row += chunk.num_new
-    bound = max(chunk.num_blocks for chunk in chunks)
     metadata: dict[str, Any] = {
         "slot_block": slot_block,
         "slot_offset": fields["offset"],
@@ -167,7 +166,6 @@ def lay_out(
         "tile_request": tile_request,
         "row_slot": fields["slot"],
         "block_tables": tables,
-        "num_blocks_bound": np.int32(bound),
     }
     query, key, value = inputs
     cache: Any = (keys, values)

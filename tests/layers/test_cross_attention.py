@@ -83,7 +83,6 @@ def with_encoders(
         "slot_offset": slot_offset,
         "lengths": lengths,
         "block_tables": tables,
-        "num_blocks_bound": np.int32(-(-lengths.max() // BLOCK_SIZE)),
     }
     return batch.metadata._replace(cross=CrossAttentionMetadata(**fields)), tuple(
         states
@@ -156,4 +155,4 @@ def test_a_model_without_an_encoder_has_no_such_fields():
         tile=64,
     )
     assert batch.metadata.cross is None
-    assert len(jax.tree.leaves(batch.metadata)) == 8, "spans and cross are not there"
+    assert len(jax.tree.leaves(batch.metadata)) == 7, "spans and cross are not there"
