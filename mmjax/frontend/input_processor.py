@@ -170,6 +170,7 @@ class InputProcessor:
                 tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
                 decoder_prompt=prompt.decoder_prompt,
                 id_domain=id_domain,
+                cache_salt=prompt.cache_salt,
                 request_id=request_id,
             )
 

@@ -37,6 +37,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
         mm_uuids: MultiModalUUIDDict | None = None,
         decoder_prompt: str | list[int] | None = None,
         id_domain: str | None = None,
+        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> PreparedInputs:
         """Prepare the encoder's prompt, and tokenize the decoder's without special tokens.
@@ -55,6 +56,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
             tokenization_kwargs,
             mm_uuids=mm_uuids,
             id_domain=id_domain,
+            cache_salt=cache_salt,
             request_id=request_id,
         )
         if decoder_prompt is None:

@@ -67,6 +67,7 @@ class ItemHasher:
         mm_kwargs: Mapping[str, object],
         *,
         id_domain: str | None = None,
+        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> dict[str, list[str]]:
         """Return per modality one hash per item; each has data, a uuid, or both.
@@ -77,6 +78,7 @@ class ItemHasher:
             mm_kwargs: The request's own kwargs for the HF processor.
             id_domain: Whose uuids these are: claims, which lead to the content that came with
                 them. None: they are trusted, and are the identity themselves.
+            cache_salt: Whose caches these are: only callers with the same salt meet the names.
             request_id: Given where nothing is kept by its content: an item without a uuid is
                 then named after the request, and not hashed.
         """
@@ -87,8 +89,12 @@ class ItemHasher:
             hashes = self._hash_claimed(entries, id_domain, request_id)
         by_modality: dict[str, list[str]] = {modality: [] for modality in mm_items}
         for entry, mm_hash in zip(entries, hashes, strict=True):
-            by_modality[entry.modality].append(mm_hash)
+            name = mm_hash if cache_salt is None else self._salt(mm_hash, cache_salt)
+            by_modality[entry.modality].append(name)
         return by_modality
+
+    def _salt(self, mm_hash: str, cache_salt: str) -> str:
+        return self._hasher.hash_kwargs(cache_salt=cache_salt, mm_hash=mm_hash)
 
     def _to_entries(
         self,

@@ -108,6 +108,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         mm_uuids: MultiModalUUIDDict | None = None,
         decoder_prompt: str | list[int] | None = None,
         id_domain: str | None = None,
+        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> PreparedInputs:
         """Do a request's work, without changing the cache.
@@ -122,6 +123,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             decoder_prompt: For an encoder-decoder model, in place of the decoder's own.
             id_domain: Whose uuids these are: claims, which the content must bear out. None: they
                 are trusted.
+            cache_salt: Whose caches these are: items of different salts have different names.
             request_id: Given where nothing is kept by its content: an item without a uuid is
                 then named after the request, and not hashed.
         """
@@ -137,9 +139,8 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         check_request_kwargs(mm_kwargs)
         uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
-        hashes = self.item_hasher.hash_items(
-            mm_items, uuids, mm_kwargs, id_domain=id_domain, request_id=request_id
-        )
+        names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
+        hashes = self.item_hasher.hash_items(mm_items, uuids, mm_kwargs, **names)
         call = ProcessorCall(mm_items, hashes, mm_kwargs, dict(tokenization_kwargs or {}))
 
         processed = self._cached_apply_hf_processor(prompt, call)

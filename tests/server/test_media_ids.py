@@ -53,8 +53,8 @@ def test_keys_do_not_see_each_others_ids(locked: Server) -> None:
     assert "Cache miss for image at index 0 but data is not provided" in error["message"]
     error_of(ask(locked, "mine", key=BOB, path="/render"))
     assert ask(locked, "mine", 2, key=BOB).status_code == 200
-    assert mm_hash_of(locked, "mine", key=ALICE) == mm_hash_of(locked, None, 1, key=BOB)
-    assert mm_hash_of(locked, "mine", key=BOB) == mm_hash_of(locked, None, 2, key=ALICE)
+    assert mm_hash_of(locked, "mine", key=ALICE) == mm_hash_of(locked, None, 1, key=ALICE)
+    assert mm_hash_of(locked, "mine", key=BOB) == mm_hash_of(locked, None, 2, key=BOB)
 
 
 def test_another_image_contradicts(locked: Server) -> None:
