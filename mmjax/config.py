@@ -261,6 +261,7 @@ class EngineSettings(TypedDict, total=False):
     disable_chunked_mm_input: bool
     enable_chunked_prefill: bool
     async_scheduling: bool
+    scheduling_policy: SchedulingPolicy
     compile_threads: int | None
 
 

@@ -126,6 +126,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts, one or many; the outputs come in the prompts' order.
 
@@ -134,11 +135,14 @@ class LLM:
                 `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`.
             sampling_params: For all prompts, or one for each; None: the checkpoint's defaults.
             use_tqdm: Whether to show a progress bar.
+            priority: For each prompt, with `scheduling_policy="priority"`: low numbers first.
         """
         many = _as_prompts(prompts)
+        each_params = _params_for(sampling_params, len(many))
+        each_priority = _priorities(priority, len(many), self.config.scheduler)
         jobs = [
-            partial(self._process, make_prompt=partial(_identity, prompt), params=params)
-            for prompt, params in zip(many, _params_for(sampling_params, len(many)), strict=True)
+            partial(self._process, make_prompt=partial(_identity, prompt), params=one, priority=two)
+            for prompt, one, two in zip(many, each_params, each_priority, strict=True)
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
 
@@ -227,12 +231,14 @@ class LLM:
         make_prompt: Callable[[], PromptType],
         params: SamplingParams | None,
         continues_prompt: bool = True,
+        priority: int = 0,
     ) -> None:
         self._input_processor.process(
             request_id,
             make_prompt(),
             params,
             continues_prompt=continues_prompt,
+            priority=priority,
             deliver=self._inbox.put,
         )
 
@@ -373,6 +379,25 @@ def _params_for(
             param="sampling_params",
         )
     return sampling_params
+
+
+def _priorities(
+    priority: Sequence[int] | None, number: int, scheduler: SchedulerConfig
+) -> Sequence[int]:
+    if priority is None:
+        return [0] * number
+    if scheduler.scheduling_policy != "priority":
+        raise RequestValueError(
+            "`priority` is given, but this engine serves in the order of arrival; leave it out, "
+            'or make the LLM with `scheduling_policy="priority"`',
+            param="priority",
+        )
+    if len(priority) != number:
+        raise RequestValueError(
+            f"there are {number} prompts and {len(priority)} priorities; give one for each",
+            param="priority",
+        )
+    return priority
 
 
 def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

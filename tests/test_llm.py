@@ -58,6 +58,25 @@ def test_params_for_each(llm: LLM) -> None:
         generate(llm, ["red", "red"], params[:1])
 
 
+def test_priority_wants_a_policy_and_one_for_each(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r'make the LLM with `scheduling_policy="priority"'):
+        llm.generate(["a", "b"], priority=[0, 1], use_tqdm=False)
+
+
+def test_priorities_reach_the_scheduler(tiny_gemma3: Path, monkeypatch: Any) -> None:
+    settings = {"max_model_len": 64, "max_num_seqs": 1, "use_tqdm_on_load": False}
+    with LLM(str(tiny_gemma3), scheduling_policy="priority", **settings) as llm:
+        with pytest.raises(RequestError, match="2 prompts and 1 priorities"):
+            llm.generate(["a", "b"], priority=[0], use_tqdm=False)
+        seen: list[EngineCoreRequest] = []
+        add = llm.engine.add_request
+        monkeypatch.setattr(
+            llm.engine, "add_request", lambda message: (seen.append(message), add(message))
+        )
+        llm.generate(["a", "b", "c"], GREEDY, priority=[3, -2, 0], use_tqdm=False)
+    assert [message.priority for message in seen] == [3, -2, 0]
+
+
 def test_seeds_repeat(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=6)
     first, second = (generate(llm, "a red", params)[0].outputs for _ in range(2))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from mmjax.logger import get_logger
 logger = get_logger(__name__)
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 _STACK_BYTES = 64 * 2**20
 """Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
@@ -68,13 +70,33 @@ def program_bytes(compiled: Any) -> int:
     return stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + max(0, new_outputs)
 
 
+class _Fetches(threading.local):
+    """How many programs this thread has had from the persistent cache."""
+
+    count = 0
+
+    @classmethod
+    @cache
+    def listening(cls) -> "_Fetches":
+        """Return the one that JAX tells; a listener cannot be taken back, so there is one."""
+        fetches = cls()
+
+        def listen(event: str, **_: str | int) -> None:
+            fetches.count += event == _FETCH_EVENT
+
+        jax.monitoring.register_event_listener(listen)
+        return fetches
+
+
 def _compile(label: str, lowered: Any, bar: "tqdm[Any]") -> int:
-    start = time.perf_counter()
+    fetches = _Fetches.listening()
+    num_before, start = fetches.count, time.perf_counter()
     compiled = lowered.compile()
     bar.set_postfix_str(label, refresh=False)
     bar.update()
     seconds = time.perf_counter() - start
-    logger.info("compiled %s in %.2f s (%d of %d)", label, seconds, bar.n, bar.total)
+    verb = "compiled" if fetches.count == num_before else "fetched"
+    logger.info("%s %s in %.2f s (%d of %d)", verb, label, seconds, bar.n, bar.total)
     return program_bytes(compiled)
 
 

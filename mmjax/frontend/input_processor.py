@@ -92,6 +92,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         continues_prompt: bool = True,
         id_domain: str | None = None,
+        priority: int = 0,
         deliver: Deliver | None = None,
     ) -> ProcessedRequest:
         """`prepare`, then `ledger.commit`."""
@@ -102,6 +103,7 @@ class InputProcessor:
             arrival_time=arrival_time,
             continues_prompt=continues_prompt,
             id_domain=id_domain,
+            priority=priority,
         )
         self.ledger.commit(request, deliver)
         return request

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from mmjax.engine.compilation import (
     CompilationCounter,
@@ -144,3 +145,22 @@ def test_a_program_that_cannot_be_compiled_ends_the_start() -> None:
 
 def test_there_is_a_thread_for_each_core_and_not_too_many() -> None:
     assert 1 <= default_num_threads() <= 8
+
+
+def test_the_log_tells_what_was_compiled_from_what_was_fetched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.engine.compilation.logger.propagate", True)
+    caplog.set_level("INFO")
+    jax.config.update(CACHE_DIR, None)
+    enable_persistent_cache(tmp_path / "xla")
+    compilation_cache.reset_cache()
+    verbs = []
+    for _ in range(2):
+        caplog.clear()
+        arguments = {"x": jax.ShapeDtypeStruct((17,), jnp.float32)}
+        compile_programs([Program("odd", jax.jit(lambda x: x * 17.25), arguments)])
+        (line,) = (record.message for record in caplog.records if " odd in " in record.message)
+        verbs.append(line.split()[0])
+    compilation_cache.reset_cache()
+    assert verbs == ["compiled", "fetched"]
