@@ -66,6 +66,10 @@ class Tiles(NamedTuple):
     """First index beyond what a query sees; 0 for padding."""
     lower: Int[Array, "W Z"]
     """Last index before what it sees."""
+    first: Int[Array, " W"]
+    """The first block of its table that a tile sees a part of."""
+    end: Int[Array, " W"]
+    """The block behind the last that it sees a part of; 0 for padding."""
 
 
 def _walk(
@@ -81,14 +85,14 @@ def _walk(
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
+    # The bounds are of rows, not of heads: a mesh that cuts the heads need not talk about them.
+    bounds = _blocks_to_walk(*visible, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in visible)
-    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower)
+    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
     fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
     is_decoding = metadata.tile_rows.shape[1] == 1
     blocks_at_once = 1 if is_decoding else cdiv(SLOTS_AT_ONCE, cache.block_size)
-    walk = partial(
-        _walk_tiles, fold=fold, block_size=cache.block_size, blocks_at_once=blocks_at_once
-    )
+    walk = partial(_walk_tiles, fold=fold, blocks_at_once=blocks_at_once)
     few = walk if is_decoding else partial(_walk_few_at_a_time, walk=walk)
     out = jax.lax.platform_dependent(tiles, cpu=few, default=walk)
     return _from_tiles(out, metadata)[..., : query.shape[-1]].astype(query.dtype)
@@ -99,7 +103,7 @@ def _walk_few_at_a_time(
 ) -> Float[Array, "W K Z H"]:
     """Walk pair by pair: as far as each must, and not at all for padding, which stands last."""
     width = min(TILES_AT_ONCE, len(tiles.query))
-    num_tiles = (tiles.upper > 0).any(1).sum(dtype=jnp.int32)
+    num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
     def visit(number: Array, out: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         # The last slice of an odd number begins earlier, and computes a tile again.
@@ -111,19 +115,16 @@ def _walk_few_at_a_time(
     return jax.lax.fori_loop(jnp.zeros_like(num_tiles), cdiv(num_tiles, width), visit, nothing)
 
 
-def _walk_tiles(
-    tiles: Tiles, *, fold: Fold, block_size: int, blocks_at_once: int
-) -> Float[Array, "W K Z H"]:
+def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
     """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
     Each tile begins with the first block that it sees. Blocks that it does not see leave its state
     bit for bit as it was, so the answer does not depend on how many its longest neighbour has.
     """
-    first, num_blocks = _blocks_to_walk(tiles, block_size)
 
     def visit(number: Array, state: State) -> State:
         places = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
-        return fold(state, tiles, first[:, None] + places[None])
+        return fold(state, tiles, tiles.first[:, None] + places[None])
 
     shape = tiles.query.shape[:3]
     state = (
@@ -131,21 +132,22 @@ def _walk_tiles(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(tiles.query.shape, jnp.float32),
     )
-    num_visits = cdiv(num_blocks, blocks_at_once)
+    num_visits = cdiv((tiles.end - tiles.first).max(), blocks_at_once)
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
     return summed / jnp.maximum(total, 1e-30)[..., None]
 
 
-def _blocks_to_walk(tiles: Tiles, block_size: int) -> tuple[Int[Array, " W"], Int[Array, ""]]:
-    """Return each tile's first block, and how many of them the longest walk has.
+def _blocks_to_walk(
+    upper: Int[Array, "W _rows"], lower: Int[Array, "W _rows"], block_size: int
+) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return each tile's first block, and the one behind its last.
 
     A sliding window leaves out the blocks before it; padding sees nothing and asks for none.
     """
     nowhere = jnp.iinfo(jnp.int32).max
-    earliest = jnp.where(tiles.upper > 0, tiles.lower + 1, nowhere).min(1)
-    end = cdiv(tiles.upper.max(1), block_size)
-    first = jnp.minimum(jnp.maximum(earliest, 0) // block_size, end)
-    return first, (end - first).max()
+    earliest = jnp.where(upper > 0, lower + 1, nowhere).min(1)
+    end = cdiv(upper.max(1), block_size)
+    return jnp.minimum(jnp.maximum(earliest, 0) // block_size, end), end
 
 
 def _fold_blocks(

@@ -46,8 +46,10 @@ def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Ar
 
 
 def _can_pair(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
-    is_short = weight.shape[1] < LONG_ROW
-    return is_short and weight.shape[0] % 2 == 0 and 2 * x.shape[0] <= MAX_FEW_ROWS
+    """Return whether pairs pay; never for what a mesh cuts by inputs, which is not that tall."""
+    features, width = weight.shape
+    is_tall = features % 2 == 0 and features >= 2 * width
+    return is_tall and width < LONG_ROW and 2 * x.shape[0] <= MAX_FEW_ROWS
 
 
 def _by_pairs(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:

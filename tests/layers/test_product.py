@@ -8,7 +8,8 @@ import pytest
 from mmjax.layers.product import LONG_ROW, MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
 
 WIDE = (512, LONG_ROW)
-SHAPES = [WIDE, (640, 640), (641, 640), (262, 1030), (16, 24)]
+TALL = (1280, 640)
+SHAPES = [WIDE, TALL, (640, 640), (1281, 640), (262, 1030), (16, 24)]
 
 
 def make(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
@@ -27,7 +28,7 @@ def test_equals_the_sum_in_float64(rows: int, shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(got, expected, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [WIDE, (640, 640)])
+@pytest.mark.parametrize("shape", [WIDE, TALL])
 def test_a_row_does_not_depend_on_how_many_stand_beside_it(shape: tuple[int, int]) -> None:
     """Decoding 2 to 8 requests gives each the same bits."""
     x, weight = make(8, shape)
@@ -42,7 +43,7 @@ def test_a_row_does_not_depend_on_how_many_stand_beside_it(shape: tuple[int, int
 
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     """Two rows of weights are read as one, each beside zeros for the other."""
-    x, weight = make(4, (640, 640))
+    x, weight = make(4, TALL)
     x[1] = np.inf
     got = np.asarray(jax.jit(product)(jnp.asarray(x), jnp.asarray(weight)))
     assert np.isfinite(got[[0, 2, 3]]).all()
@@ -63,8 +64,18 @@ def test_other_platforms_get_the_plain_product(platform: str) -> None:
 
 
 def test_gradients_pass() -> None:
-    x, weight = (jnp.asarray(part) for part in make(4, (640, 640)))
+    x, weight = (jnp.asarray(part) for part in make(4, TALL))
     plain = jax.grad(lambda x, w: (x @ w.T).sum(), argnums=(0, 1))(x, weight)
     ours = jax.grad(lambda x, w: product(x, w).sum(), argnums=(0, 1))(x, weight)
     for one, other in zip(plain, ours, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-3)
+
+
+def test_a_mesh_that_cuts_inputs_moves_no_weights() -> None:
+    """As `o_proj` and `down_proj` are cut: each device adds its part, and then they add up."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    by_inputs = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    x, weight = (jax.device_put(part, by_inputs) for part in make(4, (896, 896)))
+    text = jax.jit(product).lower(x, weight).compile().as_text()
+    assert "all-gather" not in text
+    assert text.count("all-reduce(") == 1
