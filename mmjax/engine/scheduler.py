@@ -87,6 +87,7 @@ class Scheduler:
                     f"{item.num_embeds} here; give other content another id",
                     param="multi_modal_uuids",
                 )
+        assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
         self._item_sizes.add(request.items)
         self._requests[request.request_id] = request
         self.waiting.add(request)
