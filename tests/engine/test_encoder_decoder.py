@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestError
+from mmjax.layers.kv_cache import InterleavedCache
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import answer, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
@@ -141,6 +142,23 @@ def test_a_step_is_read_at_once_or_later(expected: list[list[int]]) -> None:
         engine.add_request(request)
     news = drain(engine)
     assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
+def test_over_the_layout_of_a_tpu(
+    monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    """Both tables are of blocks that lie as the kernel wants them; our walk reads the second."""
+    monkeypatch.setattr(
+        "mmjax.layers.attention.choose_backend", lambda platform, **options: "ragged"
+    )
+    engine = tiny_encoder_decoder()
+    assert isinstance(engine._runner._state.kv_cache[0], InterleavedCache)
+    batch = requests("interleaved")
+    for request in batch:
+        engine.add_request(request)
+    news = drain(engine)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+    assert engine.compilations == 0
 
 
 def test_a_seeded_answer_does_not_depend_on_the_batch(
