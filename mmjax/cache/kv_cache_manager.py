@@ -31,6 +31,8 @@ class KVCacheManager:
         self._tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_blocks]; unused entries are 0."""
         self._encoder_block_ids: dict[str, list[int]] = {}
+        self._encoder_tables: dict[str, np.ndarray] = {}
+        """request_id -> int32[max_encoder_blocks], of requests that have an encoder's states."""
         self._num_named: dict[str, int] = {}
         """request_id -> blocks from the beginning that can be found by their hash, or are known."""
         self.prefix_info = CacheInfo(0, 0)
@@ -119,15 +121,15 @@ class KVCacheManager:
         assert num_new <= self.max_encoder_blocks, f"{num_tokens=} {self.max_encoder_blocks=}"
         if num_new > self._pool.num_free_blocks:
             return False
-        self._encoder_block_ids[request_id] = self._pool.allocate(num_new)
+        block_ids = self._encoder_block_ids[request_id] = self._pool.allocate(num_new)
+        table = self._encoder_tables[request_id] = np.zeros(self.max_encoder_blocks, np.int32)
+        table[:num_new] = block_ids
         return True
 
     def get_encoder_block_table(self, request_id: str) -> np.ndarray:
-        """Return a request's table of its encoder's states, int32[max_encoder_blocks]."""
-        table = np.zeros(self.max_encoder_blocks, np.int32)
-        block_ids = self._encoder_block_ids.get(request_id, [])
-        table[: len(block_ids)] = block_ids
-        return table
+        """Return the table of a request's encoder states, int32[max_encoder_blocks]; to be read."""
+        table = self._encoder_tables.get(request_id)
+        return np.zeros(self.max_encoder_blocks, np.int32) if table is None else table
 
     def get_block_ids(self, request_id: str) -> list[int]:
         """Return a copy of the request's block ids, in order."""
@@ -141,6 +143,7 @@ class KVCacheManager:
         """Return a request's blocks, last first, so that its beginning is evicted last."""
         self._tables.pop(request_id, None)
         self._num_named.pop(request_id, None)
+        self._encoder_tables.pop(request_id, None)
         self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))
         self._pool.free(reversed(self._block_ids.pop(request_id, [])))
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmjax.cache.block_hash import PlacedItem
 from mmjax.cache.kv_cache_manager import cdiv
 from mmjax.engine.request import EncoderItem, Request
 from mmjax.errors import MediaIdConflictError, RequestValueError
@@ -28,6 +29,8 @@ class AdmissionLimits:
     """Whether an item's places must all lie in one step."""
     enable_chunked_prefill: bool = True
     """Whether a prompt's places need not all lie in one step."""
+    max_encoder_len: int = 0
+    """States of an encoder-decoder's longest encoder; 0 for a decoder alone."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
         """Raise `RequestValueError` for a prompt that no step sequence can compute."""
@@ -45,16 +48,29 @@ class AdmissionLimits:
         if not self.enable_chunked_prefill:
             self._check_items_of_one_step(items)
 
+    def check_encoder_prompt(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
+        """Raise `RequestValueError` for a prompt that an encoder-decoder's encoder cannot read."""
+        if len(token_ids) > self.max_encoder_len:
+            raise RequestValueError(
+                f"the encoder's prompt has {len(token_ids)} tokens; the model's encoder reads "
+                f"{self.max_encoder_len}: shorten the prompt",
+                param="prompt",
+            )
+        self._check_vocabulary(token_ids, items)
+        for item in items:
+            _check_place(item, len(token_ids))
+
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
         # The last token that is sampled is never computed.
         num_slots = request.num_prompt_tokens + request.max_tokens - 1
-        num_blocks = cdiv(num_slots, self.block_size)
+        num_blocks = cdiv(num_slots, self.block_size) + cdiv(request.encoder_len, self.block_size)
         if num_blocks > self.num_blocks:
+            encoder = f" beside {request.encoder_len} encoder states" if request.encoder else ""
             raise RequestValueError(
-                f"the request may grow to {num_slots} tokens, which need {num_blocks} blocks of "
-                f"the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten the prompt, "
-                "or raise `kv_cache_memory_bytes`",
+                f"the request may grow to {num_slots} tokens{encoder}, which need {num_blocks} "
+                f"blocks of the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten "
+                "the prompt, or raise `kv_cache_memory_bytes`",
                 param="max_tokens",
             )
         num_masked = len(request.ending_token_ids)
@@ -65,7 +81,7 @@ class AdmissionLimits:
                 param="stop_token_ids",
             )
 
-    def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
+    def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
         ids = np.asarray(token_ids, np.int64)
         is_text = np.ones(len(ids), bool)
         for item in items:
@@ -90,19 +106,8 @@ class AdmissionLimits:
             )
 
     def _check_item(self, item: EncoderItem, num_prompt_tokens: int) -> None:
-        if item.start < 0 or item.end > num_prompt_tokens:
-            raise RequestValueError(
-                f"item {item.identifier} lies at [{item.start}, {item.end}) of a prompt of "
-                f"{num_prompt_tokens} tokens; placeholders must lie in the prompt",
-                param="multi_modal_data",
-            )
-        if item.num_embeds > self.encoder_budget:
-            raise RequestValueError(
-                f"an item gives {item.num_embeds} embeddings; the encoder cache holds "
-                f"{self.encoder_budget}: use a smaller picture, or raise "
-                "`max_num_encoder_input_tokens` and `encoder_cache_size`",
-                param="multi_modal_data",
-            )
+        _check_place(item, num_prompt_tokens)
+        self.check_num_embeds(item)
         length = item.end - item.start
         if self.keeps_items_whole and length > self.max_num_batched_tokens:
             raise RequestValueError(
@@ -110,6 +115,27 @@ class AdmissionLimits:
                 f"holds {self.max_num_batched_tokens}: raise `max_num_batched_tokens`",
                 param="multi_modal_data",
             )
+
+    def check_num_embeds(self, item: EncoderItem) -> None:
+        """Raise `RequestValueError` for an item that no step can compute, or no pool hold."""
+        if item.num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"an item gives {item.num_embeds} embeddings; the encoder cache holds "
+                f"{self.encoder_budget}: use a smaller picture, or raise "
+                "`max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+
+
+def _check_place(item: PlacedItem, num_prompt_tokens: int) -> None:
+    start = item.mm_position.offset
+    end = start + item.mm_position.length
+    if start < 0 or end > num_prompt_tokens:
+        raise RequestValueError(
+            f"item {item.identifier} lies at [{start}, {end}) of a prompt of "
+            f"{num_prompt_tokens} tokens; placeholders must lie in the prompt",
+            param="multi_modal_data",
+        )
 
 
 class ItemSizes:

@@ -18,10 +18,12 @@ from jaxtyping import Array, Float, Int, UInt32
 from mmjax.engine.admission import MAX_MASKED_TOKEN_IDS
 from mmjax.engine.buckets import StepBucket
 from mmjax.engine.outputs import ScheduledRequest
-from mmjax.layers.attention import PagedAttentionMetadata
+from mmjax.layers.attention import CrossAttentionMetadata, PagedAttentionMetadata
 
 NO_TOKEN = np.iinfo(np.int32).max
 """Pads lists of token ids: beyond every vocabulary, so a scatter drops it."""
+
+_CROSS = "cross_"
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -36,6 +38,8 @@ class StepBatch(NamedTuple):
     src_index: Int[Array, " T"]
     """Row of the encoder-output pool, or -1 for text."""
     metadata: PagedAttentionMetadata
+    cross_src: Int[Array, " S"] | None = None
+    """Row of the pool that an encoder state to be written is; None for a decoder alone."""
 
 
 class SampleBatch(NamedTuple):
@@ -84,10 +88,13 @@ class Layout:
         return {name: flat[part].reshape(shape) for name, (part, shape) in self.slices.items()}
 
 
-def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
-    """Return the fields of a `StepBatch` of one bucket."""
+def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
+    """Return the fields of a `StepBatch` of one bucket.
+
+    An encoder-decoder's have those of `CrossAttentionMetadata` as well, named `cross_...`.
+    """
     tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
-    shapes: Shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "token_ids": (tokens,),
         "token_from": (tokens,),
         "positions": (3, tokens),
@@ -101,6 +108,15 @@ def step_layout(bucket: StepBucket, max_blocks: int) -> Layout:
         "row_slot": (tokens,),
         "block_tables": (requests, max_blocks),
     }
+    if max_encoder_blocks:
+        states = (bucket.num_states,)
+        shapes |= {
+            "cross_src": states,
+            "cross_slot_block": states,
+            "cross_slot_offset": states,
+            "cross_lengths": (requests,),
+            "cross_block_tables": (requests, max_encoder_blocks),
+        }
     return Layout(tuple(shapes.items()))
 
 
@@ -127,6 +143,11 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     fields = layout.views(flat)
     names = ("token_ids", "token_from", "positions", "src_index")
     head = {name: fields.pop(name) for name in names}
+    cross = {name: fields.pop(name) for name in list(fields) if name.startswith(_CROSS)}
+    if cross:
+        head["cross_src"] = cross.pop("cross_src")
+        named = {name.removeprefix(_CROSS): field for name, field in cross.items()}
+        fields["cross"] = CrossAttentionMetadata(**named)
     return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
 
 
@@ -154,6 +175,7 @@ class BatchBuilder:
         max_num_seqs: int,
         rows_of: Callable[[str], np.ndarray],
         has_spans: bool,
+        max_encoder_blocks: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -163,17 +185,26 @@ class BatchBuilder:
         self.rows_of = rows_of
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
+        self.max_encoder_blocks = max_encoder_blocks
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return a buffer of nothing but padding, and its fields."""
-        layout = step_layout(bucket, self.max_blocks)
+        layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
         flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
         fields["token_from"][:] = -1
         fields["src_index"][:] = -1
         fields["slot_block"][:] = self.num_blocks
         fields["tile_rows"][:] = bucket.num_tokens
+        if self.max_encoder_blocks:
+            fields["cross_slot_block"][:] = self.num_blocks
         return flat, fields
+
+    def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
+        """Return the encoder states that the step's bucket must have room for."""
+        if not self.max_encoder_blocks:
+            return 0
+        return sum(scheduled.num_new_states for scheduled in requests)
 
     def needs_spans(self, requests: Sequence[ScheduledRequest]) -> bool:
         """Return whether the step's bucket must have spans: it holds a part of an image."""
@@ -223,6 +254,8 @@ class BatchBuilder:
         fields["slot_offset"][:num_tokens] = index % self.block_size
         self._fill_tiles(fields, bucket, counts, place)
         self._fill_items(fields, requests, ends - counts)
+        if self.max_encoder_blocks:
+            self._fill_cross(fields, requests)
         return flat, ends - 1
 
     def _fill_tiles(
@@ -274,6 +307,26 @@ class BatchBuilder:
                     spans = scheduled.request.span_ends[low:high]
                     span_end = fields["span_end"][window]
                     np.maximum(span_end, spans, out=span_end)
+
+    def _fill_cross(
+        self, fields: dict[str, np.ndarray], requests: Sequence[ScheduledRequest]
+    ) -> None:
+        """Show every request its encoder's states, and say where those of new ones come from."""
+        start = 0
+        for row, scheduled in enumerate(requests):
+            encoder, table = scheduled.request.encoder, scheduled.encoder_table
+            if encoder is None or table is None:
+                continue
+            fields["cross_lengths"][row] = encoder.num_states
+            fields["cross_block_tables"][row] = table
+            places = np.arange(scheduled.num_new_states, dtype=np.int32)
+            new = slice(start, start + len(places))
+            if len(places):
+                rows = self.rows_of(encoder.item.identifier)
+                fields["cross_src"][new] = rows[: len(places)]
+                fields["cross_slot_block"][new] = table[places // self.block_size]
+                fields["cross_slot_offset"][new] = places % self.block_size
+            start = new.stop
 
     def fill_sample(
         self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 TILE_SIZE = 64
 """Queries of one request that attend together, where some request has more than one."""
+MAX_STARTS = 4
+"""Requests of an encoder-decoder, with the longest encoders, that may begin in one step."""
 MAX_UNITS = 8
 """Units (pictures, crops) of the largest encoder call; more take several calls."""
 
@@ -26,6 +28,8 @@ class StepBucket:
     """1 where every request computes one token (then T equals R), else `TILE_SIZE`."""
     has_spans: bool = True
     """Whether tokens may see later ones, of their own image; without, attention is causal."""
+    num_states: int = 0
+    """`S`: encoder states that the step has room to write; an encoder-decoder's alone."""
 
     @property
     def num_tiles(self) -> int:
@@ -67,16 +71,20 @@ class Buckets:
         max_num_batched_tokens: int,
         max_units: int,
         span_variants: Sequence[bool] = (True,),
+        max_encoder_len: int = 0,
     ) -> "Buckets":
         """Choose a short ladder: 16 requests and 2,048 tokens give at most 24 programs.
 
         Few requests get a mixed bucket of their own only where the tiles of the many would
         outnumber those that the tokens fill. `span_variants`: values of `has_spans`; both where
         images see both ways and causal steps have a faster attention, which decoding then uses.
+        `max_encoder_len`: of an encoder-decoder, a few of whose requests may begin in one step. All
+        mixed buckets have room for those: such prompts are short, and a mixed step is a first one.
         """
+        num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
         mixed = [
-            StepBucket(num_tokens, num_requests, TILE_SIZE, has_spans)
+            StepBucket(num_tokens, num_requests, TILE_SIZE, has_spans, num_states)
             for num_tokens in ladder(TILE_SIZE, top, 2)
             for num_requests in ladder(min(4, max_num_seqs), max_num_seqs, 4)
             if num_requests == max_num_seqs or num_requests * TILE_SIZE >= num_tokens
@@ -100,18 +108,24 @@ class Buckets:
         return max(self.mixed[-1].num_tokens, self.decode[-1])
 
     @property
+    def num_states(self) -> int:
+        """Encoder states that a step can write; 0 for a decoder alone."""
+        return self.mixed[-1].num_states
+
+    @property
     def num_programs(self) -> int:
         """What warm-up compiles; `sample` has two variants."""
         return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + len(self.encode)
 
     def step_bucket(
-        self, num_tokens: int, num_requests: int, *, has_spans: bool = False
+        self, num_tokens: int, num_requests: int, *, has_spans: bool = False, num_states: int = 0
     ) -> StepBucket:
         """Return the bucket with the fewest tokens, then requests, that holds a step.
 
-        A token that is its request's only one sees none behind it, so decoding has no spans.
+        A token that is its request's only one sees none behind it, so decoding has no spans; and it
+        writes no encoder's states, unless it is the request's first.
         """
-        if num_tokens == num_requests:
+        if num_tokens == num_requests and not num_states:
             return self._decode_bucket(next_bucket(self.decode, num_tokens))
         return min(
             bucket
@@ -119,6 +133,7 @@ class Buckets:
             if bucket.num_tokens >= num_tokens
             and bucket.num_requests >= num_requests
             and bucket.has_spans >= has_spans
+            and bucket.num_states >= num_states
         )
 
     def _decode_bucket(self, size: int) -> StepBucket:

@@ -14,6 +14,7 @@ from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.compilation import CompilationCounter
 from mmjax.engine.deadlines import Deadlines
+from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.features import check_places, resolve_features
 from mmjax.engine.outputs import SchedulerOutput
 from mmjax.engine.request import BlockHasher, EncoderItem, Request
@@ -64,7 +65,14 @@ class EngineCore:
             if self._placement.is_leader
             else None
         )
+        self._encoder_inputs = None
         self._block_hasher = _make_block_hasher(config.cache)
+        if parts.limits.max_encoder_len:
+            self._encoder_inputs = EncoderInputs(
+                parts.model_class, parts.encoder_spec, parts.limits
+            )
+            # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
+            self._block_hasher = None
         self._counter = CompilationCounter()
         self._seeds = np.random.default_rng(config.model.seed)
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
@@ -87,9 +95,13 @@ class EngineCore:
         """
         # First of all: P0 noted these items when it sent them, whatever becomes of the request.
         features = resolve_features(message.mm_features, self._receiver_cache)
-        _check_is_served(message)
+        _check_is_served(message, has_encoder=self._encoder_inputs is not None)
         check_places(features)
-        items = [self._to_item(feature) for feature in features]
+        items, encoder = [], None
+        if self._encoder_inputs is None:
+            items = [self._to_item(feature) for feature in features]
+        else:
+            encoder = self._encoder_inputs.make(message.encoder_prompt_token_ids, features)
         self._limits.check_prompt(message.prompt_token_ids, items)
         request = Request(
             request_id=message.request_id,
@@ -97,6 +109,7 @@ class EngineCore:
             sampling_params=message.sampling_params,
             max_model_len=self.config.model.max_model_len,
             items=items,
+            encoder=encoder,
             eos_token_ids=message.eos_token_ids,
             seed=int(self._seeds.integers(2**63)),
             priority=message.priority if self._has_priorities else 0,
@@ -237,14 +250,14 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
     )
 
 
-def _check_is_served(message: EngineCoreRequest) -> None:
+def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool) -> None:
     if message.lora_name is not None:
         raise RequestValueError(
             f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; "
             "leave it out",
             param="lora_name",
         )
-    if message.encoder_prompt_token_ids is not None:
+    if message.encoder_prompt_token_ids is not None and not has_encoder:
         raise RequestValueError(
             "the request has an encoder's prompt, but the model is a decoder alone; leave it out",
             param="encoder_prompt",

@@ -64,11 +64,18 @@ class KVDemand:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_encoder_len: int = 0
+    """States of an encoder-decoder's longest encoder, which have blocks of their own."""
 
     @property
     def least(self) -> int:
-        """Blocks of one request of `max_model_len`."""
-        return -(-self.max_model_len // self.block_size)
+        """Blocks of one request of `max_model_len`, and of its encoder."""
+        return -(-self.max_model_len // self.block_size) + self.encoder_blocks
+
+    @property
+    def encoder_blocks(self) -> int:
+        """Blocks of one request's encoder."""
+        return -(-self.max_encoder_len // self.block_size)
 
     @property
     def useful(self) -> int:
@@ -140,9 +147,10 @@ def _too_little(
     if given is not None and given > max(room, 0):
         what = f"`--kv-cache-memory-bytes` asks for {format_bytes(given)}"
     else:
+        encoder = f", encoder {demand.max_encoder_len}" if demand.max_encoder_len else ""
         what = (
-            f"the KV cache of one request of `max_model_len` ({demand.max_model_len} tokens) needs "
-            f"{format_bytes(need)}"
+            f"the KV cache of one request of `max_model_len` ({demand.max_model_len} tokens"
+            f"{encoder}) needs {format_bytes(need)}"
         )
     available = max(room, 0) if given is None else min(max(room, 0), given)
     remedies = [
@@ -166,7 +174,8 @@ def _cache_remedies(cache: CacheConfig, demand: KVDemand, room: int, available: 
         remedies.append(f"lower `--kv-cache-memory-bytes` to {room}")
     elif given is not None and given < need <= room:
         remedies.append(f"raise `--kv-cache-memory-bytes` to {need}")
-    longest = available // demand.bytes_per_block * demand.block_size
+    num_blocks = available // demand.bytes_per_block - demand.encoder_blocks
+    longest = num_blocks * demand.block_size
     if 0 < longest < demand.max_model_len:
         remedies.append(f"lower `--max-model-len` to {longest}")
     return remedies

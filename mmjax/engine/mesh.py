@@ -24,7 +24,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
-_HEADER_SIZE = 5
+_HEADER_SIZE = 6
 
 
 class Call(IntEnum):

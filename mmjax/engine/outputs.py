@@ -23,11 +23,18 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     """Whether the window ends with the request's last token, so that the next is sampled."""
     token_from: int = -1
     """Row of the previous sample that the last token of the window is; -1: the host knows it."""
+    encoder_table: np.ndarray | None = None
+    """int32[max_encoder_blocks] of an encoder-decoder's request; unused entries are 0."""
 
     @property
     def end(self) -> int:
         """Place after the window."""
         return self.start + self.num_tokens
+
+    @property
+    def num_new_states(self) -> int:
+        """Encoder states whose keys and values the step writes: all of them, where it begins."""
+        return self.request.encoder_len if self.start == 0 else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,8 +86,9 @@ def step(
 ) -> tuple[StepState, Int[Array, " rest"]]:
     """Compute a bucket of tokens: text, and embeddings out of the pool.
 
-    Tokens that the host does not know yet are rows of the `previous` sample. Returned beside the
-    state is what follows the step in its buffer: the sample's input, on the device already.
+    Tokens that the host does not know yet are rows of the `previous` sample. Where an
+    encoder-decoder's requests begin, their encoders' states are rows of the pool, too. Returned
+    beside the state is what follows the step in its buffer: the sample's input, on the device.
     """
     model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
@@ -95,7 +96,10 @@ def step(
     text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
     is_embed = (batch.src_index >= 0)[:, None]
     merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
-    states, kv_cache = model(merged, batch.positions, state.kv_cache, batch.metadata)
+    metadata = batch.metadata
+    if metadata.cross is not None:
+        metadata = metadata._replace(cross=metadata.cross._replace(states=pool[batch.cross_src]))
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
     hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]
 
@@ -152,13 +156,16 @@ class Programs:
         num_encoder_rows: int,
         block_size: int,
         max_blocks: int,
+        max_encoder_blocks: int = 0,
         cache_type: type[LayerCache] | None = None,
     ) -> None:
         """Describe all programs. `cache_type` None: the one of the placement's platform."""
         model = bind(shape.graphdef, params)
         self.buckets = buckets
         self.encoder_spec = model.encoder_spec
-        self.step_layouts = {bucket: step_layout(bucket, max_blocks) for bucket in buckets.steps}
+        self.step_layouts = {
+            bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
+        }
         self.sample_layout = sample_layout(buckets.sample[-1])
         self.vocab_size = shape.vocab_size
         self._shape = shape

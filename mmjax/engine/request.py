@@ -55,6 +55,17 @@ class EncoderItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInput:
+    """What an encoder-decoder's encoder reads for one request: a prompt and all its items."""
+
+    item: EncoderItem
+    """Its identifier is this request's own, for its states depend on picture and text together; its
+    place is one in the encoder's prompt, and none in the request's."""
+    num_states: int
+    """Of the item's embeddings, those that the decoder sees: the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHasher:
     """How one engine names the blocks of its requests."""
 
@@ -96,6 +107,7 @@ class Request:
         sampling_params: SamplingParams,
         max_model_len: int,
         items: Sequence[EncoderItem] = (),
+        encoder: "EncoderInput | None" = None,
         eos_token_ids: Sequence[int] = (),
         seed: int = 0,
         priority: int = 0,
@@ -106,6 +118,9 @@ class Request:
         self.request_id = request_id
         self.sampling_params = sampling_params
         self.items = sorted(items, key=lambda item: item.start)
+        self.encoder = encoder
+        """What an encoder-decoder's request looks at; None for a decoder alone."""
+        self.encoder_len = 0 if encoder is None else encoder.num_states
         self.num_prompt_tokens = len(prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = min(sampling_params.max_tokens or room, room)

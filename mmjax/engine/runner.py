@@ -51,6 +51,7 @@ class ModelRunner:
         max_blocks: int,
         has_spans: bool,
         placement: Placement,
+        max_encoder_blocks: int = 0,
     ) -> None:
         self.buckets = programs.buckets
         self.rows = EncoderRows(programs.num_encoder_rows)
@@ -66,6 +67,7 @@ class ModelRunner:
             max_num_seqs=self.buckets.sample[-1],
             rows_of=self.rows.get,
             has_spans=has_spans,
+            max_encoder_blocks=max_encoder_blocks,
         )
         self._is_leading = False
         """Whether other processes wait to be told of every call, to make it as well."""
@@ -93,6 +95,7 @@ class ModelRunner:
             output.num_tokens,
             len(output.requests),
             has_spans=self._builder.needs_spans(output.requests),
+            num_states=self._builder.count_states(output.requests),
         )
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)
@@ -196,8 +199,8 @@ class ModelRunner:
                 inputs, rows = self._empty_units(numbers[0])
                 self._run_encode(inputs, rows.reshape(-1))
             elif call is Call.STEP:
-                *sizes, has_spans = numbers
-                bucket = StepBucket(*sizes, has_spans=bool(has_spans))
+                *sizes, has_spans, num_states = numbers
+                bucket = StepBucket(*sizes, has_spans=bool(has_spans), num_states=num_states)
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"

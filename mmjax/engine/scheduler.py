@@ -26,6 +26,8 @@ class _Plan:
 
     tokens_left: int
     embeds_left: int
+    states_left: int
+    """Encoder states that may still be written for an encoder-decoder's new requests."""
     requests: list[tuple[Request, int]] = field(default_factory=list)
     items: list[EncoderItem] = field(default_factory=list)
     num_preempted: int = 0
@@ -43,6 +45,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_encoder_input_tokens: int,
         max_num_queued_reqs: int = 1024,
+        max_num_encoder_states: int = 0,
         keeps_items_whole: bool = False,
         enable_chunked_prefill: bool = True,
     ) -> None:
@@ -55,6 +58,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
         self._max_num_queued_reqs = max_num_queued_reqs
+        self._max_num_encoder_states = max_num_encoder_states
         self._windows = WindowFitter(
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_items_whole=keeps_items_whole
         )
@@ -83,6 +87,7 @@ class Scheduler:
                     f"{item.num_embeds} here; give other content another id",
                     param="multi_modal_uuids",
                 )
+        assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
         self._item_sizes.add(request.items)
         self._requests[request.request_id] = request
         self.waiting.add(request)
@@ -157,7 +162,11 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's work, and count it as computed."""
-        plan = _Plan(self._max_num_batched_tokens, self._max_num_encoder_input_tokens)
+        plan = _Plan(
+            self._max_num_batched_tokens,
+            self._max_num_encoder_input_tokens,
+            self._max_num_encoder_states,
+        )
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
@@ -217,12 +226,8 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
             request = self.waiting.peek()
-            request.num_computed_tokens = self._windows.start_after_prefix(request)
-            # All blocks of the prompt must be free, not only the first chunk's: else half-computed
-            # prompts would preempt each other.
-            has_room = self.kv_cache.has_room(request.request_id, request.num_tokens)
             num_tokens, items = 0, []
-            if has_room:
+            if self._windows.start(request, plan.states_left):
                 num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
             num_missing = request.num_tokens - request.num_computed_tokens - num_tokens
             if num_tokens == 0 or (num_missing and not self._enable_chunked_prefill):
@@ -237,6 +242,7 @@ class Scheduler:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
             insort(self.running, request, key=self.waiting.key)
+            plan.states_left -= request.encoder_len
             self._commit(plan, request, num_tokens, items)
 
     def _commit(
@@ -258,12 +264,16 @@ class Scheduler:
             self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
         if start < request.items_end:
             self._windows.let_go_of_items(request, start, end)
-        table = self.kv_cache.get_block_table(request.request_id)
+        encoder_table = None
+        if request.encoder is not None:
+            encoder_table = self.kv_cache.get_encoder_block_table(request.request_id)
+            self._windows.let_go_of_encoder(request)
         return ScheduledRequest(
             request,
             start,
             num_tokens,
-            table,
+            self.kv_cache.get_block_table(request.request_id),
             samples=end == request.num_tokens_in_all,
             token_from=request.sampled_row if end > request.num_tokens else -1,
+            encoder_table=encoder_table,
         )

@@ -23,7 +23,7 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.interface import EncoderSpec, get_max_encoder_len
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.weights.load import load_params
@@ -126,9 +126,16 @@ class EngineStart:
         self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
         if self._has_spans and not schedule.disable_chunked_mm_input:
             logger.info("an item's tokens go in one step: its embeddings see each other both ways")
+        largest = {"image": self._encoder_spec.tokens_per_unit}
+        self._max_encoder_len = get_max_encoder_len(model)
+        if self._max_encoder_len:
+            # All that one request's encoder reads is one item, which takes no place in the prompt.
+            self._keeps_items_whole = False
+            per_unit = self._encoder_spec.tokens_per_unit
+            largest = {"encoder": cdiv(self._max_encoder_len, per_unit) * per_unit}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,
-            {"image": self._encoder_spec.tokens_per_unit},
+            largest,
             encoder_cache_size=self.config.cache.encoder_cache_size,
             disable_chunked_mm_input=self._keeps_items_whole,
         )
@@ -147,6 +154,7 @@ class EngineStart:
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
             span_variants=span_variants(cache_type, has_spans=self._has_spans),
+            max_encoder_len=self._max_encoder_len,
         )
         return Programs(
             shape,
@@ -157,6 +165,7 @@ class EngineStart:
             num_encoder_rows=self._encoder_cache.cache_size,
             block_size=block_size,
             max_blocks=cdiv(self.config.model.max_model_len, block_size),
+            max_encoder_blocks=cdiv(self._max_encoder_len, block_size),
         )
 
     def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
@@ -167,6 +176,7 @@ class EngineStart:
             max_model_len=self.config.model.max_model_len,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
+            max_encoder_len=self._max_encoder_len,
         )
         return fit_kv_cache(
             programs,
@@ -189,18 +199,21 @@ class EngineStart:
             encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
             keeps_items_whole=self._keeps_items_whole,
             enable_chunked_prefill=schedule.enable_chunked_prefill,
+            max_encoder_len=self._max_encoder_len,
         )
         self._scheduler = Scheduler(
             kv_cache=KVCacheManager(
                 num_blocks=self.num_kv_blocks,
                 block_size=cache.block_size,
                 max_model_len=max_model_len,
+                max_encoder_len=self._max_encoder_len,
             ),
             encoder_cache=self._encoder_cache,
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             max_num_encoder_input_tokens=self._encoder_budget,
             max_num_queued_reqs=schedule.max_num_queued_reqs,
+            max_num_encoder_states=programs.buckets.num_states,
             keeps_items_whole=self._keeps_items_whole,
             enable_chunked_prefill=schedule.enable_chunked_prefill,
         )
@@ -212,6 +225,7 @@ class EngineStart:
             max_blocks=cdiv(max_model_len, cache.block_size),
             has_spans=self._has_spans,
             placement=self._placement,
+            max_encoder_blocks=cdiv(self._max_encoder_len, cache.block_size),
         )
 
     @contextmanager

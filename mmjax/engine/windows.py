@@ -22,12 +22,24 @@ class WindowFitter:
         self._encoder_cache = encoder_cache
         self._keeps_items_whole = keeps_items_whole
 
-    def start_after_prefix(self, request: Request) -> int:
-        """Give the request the cached blocks of its beginning; return how many tokens they hold."""
-        num_found = self._kv_cache.count_cached_tokens(request.block_hashes, request.num_tokens)
-        return self._kv_cache.start(
-            request.request_id, request.block_hashes[: num_found // self._kv_cache.block_size]
+    def start(self, request: Request, states_left: int) -> bool:
+        """Give the request the cached blocks of its beginning, and those of its encoder's states.
+
+        False: it lacks room, or the step room for its states; it may hold some, and must be freed.
+        """
+        cache, request_id = self._kv_cache, request.request_id
+        num_found = cache.count_cached_tokens(request.block_hashes, request.num_tokens)
+        request.num_computed_tokens = cache.start(
+            request_id, request.block_hashes[: num_found // cache.block_size]
         )
+        if request.encoder is not None and (
+            request.encoder_len > states_left
+            or not cache.start_encoder(request_id, request.encoder_len)
+        ):
+            return False
+        # All blocks of the prompt must be free, not only the first chunk's: else half-computed
+        # prompts would preempt each other.
+        return cache.has_room(request_id, request.num_tokens)
 
     def fit(
         self, request: Request, max_tokens: int, embeds_left: int
@@ -37,13 +49,21 @@ class WindowFitter:
         An item that sees itself in both directions is computed whole, or to its end where its
         beginning was found.
         Items that are cached, also by an earlier request of this step, are referenced here.
+        The encoder of an encoder-decoder is such an item, of the request's first window.
         """
         start = request.num_computed_tokens
         end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
-        if start >= request.items_end:
-            return end - start, []
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
+        if start == 0 and request.encoder is not None:
+            item = request.encoder.item
+            if not self._encoder_cache.check_and_update_cache(request.request_id, item.identifier):
+                if not self._encoder_cache.can_allocate(item.num_embeds, embeds_left):
+                    return 0, []
+                new[item.identifier] = item
+                num_new_embeds = item.num_embeds
+        if start >= request.items_end:
+            return end - start, list(new.values())
         for item in request.items_between(start, end):
             if self._keeps_items_whole and end < item.end:
                 # What was found of it was computed with the whole in view; the rest sees that.
@@ -74,3 +94,9 @@ class WindowFitter:
         for item in overlapping:
             if item.identifier not in begun:
                 self._encoder_cache.free_encoder_input(request.request_id, item.identifier)
+
+    def let_go_of_encoder(self, request: Request) -> None:
+        """Let go of an encoder's states: the first step makes keys and values of them, for all."""
+        assert request.encoder is not None, f"{request.request_id=} has no encoder"
+        identifier = request.encoder.item.identifier
+        self._encoder_cache.free_encoder_input(request.request_id, identifier)

@@ -7,7 +7,7 @@ image attention goes both ways (HF: modeling_gemma3.py, create_masks_for_vision_
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class CrossAttentionMetadata(NamedTuple):
@@ -22,6 +22,9 @@ class CrossAttentionMetadata(NamedTuple):
     lengths: Int[Array, " R"]
     """States of each request's encoder, all of which its queries see."""
     block_tables: Int[Array, "R _blocks"]
+    states: Float[Array, "S D"] | None = None
+    """The encoder states that this step writes: every layer projects them to its own keys and
+    values, and gives those to `write_encoder`. Padding: anything finite, which goes nowhere."""
 
 
 class PagedAttentionMetadata(NamedTuple):

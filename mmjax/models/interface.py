@@ -11,6 +11,10 @@ from mmjax.layers.attention import AttentionMetadata
 from mmjax.layers.kv_cache import KVCache, KVCacheSpec
 from mmjax.weights.rules import Rule
 
+EncoderUnits = tuple[Mapping[str, np.ndarray], int]
+"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of their rows, from the first, are
+states that the decoder sees."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
@@ -63,3 +67,29 @@ class MultiModalModel(Protocol):
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""
         ...
+
+
+class EncoderDecoderModel(MultiModalModel, Protocol):
+    """A model whose decoder looks at an encoder of its own: `embed_multimodal` is that encoder.
+
+    Its rows are the encoder's states. Where requests begin, `metadata.cross.states` holds theirs:
+    each layer projects them, calls `write_encoder`, and looks at them with `cross_attention`.
+    """
+
+    max_encoder_len: int
+    """States of the longest encoder; absent or 0 in every other model."""
+
+    @staticmethod
+    def encoder_input(
+        spec: EncoderSpec, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
+    ) -> EncoderUnits:
+        """Return what the encoder reads: its prompt, and the tensors of the items that lie there.
+
+        The prompt is as long as the client made it; units have the shapes of `spec`.
+        """
+        ...
+
+
+def get_max_encoder_len(model: Any) -> int:
+    """Return a model's `max_encoder_len`; 0 for a decoder alone."""
+    return getattr(model, "max_encoder_len", 0)

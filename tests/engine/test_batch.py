@@ -1,12 +1,22 @@
 """Known windows to known arrays, padding included."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.engine.batch import NO_TOKEN, BatchBuilder, sample_layout, step_layout
+from mmjax.engine.batch import (
+    NO_TOKEN,
+    BatchBuilder,
+    sample_layout,
+    step_layout,
+    unpack_step,
+)
 from mmjax.engine.buckets import StepBucket
 from mmjax.engine.outputs import ScheduledRequest
-from mmjax.engine.request import EncoderItem, Request
+from mmjax.engine.request import EncoderInput, EncoderItem, Request
 from mmjax.processing.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
@@ -220,3 +230,77 @@ def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
     fields = sample_layout(4).views(flat)
     assert (fields["masked_token_ids"] == NO_TOKEN).all()
     assert (fields["has_filters"], fields["has_logprobs"]) == (0, 1)
+
+
+# ---- an encoder-decoder --------------------------------------------------------------------------
+
+
+def encoder_builder() -> BatchBuilder:
+    return BatchBuilder(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_blocks=MAX_BLOCKS,
+        max_num_seqs=4,
+        rows_of=lambda _: np.arange(30, 42, dtype=np.int32),
+        has_spans=False,
+        max_encoder_blocks=3,
+    )
+
+
+def with_encoder(start: int, num_tokens: int, encoder_len: int, blocks: list[int]) -> Any:
+    encoder_item = EncoderItem(identifier="e", mm_position=PlaceholderRange(0, 12))
+    request = Request(
+        request_id=f"{encoder_len} states",
+        prompt_token_ids=[3] * (start + num_tokens),
+        sampling_params=SamplingParams(temperature=0.0),
+        max_model_len=MAX_BLOCKS * BLOCK_SIZE,
+        encoder=EncoderInput(item=encoder_item, num_states=encoder_len),
+    )
+    table = np.array([*blocks, 0, 0, 0], np.int32)[:3]
+    own = np.zeros(MAX_BLOCKS, np.int32)
+    return ScheduledRequest(request, start, num_tokens, own, True, encoder_table=table)
+
+
+def test_states_are_written_where_a_request_begins_and_seen_by_all() -> None:
+    builder = encoder_builder()
+    bucket = StepBucket(64, 4, 64, has_spans=False, num_states=16)
+    requests = [
+        with_encoder(0, 2, 6, [21, 22]),
+        with_encoder(5, 1, 9, [23, 24, 25]),
+        with_encoder(0, 1, 2, [26]),
+    ]
+    assert builder.count_states(requests) == 8
+    flat, _ = builder.build_step(requests, bucket)
+    fields = step_layout(bucket, MAX_BLOCKS, 3).views(flat)
+    assert fields["cross_lengths"].tolist() == [6, 9, 2, 0]
+    assert fields["cross_block_tables"].tolist() == [[21, 22, 0], [23, 24, 25], [26, 0, 0], [0] * 3]
+    assert fields["cross_src"][:8].tolist() == [30, 31, 32, 33, 34, 35, 30, 31]
+    nowhere = [NUM_BLOCKS] * 8
+    assert fields["cross_slot_block"].tolist() == [21, 21, 21, 21, 22, 22, 26, 26, *nowhere]
+    assert fields["cross_slot_offset"][:8].tolist() == [0, 1, 2, 3, 0, 1, 0, 1]
+
+
+def test_decoding_writes_no_states() -> None:
+    builder = encoder_builder()
+    bucket = StepBucket(1, 1, 1, has_spans=False)
+    requests = [with_encoder(5, 1, 9, [23, 24, 25])]
+    assert builder.count_states(requests) == 0
+    flat, _ = builder.build_step(requests, bucket)
+    batch = unpack_step(step_layout(bucket, MAX_BLOCKS, 3), jnp.asarray(flat))
+    assert batch.metadata.cross is not None
+    assert batch.metadata.cross.lengths.tolist() == [9]
+    assert batch.metadata.cross.block_tables.tolist() == [[23, 24, 25]]
+    assert batch.metadata.cross.slot_block.shape == (0,)
+    assert batch.cross_src is not None
+    assert batch.cross_src.shape == (0,)
+
+
+def test_a_decoder_alone_has_none_of_these_fields(builder: BatchBuilder) -> None:
+    bucket = StepBucket(4, 4, 1)
+    layout = step_layout(bucket, MAX_BLOCKS)
+    assert [name for name, _ in layout.shapes if name.startswith("cross")] == []
+    batch = unpack_step(layout, jnp.asarray(builder.empty_step(bucket)[0]))
+    assert batch.metadata.cross is None
+    assert batch.cross_src is None
+    assert len(jax.tree.leaves(batch)) == 12
+    assert builder.count_states([window(make_request(6), 5, 6, [10, 11])]) == 0

@@ -1,5 +1,7 @@
 """The ladder is short, covers everything, and pads as little as it can."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +86,16 @@ def test_where_causal_steps_have_a_kernel_only_images_go_without() -> None:
 def test_one_kind_of_program_serves_steps_with_and_without_images() -> None:
     buckets = make_variants(True)
     assert buckets.step_bucket(70, 3) == buckets.step_bucket(70, 3, has_spans=True)
+
+
+def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_states() -> None:
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_units": 1}
+    plain, buckets = Buckets.create(**sizes), Buckets.create(**sizes, max_encoder_len=10)
+    assert buckets.num_programs == plain.num_programs
+    assert (plain.num_states, buckets.num_states) == (0, 40)
+    assert {bucket.num_states for bucket in plain.steps} == {0}
+    assert buckets.step_bucket(3, 3).num_states == 0
+    # A prompt of one token is no decoding step: it writes its encoder's states.
+    assert buckets.step_bucket(3, 3, num_states=1) == StepBucket(64, 4, TILE_SIZE, num_states=40)
+    assert buckets.step_bucket(8, 8, num_states=40) == StepBucket(64, 8, TILE_SIZE, num_states=40)
+    assert Buckets.create(**{**sizes, "max_num_seqs": 2}, max_encoder_len=10).num_states == 20

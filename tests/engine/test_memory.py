@@ -1,6 +1,7 @@
 """How much KV cache fits, and what an operator is told where too little does."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,21 @@ GPU = DeviceMemory(total=10_000, free=2000, is_shared=False)
 def blocks(device: DeviceMemory, free: int = 2000, **cache: Any) -> int:
     device = DeviceMemory(total=device.total, free=free, is_shared=device.is_shared)
     return choose_num_blocks(CacheConfig(**cache), DEMAND, device, FIXED)
+
+
+def test_a_request_of_an_encoder_decoder_needs_blocks_for_its_encoder() -> None:
+    demand = replace(DEMAND, max_encoder_len=9)
+    assert (demand.least, demand.useful) == (8 + 3, 3 * (8 + 3))
+    assert choose_num_blocks(CacheConfig(), demand, CPU, FIXED) == 33
+    small = replace(GPU, free=200 + 100)
+    with pytest.raises(ConfigError, match=r"32 tokens, encoder 9\) needs 110 B.*model-len` to 28"):
+        choose_num_blocks(CacheConfig(), demand, small, FIXED)
+    fits = replace(demand, max_model_len=28)
+    assert choose_num_blocks(CacheConfig(), fits, small, FIXED) == 10
+    # Where not even the encoder fits, no length would do.
+    with pytest.raises(ConfigError) as caught:
+        choose_num_blocks(CacheConfig(), demand, replace(GPU, free=200 + 30), FIXED)
+    assert "--max-model-len" not in str(caught.value)
 
 
 def test_an_accelerators_rest_is_kv_cache() -> None:

@@ -1,0 +1,276 @@
+"""A tiny random encoder-decoder for engine tests, and its oracle in numpy: no paging, no cache.
+
+The encoder makes a state of every token of its prompt and of what the picture shows there.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from transformers import PretrainedConfig
+
+from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.engine.core import EngineCore
+from mmjax.layers.attention import attention, cross_attention, write_encoder
+from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.kv_cache import KVCacheSpec
+from mmjax.layers.linear import Linear
+from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.models.interface import EncoderSpec
+from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineCoreRequest
+
+VOCAB_SIZE, WIDTH, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 96, 32, 2, 2, 16
+SCALE = HEAD_DIM**-0.5
+ROWS_PER_UNIT, PIXELS = 3, 6
+MAX_MODEL_LEN = 64
+MAX_ENCODER_LEN = 20
+"""Neither whole units nor whole blocks: the last ones are padded."""
+PICTURE_LEN = 4
+BLOCK_SIZE = 8
+
+
+class TinyLayer(nnx.Module):
+    """Self-attention, cross-attention and a product, each added to what came in."""
+
+    def __init__(self, dtype: Any) -> None:
+        square = {"in_features": WIDTH, "out_features": WIDTH, "use_bias": False, "dtype": dtype}
+        self.q, self.k, self.v, self.o = (Linear(**square) for _ in range(4))
+        self.cross_q, self.cross_k, self.cross_v, self.cross_o = (
+            Linear(**square) for _ in range(4)
+        )
+        self.fc = Linear(**square)
+
+    def __call__(self, hidden: Any, cache: Any, metadata: Any) -> tuple[Any, Any]:
+        """Run the layer; a first step writes its encoder's keys and values before it looks."""
+        query, key, value = (_heads(project(hidden)) for project in (self.q, self.k, self.v))
+        own, cache = attention(query, key, value, cache, metadata, scale=SCALE)
+        hidden = hidden + self.o(own.reshape(-1, WIDTH))
+        states = metadata.cross.states
+        if len(states):
+            key, value = _heads(self.cross_k(states)), _heads(self.cross_v(states))
+            cache = write_encoder(key, value, cache, metadata)
+        query = _heads(self.cross_q(hidden))
+        seen = cross_attention(query, cache, metadata, scale=SCALE)
+        hidden = hidden + self.cross_o(seen.reshape(-1, WIDTH))
+        return hidden + jnp.tanh(self.fc(hidden)), cache
+
+
+class TinyEncoderDecoder(nnx.Module):
+    """See `mmjax.models.interface.EncoderDecoderModel`."""
+
+    RULES = ()
+    has_bidirectional_spans = False
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.max_encoder_len = hf_config.max_encoder_len
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM
+        )
+        self.encoder_spec = EncoderSpec(
+            inputs={
+                "token_ids": ((ROWS_PER_UNIT,), "int32"),
+                "pixels": ((ROWS_PER_UNIT, PIXELS), "float32"),
+            },
+            tokens_per_unit=ROWS_PER_UNIT,
+        )
+        self.embed = Embed(VOCAB_SIZE, WIDTH, dtype=dtype)
+        self.places = Embed(MAX_MODEL_LEN, WIDTH, dtype=dtype)
+        self.eye = Linear(PIXELS, WIDTH, use_bias=False, dtype=dtype)
+        self.encoder = Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype)
+        self.layers = nnx.List([TinyLayer(dtype) for _ in range(NUM_LAYERS)])
+
+    @staticmethod
+    def encoder_input(
+        spec: EncoderSpec, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Return the prompt's ids and the picture's pixels, which stand at its beginning."""
+        rows = spec.tokens_per_unit
+        num_units = -(-len(token_ids) // rows)
+        ids = np.zeros(num_units * rows, np.int32)
+        ids[: len(token_ids)] = token_ids
+        pixels = np.zeros((num_units * rows, PIXELS), np.float32)
+        for item in items:
+            pixels[: len(item["pixels"])] = item["pixels"]
+        units = {
+            "token_ids": ids.reshape(num_units, rows),
+            "pixels": pixels.reshape(num_units, rows, PIXELS),
+        }
+        return units, len(token_ids)
+
+    def embed_multimodal(self, token_ids: Any, pixels: Any) -> Any:
+        """Return a state for each row of each unit."""
+        text = self.embed(token_ids.reshape(-1))
+        both = text + self.eye(pixels.reshape(-1, PIXELS))
+        return jnp.tanh(self.encoder(both)).reshape(*token_ids.shape, WIDTH)
+
+    def embed_input_ids(self, token_ids: Any) -> Any:
+        return self.embed(token_ids)
+
+    def __call__(self, inputs_embeds: Any, positions: Any, kv_cache: Any, metadata: Any) -> Any:
+        """Run the decoder."""
+        hidden, caches = inputs_embeds + self.places(positions[0]), []
+        for layer, cache in zip(self.layers, kv_cache, strict=True):
+            hidden, cache = layer(hidden, cache, metadata)
+            caches.append(cache)
+        return hidden, tuple(caches)
+
+    def compute_logits(self, hidden_states: Any) -> Any:
+        return project_logits(hidden_states, self.embed.weight[...])
+
+
+def _heads(x: Any) -> Any:
+    return x.reshape(-1, NUM_HEADS, HEAD_DIM)
+
+
+def encoder_decoder_config() -> PretrainedConfig:
+    """Return the little that the engine asks of a config."""
+    sizes: Any = {"num_attention_heads": NUM_HEADS, "max_encoder_len": MAX_ENCODER_LEN}
+    return PretrainedConfig(**sizes)
+
+
+@lru_cache
+def tiny_params() -> Any:
+    """Return random parameters, loud enough that every input changes the answer."""
+    _, abstract = build_abstract(
+        TinyEncoderDecoder, encoder_decoder_config(), dtype=jnp.dtype(jnp.float32)
+    )
+    rng = np.random.default_rng(0)
+    return unflatten_params(
+        {
+            name: jnp.asarray(rng.standard_normal(leaf.shape) / leaf.shape[-1] ** 0.5 * 1.5)
+            for name, leaf in sorted(flatten_params(abstract).items())
+        }
+    )
+
+
+def tiny_encoder_decoder(
+    *,
+    num_blocks: int | None = None,
+    encoder_cache_size: int | None = None,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    **scheduler: Any,
+) -> EngineCore:
+    """Start an engine over the tiny model; `num_blocks` None: room for all requests."""
+    bytes_per_block = 2 * NUM_LAYERS * WIDTH * BLOCK_SIZE * 4
+    config = EngineConfig(
+        model=ModelConfig(
+            model="tiny",
+            path=Path("."),
+            hf_config=encoder_decoder_config(),
+            architecture="TinyEncoderDecoder",
+            max_model_len=MAX_MODEL_LEN,
+        ),
+        cache=CacheConfig(
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=None if num_blocks is None else num_blocks * bytes_per_block,
+            encoder_cache_size=encoder_cache_size,
+            enable_prefix_caching=True,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler
+        ),
+        use_tqdm=False,
+    )
+    return EngineCore.from_model(TinyEncoderDecoder, tiny_params(), config)
+
+
+def picture_feature(seed: int) -> MultiModalFeatureSpec:
+    """Return a picture at the beginning of the encoder's prompt."""
+    pixels = np.random.default_rng(seed).standard_normal((PICTURE_LEN, PIXELS)).astype(np.float32)
+    elem = MultiModalFieldElem(data=3 * pixels, field=MultiModalBatchedField())
+    return MultiModalFeatureSpec(
+        data=MultiModalKwargsItem({"pixels": elem}),
+        modality="image",
+        identifier=f"picture-{seed}",
+        mm_position=PlaceholderRange(offset=0, length=PICTURE_LEN),
+        mm_hash=f"picture-{seed}",
+    )
+
+
+def message(
+    request_id: str,
+    encoder_ids: Sequence[int] | None,
+    decoder_ids: Sequence[int],
+    *,
+    picture: int | None = None,
+    **sampling: Any,
+) -> EngineCoreRequest:
+    """Build a greedy request; `picture`: its seed. Its places in the prompt hold any ids."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=list(decoder_ids),
+        encoder_prompt_token_ids=None if encoder_ids is None else list(encoder_ids),
+        mm_features=[] if picture is None else [picture_feature(picture)],
+        sampling_params=params,
+    )
+
+
+# ---- the oracle: the whole sequence anew for every token -----------------------------------------
+
+
+def dense_greedy(request: EngineCoreRequest) -> list[int]:
+    """Return the greedy answer by dense passes in numpy, float64."""
+    states = _dense_states(request)
+    token_ids, answer = list(request.prompt_token_ids), []
+    for _ in range(request.sampling_params.max_tokens or 0):
+        answer.append(int(_dense_logits(states, token_ids).argmax()))
+        token_ids.append(answer[-1])
+    return answer
+
+
+@lru_cache
+def _weights() -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tiny_params())
+
+
+def _dense_states(request: EngineCoreRequest) -> np.ndarray:
+    weights, ids = _weights(), np.array(request.encoder_prompt_token_ids)
+    both = weights["embed"]["weight"][ids]
+    for feature in request.mm_features:
+        assert feature.data is not None
+        pixels = feature.data.get_data()["pixels"].astype(np.float64)
+        both[: len(pixels)] += pixels @ weights["eye"]["weight"].T
+    return np.tanh(both @ weights["encoder"]["weight"].T)
+
+
+def _dense_logits(states: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+    """Return the logits behind the last token, float64[V]."""
+    weights, count = _weights(), len(token_ids)
+    hidden = weights["embed"]["weight"][list(token_ids)] + weights["places"]["weight"][:count]
+    causal = np.tril(np.ones((count, count), bool))
+    for number in range(NUM_LAYERS):
+        layer = {name: part["weight"].T for name, part in weights["layers"][number].items()}
+        own = _softmax_attention(
+            hidden @ layer["q"], hidden @ layer["k"], hidden @ layer["v"], causal
+        )
+        hidden = hidden + own @ layer["o"]
+        everything = np.ones((count, len(states)), bool)
+        seen = _softmax_attention(
+            hidden @ layer["cross_q"],
+            states @ layer["cross_k"],
+            states @ layer["cross_v"],
+            everything,
+        )
+        hidden = hidden + seen @ layer["cross_o"]
+        hidden = hidden + np.tanh(hidden @ layer["fc"])
+    return hidden[-1] @ weights["embed"]["weight"].T
+
+
+def _softmax_attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray
+) -> np.ndarray:
+    query, key, value = (x.reshape(len(x), NUM_HEADS, HEAD_DIM) for x in (query, key, value))
+    scores = np.where(mask, np.einsum("tnh,snh->nts", query, key) * SCALE, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), value)
+    return out.reshape(len(query), WIDTH)
