@@ -87,7 +87,9 @@ def _in_squares(
     num_rows = len(query)
     size = min(BLOCK_SIZE, num_rows)
     blocks = Blocks(
-        *(_to_blocks(rows, size) for rows in (query, key, value)),
+        _to_blocks(query, size),
+        _to_blocks(key, size),
+        _to_blocks(value, size),
         _pad_rows(segment_ids, size, PADDING).reshape(-1, size),
     )
     first, end = _blocks_to_walk(blocks.segment_ids)

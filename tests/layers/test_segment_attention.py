@@ -131,7 +131,9 @@ def test_windows_are_segments(attend: Callable[..., Any]) -> None:
 
 def test_halves_stay_halves() -> None:
     rows = jnp.asarray(draw(300)).astype(jnp.bfloat16)
-    out = segment_attention(*rows, jnp.asarray(ids_of([100, 150], 300)), scale=SCALE)
+    query, key, value = rows
+    ids = jnp.asarray(ids_of([100, 150], 300))
+    out = segment_attention(query, key, value, ids, scale=SCALE)
     assert out.dtype == jnp.bfloat16
     expected = alone(np.asarray(rows.astype(jnp.float32))[:, :100])
     np.testing.assert_allclose(np.asarray(out[:100], np.float32), expected, atol=2e-2)
