@@ -103,6 +103,14 @@ def test_padding_stays_finite(attend: Callable[..., Any], loudness: float) -> No
         assert np.isfinite(attend(*rows, ids_of(sizes, 600))).all()
 
 
+def test_the_walk_leaves_padding_alone() -> None:
+    """Also where it shares a block with an image, whose values never enter its sums."""
+    rows = draw(600)
+    out = np.asarray(jax.jit(partial(segment_attention, scale=SCALE))(*rows, ids_of([100], 600)))
+    assert out[:100].all()
+    assert not out[100:].any()
+
+
 def test_ids_in_any_order_are_right(attend: Callable[..., Any]) -> None:
     ids = np.random.default_rng(3).integers(0, 5, 600).astype(np.int32)
     rows = draw(600)
