@@ -51,6 +51,7 @@ JAX_FREE = (
     "mmjax.engine.buckets",
     "mmjax.engine.encoder_rows",
     "mmjax.engine.outputs",
+    "mmjax.engine.packing",
     "mmjax.engine.request",
     "mmjax.engine.scheduler",
     "mmjax.engine.waiting",

@@ -62,6 +62,7 @@ class Buckets:
     """Sorted by tokens, then by requests."""
     sample: tuple[int, ...]
     encode: tuple[int, ...]
+    """Units, or patches of a pack."""
 
     @classmethod
     def create(
@@ -70,16 +71,18 @@ class Buckets:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_units: int,
+        patches: tuple[int, ...] = (),
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
     ) -> "Buckets":
         """Choose a short ladder: 16 requests and 2,048 tokens give at most 24 programs.
 
         Few requests get a mixed bucket of their own only where the tiles of the many would
-        outnumber those that the tokens fill. `span_variants`: values of `has_spans`; both where
-        images see both ways and causal steps have a faster attention, which decoding then uses.
-        `max_encoder_len`: of an encoder-decoder, a few of whose requests may begin in one step. All
-        mixed buckets have room for those: such prompts are short, and a mixed step is a first one.
+        outnumber those that the tokens fill. `patches`: sizes of packed encoder calls, where an
+        encoder takes no units. `span_variants`: values of `has_spans`; both where images see both
+        ways and causal steps have a faster attention, which decoding then uses. `max_encoder_len`:
+        of an encoder-decoder, a few of whose requests may begin in one step. All mixed buckets
+        have room for those: such prompts are short, and a mixed step is a first one.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
@@ -94,7 +97,7 @@ class Buckets:
             decode=ladder(1, max_num_seqs, 2),
             mixed=tuple(mixed),
             sample=ladder(1, max_num_seqs, 4),
-            encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else (),
+            encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
         )
 
     @property

@@ -23,7 +23,7 @@ from mmjax.engine.start import EngineStart
 from mmjax.errors import RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 
@@ -233,7 +233,7 @@ class EngineCore:
                 f"{', '.join(sorted(spec.inputs))}",
                 param="multi_modal_data",
             ) from error
-        _check_units(feature, arrays, spec)
+        _check_shapes(feature, arrays, spec)
         return EncoderItem(
             identifier=feature.identifier, mm_position=feature.mm_position, units=arrays
         )
@@ -264,22 +264,48 @@ def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool) -> None:
         )
 
 
-def _check_units(
-    feature: MultiModalFeatureSpec, arrays: Mapping[str, np.ndarray], spec: EncoderSpec
+def _check_shapes(
+    feature: MultiModalFeatureSpec,
+    arrays: Mapping[str, np.ndarray],
+    spec: EncoderSpec | PackedEncoderSpec,
 ) -> None:
+    is_packed = isinstance(spec, PackedEncoderSpec)
     counts = set()
     for name, (shape, _) in spec.inputs.items():
-        if arrays[name].shape[1:] != tuple(shape):
+        if arrays[name].ndim == 0 or arrays[name].shape[1:] != tuple(shape):
             raise RequestRuntimeError(
                 f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
-                f"each unit must have shape {tuple(shape)}",
+                f"each {'patch' if is_packed else 'unit'} must have shape {tuple(shape)}",
                 param="multi_modal_data",
             )
         counts.add(len(arrays[name]))
     num_embeds = feature.mm_position.get_num_embeds()
+    if isinstance(spec, PackedEncoderSpec):
+        _check_patches(feature.identifier, counts, num_embeds, spec)
+    else:
+        _check_units(feature.identifier, counts, num_embeds, spec)
+
+
+def _check_patches(
+    identifier: str, counts: set[int], num_embeds: int, spec: PackedEncoderSpec
+) -> None:
+    if counts != {num_embeds * spec.patches_per_token}:
+        raise RequestRuntimeError(
+            f"item {identifier} has {sorted(counts)} patches, {spec.patches_per_token} for each "
+            f"embedding, and placeholders for {num_embeds}; they must agree",
+            param="multi_modal_data",
+        )
+    if max(counts) > spec.max_patches:
+        raise RequestRuntimeError(
+            f"item {identifier} has {max(counts)} patches; the model takes {spec.max_patches}",
+            param="multi_modal_data",
+        )
+
+
+def _check_units(identifier: str, counts: set[int], num_embeds: int, spec: EncoderSpec) -> None:
     if counts != {num_embeds // spec.tokens_per_unit} or num_embeds % spec.tokens_per_unit:
         raise RequestRuntimeError(
-            f"item {feature.identifier} has {sorted(counts)} units of {spec.tokens_per_unit} "
+            f"item {identifier} has {sorted(counts)} units of {spec.tokens_per_unit} "
             f"embeddings, and placeholders for {num_embeds}; they must agree",
             param="multi_modal_data",
         )

@@ -9,14 +9,17 @@ import numpy as np
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.request import EncoderInput, EncoderItem
 from mmjax.errors import RequestRuntimeError, RequestValueError
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
 from mmjax.processing.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 
 class EncoderInputs:
     """Cuts encoder prompts and their items into units, as the model says, and checks them."""
 
-    def __init__(self, model_class: Any, spec: EncoderSpec, limits: AdmissionLimits) -> None:
+    def __init__(
+        self, model_class: Any, spec: EncoderSpec | PackedEncoderSpec, limits: AdmissionLimits
+    ) -> None:
+        assert isinstance(spec, EncoderSpec), "the encoder of an encoder-decoder takes units"
         self._model_class = model_class
         self._spec = spec
         self._limits = limits

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.engine.batch import Layout, sample_layout, step_layout, unpack_sample, unpack_step
 from mmjax.engine.buckets import Buckets, StepBucket
 from mmjax.engine.compilation import Program
+from mmjax.engine.encoder_calls import make_encoder_calls
 from mmjax.engine.mesh import Placement, shard_bytes
 from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.layers.attention import choose_cache_type
@@ -68,7 +69,7 @@ def encode(
     inputs: Mapping[str, Array],
     dst_rows: Int[Array, " outputs"],
 ) -> Float[Array, "rows D"]:
-    """Encode a bucket of units into their rows of the pool; padding has rows out of range."""
+    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
     embeds = bind(graphdef, params).embed_multimodal(**inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
     return pool.at[dst_rows].set(flat, mode="drop")
@@ -162,7 +163,9 @@ class Programs:
         """Describe all programs. `cache_type` None: the one of the placement's platform."""
         model = bind(shape.graphdef, params)
         self.buckets = buckets
-        self.encoder_spec = model.encoder_spec
+        self.encoder_calls = make_encoder_calls(
+            model.encoder_spec, buckets, placement, num_encoder_rows
+        )
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
@@ -195,7 +198,7 @@ class Programs:
         kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         self.encode = jax.jit(
-            partial(encode, graphdef, placement.gather),
+            partial(encode, graphdef, self.encoder_calls.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
@@ -272,18 +275,13 @@ class Programs:
             yield Program(step_label(bucket), self.step, arguments)
 
     def _encodes(self, arrays: DeviceArrays) -> Iterator[Program]:
-        spec, placement = self.encoder_spec, self._placement
         for bucket in reversed(self.buckets.encode):
-            size = placement.padded_units(bucket)
-            inputs = {
-                name: jax.ShapeDtypeStruct((size, *shape), dtype, sharding=placement.units(size))
-                for name, (shape, dtype) in spec.inputs.items()
-            }
+            inputs, num_outputs = self.encoder_calls.describe(bucket)
             arguments = {
                 "params": self._params,
                 "pool": arrays.pool,
                 "inputs": inputs,
-                "dst_rows": self._flat(size * spec.tokens_per_unit),
+                "dst_rows": self._flat(num_outputs),
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
 

@@ -3,7 +3,7 @@
 Knows no queue and no policy. Every array on the device has its final size from the start.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from mmjax.engine.batch import BatchBuilder
 from mmjax.engine.buckets import StepBucket, next_bucket
+from mmjax.engine.encoder_calls import EncoderCall
 from mmjax.engine.encoder_rows import EncoderRows
 from mmjax.engine.mesh import Call, Placement
 from mmjax.engine.outputs import (
@@ -58,7 +59,7 @@ class ModelRunner:
         self._programs = programs
         self._params = params
         self._placement = placement
-        self._encoder_spec = programs.encoder_spec
+        self._encoder_calls = programs.encoder_calls
         self._num_blocks = num_blocks
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
@@ -138,42 +139,23 @@ class ModelRunner:
         self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
         return drawn
 
-    def _run_encode(self, inputs: Mapping[str, np.ndarray], dst_rows: np.ndarray) -> None:
-        num_units = len(next(iter(inputs.values())))
-        self._tell(Call.ENCODE, num_units)
-        on_device = self._placement.put(inputs, self._placement.units(num_units))
-        rows = self._placement.put(dst_rows)
+    def _run_encode(self, call: EncoderCall) -> None:
+        size = len(next(iter(call.inputs.values())))
+        self._tell(Call.ENCODE, size)
+        on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
+        rows = self._placement.put(call.dst_rows)
         self._pool = self._programs.encode(
             params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
         )
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
-        """Encode all units of `items`, which may share calls and be split over them."""
+        """Encode all of `items` that are not in the pool; several share a call."""
         items = [item for item in items if item.identifier not in self.rows]
         if not items:
             return
         rows = [self.rows.allocate(item.identifier, item.num_embeds) for item in items]
-        dst_rows = np.concatenate(rows).reshape(-1, self._encoder_spec.tokens_per_unit)
-        units = {
-            name: np.concatenate([item.units[name] for item in items])
-            for name in self._encoder_spec.inputs
-        }
-        start = 0
-        for bucket, count in self.buckets.unit_calls(len(dst_rows)):
-            inputs, padded_rows = self._empty_units(bucket)
-            padded_rows[:count] = dst_rows[start : start + count]
-            for name, padded in inputs.items():
-                padded[:count] = units[name][start : start + count]
-            self._run_encode(inputs, padded_rows.reshape(-1))
-            start += count
-
-    def _empty_units(self, bucket: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        spec = self._encoder_spec
-        size = self._placement.padded_units(bucket)
-        inputs = {
-            name: np.zeros((size, *shape), dtype) for name, (shape, dtype) in spec.inputs.items()
-        }
-        return inputs, np.full((size, spec.tokens_per_unit), self.rows.num_rows, np.int32)
+        for call in self._encoder_calls.fill(items, rows):
+            self._run_encode(call)
 
     # ---- several processes ---------------------------------------------------------------------
 
@@ -196,8 +178,7 @@ class ModelRunner:
             if call is Call.RESET:
                 self.reset()
             elif call is Call.ENCODE:
-                inputs, rows = self._empty_units(numbers[0])
-                self._run_encode(inputs, rows.reshape(-1))
+                self._run_encode(self._encoder_calls.empty(numbers[0]))
             elif call is Call.STEP:
                 *sizes, has_spans, num_states = numbers
                 bucket = StepBucket(*sizes, has_spans=bool(has_spans), num_states=num_states)
@@ -221,8 +202,7 @@ class ModelRunner:
 
     def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
         for bucket in self.buckets.encode:
-            inputs, rows = self._empty_units(bucket)
-            yield partial(self._run_encode, inputs, rows.reshape(-1))
+            yield partial(self._run_encode, self._encoder_calls.empty(bucket))
         for bucket in reversed(self.buckets.steps):
             yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:

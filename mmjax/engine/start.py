@@ -14,6 +14,7 @@ from mmjax.config import EngineConfig
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
 from mmjax.engine.compilation import compile_programs, enable_persistent_cache
+from mmjax.engine.encoder_calls import choose_patches, count_units, largest_item
 from mmjax.engine.memory import KVDemand, fit_kv_cache
 from mmjax.engine.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.programs import ModelShape, Programs
@@ -23,7 +24,7 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec, get_max_encoder_len
+from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, get_max_encoder_len
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.weights.load import load_params
@@ -35,7 +36,7 @@ class EngineParts(NamedTuple):
     """What an engine consists of once it has started."""
 
     model_class: Any
-    encoder_spec: EncoderSpec
+    encoder_spec: EncoderSpec | PackedEncoderSpec
     placement: Placement
     limits: AdmissionLimits
     scheduler: Scheduler
@@ -66,7 +67,7 @@ class EngineStart:
         with self._timed("load_weights"):
             graphdef, params = self._load(params, dtype)
         model = bind(graphdef, params)
-        self._encoder_spec: EncoderSpec = model.encoder_spec
+        self._encoder_spec: EncoderSpec | PackedEncoderSpec = model.encoder_spec
         self._plan(model)
         programs = self._make_programs(graphdef, params)
         with self._timed("measure"):
@@ -126,11 +127,12 @@ class EngineStart:
         self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
         if self._has_spans and not schedule.disable_chunked_mm_input:
             logger.info("an item's tokens go in one step: its embeddings see each other both ways")
-        largest = {"image": self._encoder_spec.tokens_per_unit}
+        largest = {"image": largest_item(self._encoder_spec, self.config.model.max_model_len)}
         self._max_encoder_len = get_max_encoder_len(model)
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
             self._keeps_items_whole = False
+            assert isinstance(self._encoder_spec, EncoderSpec), "such an encoder takes units"
             per_unit = self._encoder_spec.tokens_per_unit
             largest = {"encoder": cdiv(self._max_encoder_len, per_unit) * per_unit}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
@@ -152,7 +154,10 @@ class EngineStart:
         buckets = Buckets.create(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_units=self._encoder_budget // self._encoder_spec.tokens_per_unit,
+            max_units=count_units(self._encoder_spec, self._encoder_budget),
+            patches=choose_patches(
+                self._encoder_spec, self._encoder_budget, self.config.model.max_model_len
+            ),
             span_variants=span_variants(cache_type, has_spans=self._has_spans),
             max_encoder_len=self._max_encoder_len,
         )

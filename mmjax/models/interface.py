@@ -29,12 +29,29 @@ class EncoderSpec:
     """Rows that one unit gives; an item's rows are its units', in order."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedEncoderSpec:
+    """How items of any size become calls of `encode`: rows of patches, packed into buckets of `P`.
+
+    `embed_multimodal` is given `segment_ids`, int32[P], beside the inputs: the number of a row's
+    item in the call, -1 for padding (rows of zeros). An item's rows stand together and in order.
+    What depends on its grid (places, rotary rows, windows) are inputs too, a row for each patch.
+    """
+
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
+    patches_per_token: int
+    """So many rows, one behind the other, become one embedding; divides each item's number."""
+    max_patches: int
+    """Of the largest item that the processor makes."""
+
+
 class MultiModalModel(Protocol):
     """An `nnx.Module` that only describes structure; all methods are pure."""
 
     RULES: Sequence[Rule]
     """Names in the checkpoint's files -> names in this module's tree."""
-    encoder_spec: EncoderSpec
+    encoder_spec: EncoderSpec | PackedEncoderSpec
     kv_cache_spec: KVCacheSpec
     has_bidirectional_spans: bool
     """Whether an item's embeddings see each other both ways: a step then holds an item whole."""
@@ -43,11 +60,14 @@ class MultiModalModel(Protocol):
 
     @staticmethod
     def encoder_units(item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`."""
+        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`.
+
+        A packed encoder's are `[patches, ...]`: its places and windows are computed here, in numpy.
+        """
         ...
 
-    def embed_multimodal(self, **inputs: Array) -> Float[Array, "U P D"]:
-        """Encode `U` units into `P` rows each, of the language model's width."""
+    def embed_multimodal(self, **inputs: Array) -> Float[Array, "U P D"] | Float[Array, "_rows D"]:
+        """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
         ...
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:

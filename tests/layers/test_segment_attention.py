@@ -1,0 +1,162 @@
+"""Attention in a pack: each image's is the one it has alone, whoever stands beside it."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.layers import attention_backend, attention_segments
+from mmjax.layers.attention import dense_attention
+from mmjax.layers.attention_segments import PADDING, refine_segments, segment_attention
+
+NUM_HEADS, HEAD_DIM = 3, 16
+SCALE = 0.3
+TOLERANCE = 2e-6
+PACKS = [
+    [5],
+    [128],
+    [40, 3, 1, 60],
+    [256, 256],
+    [300, 20, 256, 7],
+    [1] * 30,
+    [700, 1, 90],
+]
+"""Around blocks of 256 rows: inside of one, exactly filled, over their borders."""
+
+
+@pytest.fixture(params=["squares", "whole rows"])
+def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """What the CPU computes by, and what a GPU does (on the CPU, in three blocks or more)."""
+    if request.param == "squares":
+        return jax.jit(partial(segment_attention, scale=SCALE))
+    monkeypatch.setattr(attention_segments, "MAX_SCORES", 256)
+    return jax.jit(partial(attention_segments._in_whole_rows, scale=SCALE))
+
+
+def draw(num_rows: int, seed: int = 0) -> np.ndarray:
+    """Return queries, keys and values."""
+    shape = (3, num_rows, NUM_HEADS, HEAD_DIM)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def ids_of(sizes: Sequence[int], num_rows: int) -> np.ndarray:
+    ids = np.full(num_rows, PADDING, np.int32)
+    ids[: sum(sizes)] = np.repeat(np.arange(len(sizes)), sizes)
+    return ids
+
+
+def alone(rows: np.ndarray) -> np.ndarray:
+    query, key, value = jnp.asarray(rows)[:, None]
+    return np.asarray(dense_attention(query, key, value, mask=None, scale=SCALE))[0]
+
+
+@pytest.mark.parametrize("padding", [0, 45])
+@pytest.mark.parametrize("sizes", PACKS)
+def test_each_image_attends_as_it_does_alone(
+    attend: Callable[..., Any], sizes: list[int], padding: int
+) -> None:
+    num_rows = sum(sizes) + padding
+    rows = draw(num_rows)
+    out = np.asarray(attend(*rows, ids_of(sizes, num_rows)))
+    assert np.isfinite(out).all()
+    starts = np.cumsum([0, *sizes])
+    for start, end in pairwise(starts):
+        np.testing.assert_allclose(out[start:end], alone(rows[:, start:end]), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_neighbour_changes_no_bit(attend: Callable[..., Any], place: int) -> None:
+    sizes = [200, 310, 90]
+    ids = ids_of(sizes, 640)
+    mine = ids == place
+    rows, others = draw(640, seed=1), 50 * draw(640, seed=2)
+    others[:, mine] = rows[:, mine]
+    expected = np.asarray(attend(*rows, ids))[mine]
+    np.testing.assert_array_equal(np.asarray(attend(*others, ids))[mine], expected)
+    # Nor do other cuts of what stands beside it, or nobody there at all.
+    halves = np.where(mine, 10, np.where(np.arange(640) % 2 == 0, 3, 20)).astype(np.int32)
+    nobody = np.where(mine, 0, PADDING).astype(np.int32)
+    for neighbours in (halves, nobody):
+        np.testing.assert_array_equal(np.asarray(attend(*others, neighbours))[mine], expected)
+
+
+def test_a_larger_bucket_changes_no_bit() -> None:
+    """Squares have one size: so an image's answer depends on its place in the pack alone."""
+    sizes = [300, 150]
+    attend = jax.jit(partial(segment_attention, scale=SCALE))
+    rows = draw(2048)
+    small = attend(*rows[:, :512], ids_of(sizes, 512))
+    large = attend(*rows, ids_of([*sizes, 900, 5], 2048))
+    np.testing.assert_array_equal(np.asarray(small)[:450], np.asarray(large)[:450])
+
+
+@pytest.mark.parametrize("loudness", [0.0, 1.0, 1e15])
+def test_padding_stays_finite(attend: Callable[..., Any], loudness: float) -> None:
+    rows = np.float32(loudness) * draw(600)
+    for sizes in ([], [100], [600]):
+        assert np.isfinite(attend(*rows, ids_of(sizes, 600))).all()
+
+
+def test_the_walk_leaves_padding_alone() -> None:
+    """Also where it shares a block with an image, whose values never enter its sums."""
+    rows = draw(600)
+    out = np.asarray(jax.jit(partial(segment_attention, scale=SCALE))(*rows, ids_of([100], 600)))
+    assert out[:100].all()
+    assert not out[100:].any()
+
+
+def test_ids_in_any_order_are_right(attend: Callable[..., Any]) -> None:
+    ids = np.random.default_rng(3).integers(0, 5, 600).astype(np.int32)
+    rows = draw(600)
+    out = np.asarray(attend(*rows, ids))
+    for segment in range(5):
+        mine = ids == segment
+        np.testing.assert_allclose(out[mine], alone(rows[:, mine]), atol=TOLERANCE)
+
+
+def test_only_blocks_of_the_own_segments_are_walked() -> None:
+    ids = np.array([[0, 0], [0, 1], [2, 2], [2, -1], [-1, -1]], np.int32)
+    first, end = attention_segments._blocks_to_walk(jnp.asarray(ids))
+    assert first.tolist()[:4] == [0, 0, 2, 2]
+    assert (end - first).tolist() == [2, 2, 2, 2, 0]
+
+
+def test_windows_are_segments(attend: Callable[..., Any]) -> None:
+    segment_ids = ids_of([24, 12], 40)
+    window_ids = np.concatenate([np.repeat(np.arange(3), 8), np.repeat(np.arange(3), 4), [0] * 4])
+    ids = refine_segments(jnp.asarray(segment_ids), jnp.asarray(window_ids, jnp.int32), num_parts=3)
+    assert ids.tolist() == ids_of([8, 8, 8, 4, 4, 4], 40).tolist()
+    rows = draw(40)
+    out = np.asarray(attend(*rows, np.asarray(ids)))
+    np.testing.assert_allclose(out[24:28], alone(rows[:, 24:28]), atol=TOLERANCE)
+
+
+def test_halves_stay_halves() -> None:
+    rows = jnp.asarray(draw(300)).astype(jnp.bfloat16)
+    query, key, value = rows
+    ids = jnp.asarray(ids_of([100, 150], 300))
+    out = segment_attention(query, key, value, ids, scale=SCALE)
+    assert out.dtype == jnp.bfloat16
+    expected = alone(np.asarray(rows.astype(jnp.float32))[:, :100])
+    np.testing.assert_allclose(np.asarray(out[:100], np.float32), expected, atol=2e-2)
+
+
+@pytest.mark.parametrize(("dtype", "num_kernels"), [("float32", 0), ("bfloat16", 1)])
+def test_it_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch, dtype: str, num_kernels: int) -> None:
+    monkeypatch.setattr(attention_backend, "_cudnn_max_head_dim", lambda: 128)
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000
+    )
+    row = jax.ShapeDtypeStruct((256, NUM_HEADS, HEAD_DIM), dtype)
+    ids = jax.ShapeDtypeStruct((256,), "int32")
+    traced = jax.jit(partial(segment_attention, scale=SCALE)).trace(row, row, row, ids)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall(r"custom_call @__cudnn\$fmha", text)) == num_kernels
+    assert "stablehlo.while" not in text, "the host would wait for every round of a loop"
+    assert traced.lower(lowering_platforms=("tpu",)).as_text()
