@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 TILE_SIZE = 64
 """Queries of one request that attend together, where some request has more than one."""
+FEW_REQUESTS = 4
+"""A step of so few has a prompt's or a new turn's latency to lose: its padding is kept small."""
+SHORT_STEPS = (16, 32, 96, 192, 384)
+"""Tokens of few requests that have buckets beside the doublings of `TILE_SIZE`."""
 MAX_STARTS = 4
 """Requests of an encoder-decoder, with the longest encoders, that may begin in one step."""
 MAX_UNITS = 8
@@ -25,7 +29,7 @@ class StepBucket:
     num_requests: int
     """`R`"""
     tile_size: int
-    """1 where every request computes one token (then T equals R), else `TILE_SIZE`."""
+    """1 where every request computes one token (then T equals R), else up to `TILE_SIZE`."""
     has_spans: bool = True
     """Whether tokens may see later ones, of their own image; without, attention is causal."""
     num_states: int = 0
@@ -33,8 +37,8 @@ class StepBucket:
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that hold any split of T tokens over R requests."""
-        return self.num_tokens // self.tile_size + (self.num_requests if self.tile_size > 1 else 0)
+        """Tiles that hold any split of T tokens over R requests, each of which has one at least."""
+        return (self.num_tokens - self.num_requests) // self.tile_size + self.num_requests
 
 
 def next_bucket(sizes: Sequence[int], size: int) -> int:
@@ -75,22 +79,29 @@ class Buckets:
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
     ) -> "Buckets":
-        """Choose a short ladder: 16 requests and 2,048 tokens give at most 24 programs.
+        """Choose a short ladder: 16 requests and 2,048 tokens give at most 29 programs.
 
         Few requests get a mixed bucket of their own only where the tiles of the many would
-        outnumber those that the tokens fill. `patches`: sizes of packed encoder calls, where an
-        encoder takes no units. `span_variants`: values of `has_spans`; both where images see both
-        ways and causal steps have a faster attention, which decoding then uses. `max_encoder_len`:
-        of an encoder-decoder, a few of whose requests may begin in one step. All mixed buckets
-        have room for those: such prompts are short, and a mixed step is a first one.
+        outnumber those that the tokens fill, or where tokens are few. `patches`: sizes of packed
+        encoder calls, where an encoder takes no units. `span_variants`: values of `has_spans`;
+        both where images see both ways and causal steps have a faster attention, which decoding
+        then uses. `max_encoder_len`: of an encoder-decoder, a few of whose requests may begin in
+        one step. All mixed buckets have room for those: such prompts are short, and a mixed step
+        is a first one.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
-        mixed = [
-            StepBucket(num_tokens, num_requests, TILE_SIZE, has_spans, num_states)
+        few = min(FEW_REQUESTS, max_num_seqs)
+        sizes = [
+            (num_tokens, num_requests)
             for num_tokens in ladder(TILE_SIZE, top, 2)
-            for num_requests in ladder(min(4, max_num_seqs), max_num_seqs, 4)
+            for num_requests in ladder(few, max_num_seqs, 4)
             if num_requests == max_num_seqs or num_requests * TILE_SIZE >= num_tokens
+        ]
+        sizes += [(num_tokens, few) for num_tokens in SHORT_STEPS if num_tokens < top]
+        mixed = [
+            StepBucket(num_tokens, num_requests, min(TILE_SIZE, num_tokens), has_spans, num_states)
+            for num_tokens, num_requests in sorted(sizes)
             for has_spans in sorted(span_variants)
         ]
         return cls(

@@ -10,6 +10,9 @@ from jaxtyping import Array, Float
 
 MAX_FEW_ROWS = 16
 """Of a decode step on the CPU: up to here weights, not sums, are what takes the time."""
+SHORT_PROMPT_ROWS = 64
+"""Packing the weights costs half of such a product. No other number from 17 on is turned round:
+there it would add in another order than long prompts do (docs/determinism.md)."""
 MIN_WEIGHT_SIZE = 2**18
 """Smaller weights stay in the CPU's caches, and are computed alike for any number of rows."""
 LONG_ROW = 1024
@@ -20,13 +23,17 @@ def product(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "T F"]:
     """Return `x @ weight.T`, added up and returned in `dtype` (None: that of the inputs)."""
-    is_few = 1 < x.shape[0] <= MAX_FEW_ROWS and weight.size >= MIN_WEIGHT_SIZE
-    if not is_few or weight.dtype != jnp.float32:
+    if not _are_few_rows(x, weight) or weight.dtype != jnp.float32:
         return _by_rows(x, weight, dtype)
     few = _by_pairs if _can_pair(x, weight) else _by_columns
     return jax.lax.platform_dependent(
         x, weight, cpu=few, default=lambda x, weight: _by_rows(x, weight, dtype)
     )
+
+
+def _are_few_rows(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
+    is_few = 1 < x.shape[0] <= MAX_FEW_ROWS or x.shape[0] == SHORT_PROMPT_ROWS
+    return is_few and weight.size >= MIN_WEIGHT_SIZE
 
 
 def _by_rows(

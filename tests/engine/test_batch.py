@@ -106,11 +106,11 @@ def test_a_chunk_with_pictures_beside_a_decode_row(builder: BatchBuilder) -> Non
     assert fields["span_end"][:11].tolist() == [3, 5, 5, 6, 8, 8, 9, 10, 11, 6, 0]
     assert fields["slot_block"][:11].tolist() == [10, 10, *[11] * 4, 12, 12, 12, 21, NUM_BLOCKS]
     assert fields["slot_offset"][:11].tolist() == [2, 3, 0, 1, 2, 3, 0, 1, 2, 1, 0]
-    assert fields["tile_rows"].shape == (5, 64)
+    assert fields["tile_rows"].shape == (4, 64)
     assert fields["tile_rows"][0].tolist() == [*range(9), *[64] * 55]
     assert fields["tile_rows"][1].tolist() == [9, *[64] * 63]
     assert (fields["tile_rows"][2:] == 64).all()
-    assert fields["tile_request"].tolist() == [0, 1, 0, 0, 0]
+    assert fields["tile_request"].tolist() == [0, 1, 0, 0]
     assert fields["row_slot"][:11].tolist() == [*range(9), 64, 0]
 
 
@@ -195,7 +195,7 @@ def test_a_long_chunk_is_cut_into_tiles(builder: BatchBuilder) -> None:
     assert fields["tile_rows"][0].tolist() == list(range(64))
     assert fields["tile_rows"][1].tolist() == [*range(64, 70), *[256] * 58]
     assert fields["tile_rows"][2].tolist() == [70, 71, 72, *[256] * 61]
-    assert fields["tile_request"].tolist() == [0, 0, 1, 0, 0, 0, 0, 0]
+    assert fields["tile_request"].tolist() == [0, 0, 1, 0, 0, 0, 0]
     assert fields["row_slot"][:74].tolist() == [*range(70), 128, 129, 130, 0]
 
 

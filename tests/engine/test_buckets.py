@@ -17,8 +17,8 @@ def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> 
     )
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(2048, 24), (1024, 23)])
-def test_the_embedded_default_has_at_most_24_programs(num_tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2048, 29), (1024, 28)])
+def test_the_embedded_default_has_at_most_29_programs(num_tokens: int, expected: int) -> None:
     assert make_buckets(16, num_tokens).num_programs == expected
 
 
@@ -31,7 +31,16 @@ def test_a_ladder_ends_at_its_last_size() -> None:
 
 def test_one_token_each_is_a_decode_step() -> None:
     assert make_buckets().step_bucket(3, 3) == StepBucket(4, 4, 1)
-    assert make_buckets().step_bucket(4, 3) == StepBucket(64, 4, TILE_SIZE)
+    assert make_buckets().step_bucket(4, 3) == StepBucket(16, 4, 16)
+
+
+def test_a_short_prompt_alone_is_padded_little() -> None:
+    buckets = make_buckets()
+    sizes = [buckets.step_bucket(size, 1).num_tokens for size in range(2, 513)]
+    assert all(size <= max(16, 2 * i) for i, size in enumerate(sizes, 2))
+    assert all(size <= 1.5 * i for i, size in enumerate(sizes, 2) if i > 64)
+    # Beside many others the doublings are enough, and there are fewer programs to compile.
+    assert buckets.step_bucket(20, 10) == StepBucket(64, 16, TILE_SIZE)
 
 
 @given(st.data())
@@ -77,8 +86,8 @@ def test_spans_are_in_the_programs_that_may_need_them() -> None:
 def test_where_causal_steps_have_a_kernel_only_images_go_without() -> None:
     buckets = make_variants(False, True)
     assert buckets.step_bucket(3, 3) == StepBucket(4, 4, 1, has_spans=False)
-    assert buckets.step_bucket(70, 3) == StepBucket(128, 4, TILE_SIZE, has_spans=False)
-    assert buckets.step_bucket(70, 3, has_spans=True) == StepBucket(128, 4, TILE_SIZE)
+    assert buckets.step_bucket(100, 3) == StepBucket(128, 4, TILE_SIZE, has_spans=False)
+    assert buckets.step_bucket(100, 3, has_spans=True) == StepBucket(128, 4, TILE_SIZE)
     assert len(buckets.mixed) == 2 * len(make_variants(True).mixed)
     assert len(set(buckets.steps)) == len(buckets.steps)
 
@@ -96,6 +105,6 @@ def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_stat
     assert {bucket.num_states for bucket in plain.steps} == {0}
     assert buckets.step_bucket(3, 3).num_states == 0
     # A prompt of one token is no decoding step: it writes its encoder's states.
-    assert buckets.step_bucket(3, 3, num_states=1) == StepBucket(64, 4, TILE_SIZE, num_states=40)
+    assert buckets.step_bucket(3, 3, num_states=1) == StepBucket(16, 4, 16, num_states=40)
     assert buckets.step_bucket(8, 8, num_states=40) == StepBucket(64, 8, TILE_SIZE, num_states=40)
     assert Buckets.create(**{**sizes, "max_num_seqs": 2}, max_encoder_len=10).num_states == 20

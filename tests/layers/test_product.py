@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers.product import LONG_ROW, MAX_FEW_ROWS, MIN_WEIGHT_SIZE, product
+from mmjax.layers.product import (
+    LONG_ROW,
+    MAX_FEW_ROWS,
+    MIN_WEIGHT_SIZE,
+    SHORT_PROMPT_ROWS,
+    product,
+)
 
 WIDE = (512, LONG_ROW)
 TALL = (1280, 640)
@@ -19,7 +25,7 @@ def make(rows: int, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, MAX_FEW_ROWS, MAX_FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, SHORT_PROMPT_ROWS])
 def test_equals_the_sum_in_float64(rows: int, shape: tuple[int, int]) -> None:
     x, weight = make(rows, shape)
     expected = x.astype(np.float64) @ weight.T.astype(np.float64)
