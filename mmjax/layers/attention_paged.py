@@ -17,8 +17,6 @@ MASKED = -1e30
 
 SLOTS_AT_ONCE = 128
 """Keys that a tile of several queries meets in one product: many small ones cost more."""
-TILES_AT_ONCE = 2
-"""On the CPU, where what is computed in vain costs time: padding, and the ends of short tiles."""
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
 """Of an online softmax: running maximum, sum of weights, weighted values."""
@@ -93,26 +91,26 @@ def _walk(
     is_decoding = metadata.tile_rows.shape[1] == 1
     blocks_at_once = 1 if is_decoding else cdiv(SLOTS_AT_ONCE, cache.block_size)
     walk = partial(_walk_tiles, fold=fold, blocks_at_once=blocks_at_once)
-    few = walk if is_decoding else partial(_walk_few_at_a_time, walk=walk)
-    out = jax.lax.platform_dependent(tiles, cpu=few, default=walk)
-    return _from_tiles(out, metadata)[..., : query.shape[-1]].astype(query.dtype)
+    on_cpu = walk if is_decoding else partial(_walk_one_by_one, walk=walk)
+    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=walk)
+    return _from_tiles(out, metadata)[..., : query.shape[-1]]
 
 
-def _walk_few_at_a_time(
+def _walk_one_by_one(
     tiles: Tiles, *, walk: Callable[[Tiles], Float[Array, "W K Z H"]]
 ) -> Float[Array, "W K Z H"]:
-    """Walk pair by pair: as far as each must, and not at all for padding, which stands last."""
-    width = min(TILES_AT_ONCE, len(tiles.query))
+    """Walk tile by tile: as far as each must, and not at all for padding, which stands last.
+
+    What a tile sees is written over its queries: an array of its own would be copied.
+    """
     num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
-    def visit(number: Array, out: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
-        # The last slice of an odd number begins earlier, and computes a tile again.
-        start = number * width
-        part = Tiles(*(jax.lax.dynamic_slice_in_dim(field, start, width) for field in tiles))
-        return jax.lax.dynamic_update_slice_in_dim(out, walk(part), start, 0)
+    def visit(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
+        fields = tiles._replace(query=query)
+        tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
+        return jax.lax.dynamic_update_slice_in_dim(query, walk(tile), number, 0)
 
-    nothing = jnp.zeros(tiles.query.shape, jnp.float32)
-    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), cdiv(num_tiles, width), visit, nothing)
+    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, visit, tiles.query)
 
 
 def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
@@ -134,7 +132,7 @@ def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array
     )
     num_visits = cdiv((tiles.end - tiles.first).max(), blocks_at_once)
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
-    return summed / jnp.maximum(total, 1e-30)[..., None]
+    return (summed / jnp.maximum(total, 1e-30)[..., None]).astype(tiles.query.dtype)
 
 
 def _blocks_to_walk(
