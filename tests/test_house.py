@@ -70,6 +70,7 @@ JAX_FREE = (
     "mmjax.models.qwen2_vl.processor",
     "mmjax.models.registry",
     "mmjax.processing",
+    "mmjax.rounding",
     "mmjax.sampling_params",
     "mmjax.serve",
     "mmjax.server",

@@ -11,6 +11,7 @@ import numpy as np
 from mmjax.cache.block_hash import BlockHash
 from mmjax.cache.block_pool import BlockPool
 from mmjax.cache.lru import CacheInfo
+from mmjax.rounding import cdiv
 
 
 class KVCacheManager:
@@ -146,8 +147,3 @@ class KVCacheManager:
         self._encoder_tables.pop(request_id, None)
         self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))
         self._pool.free(reversed(self._block_ids.pop(request_id, [])))
-
-
-def cdiv(numerator: int, denominator: int) -> int:
-    """Divide, rounding up."""
-    return -(-numerator // denominator)

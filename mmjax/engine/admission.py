@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmjax.cache.block_hash import PlacedItem
-from mmjax.cache.kv_cache_manager import cdiv
 from mmjax.engine.request import EncoderItem, Request
 from mmjax.errors import MediaIdConflictError, RequestValueError
+from mmjax.rounding import cdiv
 
 MAX_MASKED_TOKEN_IDS = 32
 """Ids that `min_tokens` can keep from being sampled: the width of a sampler's table."""

@@ -19,6 +19,7 @@ from mmjax.engine.admission import MAX_MASKED_TOKEN_IDS
 from mmjax.engine.buckets import StepBucket
 from mmjax.engine.outputs import ScheduledRequest
 from mmjax.layers.attention import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.rounding import cdiv
 
 NO_TOKEN = np.iinfo(np.int32).max
 """Pads lists of token ids: beyond every vocabulary, so a scatter drops it."""
@@ -267,7 +268,7 @@ class BatchBuilder:
     ) -> None:
         """Cut each request's rows into tiles: 70 and 3 rows in tiles of 64 give 64, 6, 3."""
         size = bucket.tile_size
-        tiles = -(-counts // size)
+        tiles = cdiv(counts, size)
         first_tile = np.cumsum(tiles, dtype=np.int32) - tiles
         slots = np.repeat(first_tile * size, counts) + place
         fields["row_slot"][: len(place)] = slots

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mmjax.rounding import round_up
+
 TILE_SIZE = 64
 """Queries of one request that attend together, where some request has more than one."""
 FEW_REQUESTS = 4
@@ -90,7 +92,7 @@ class Buckets:
         is a first one.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
-        top = -(-max_num_batched_tokens // TILE_SIZE) * TILE_SIZE
+        top = round_up(max_num_batched_tokens, TILE_SIZE)
         few = min(FEW_REQUESTS, max_num_seqs)
         sizes = [
             (num_tokens, num_requests)

@@ -16,6 +16,7 @@ from mmjax.engine.mesh import Placement, shard_bytes
 from mmjax.engine.programs import Programs
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger
+from mmjax.rounding import cdiv
 
 logger = get_logger(__name__)
 
@@ -70,12 +71,12 @@ class KVDemand:
     @property
     def least(self) -> int:
         """Blocks of one request of `max_model_len`, and of its encoder."""
-        return -(-self.max_model_len // self.block_size) + self.encoder_blocks
+        return cdiv(self.max_model_len, self.block_size) + self.encoder_blocks
 
     @property
     def encoder_blocks(self) -> int:
         """Blocks of one request's encoder."""
-        return -(-self.max_encoder_len // self.block_size)
+        return cdiv(self.max_encoder_len, self.block_size)
 
     @property
     def useful(self) -> int:

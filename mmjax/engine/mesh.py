@@ -21,6 +21,7 @@ from mmjax.config import EngineConfig, ParallelConfig
 from mmjax.errors import ConfigError
 from mmjax.layers.kv_cache import HeadSharding
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.rounding import round_up
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
@@ -84,7 +85,7 @@ class Placement:
 
     def padded_units(self, num_units: int) -> int:
         """Return the size of an encoder call: a multiple of the devices if it has one for each."""
-        return num_units if num_units < self.size else -(-num_units // self.size) * self.size
+        return num_units if num_units < self.size else round_up(num_units, self.size)
 
     def place_params(self, params: Params) -> Params:
         """Move parameters that are in memory to their places; those that are there stay."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmjax.engine.buckets import ladder, next_bucket
+from mmjax.rounding import round_up
 
 PADDING_SEGMENT = -1
 """Of rows behind the last item, as `layers.attention_segments` has it."""
@@ -38,9 +39,9 @@ def patch_buckets(
         encoder_budget: Patches that a step may encode: a larger call would never be full.
         patches_per_token: Patches that become one embedding.
     """
-    first = -(-MIN_PATCHES // patches_per_token) * patches_per_token
+    first = round_up(MIN_PATCHES, patches_per_token)
     last = max(largest_item, min(encoder_budget, MAX_PACKED_PATCHES))
-    return ladder(first, -(-last // first) * first, 2)
+    return ladder(first, round_up(last, first), 2)
 
 
 def plan_calls(num_patches: Sequence[int], buckets: Sequence[int]) -> list[PackedCall]:

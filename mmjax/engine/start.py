@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.cache.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.buckets import Buckets
@@ -27,6 +27,7 @@ from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, get_max_encoder_len
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
+from mmjax.rounding import cdiv, round_up
 from mmjax.weights.load import load_params
 
 logger = get_logger(__name__)
@@ -134,7 +135,7 @@ class EngineStart:
             self._keeps_items_whole = False
             assert isinstance(self._encoder_spec, EncoderSpec), "such an encoder takes units"
             per_unit = self._encoder_spec.tokens_per_unit
-            largest = {"encoder": cdiv(self._max_encoder_len, per_unit) * per_unit}
+            largest = {"encoder": round_up(self._max_encoder_len, per_unit)}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,
             largest,

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.attention_metadata import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.embed import soft_cap as apply_soft_cap
 from mmjax.layers.kv_cache import LayerCache, pad_heads
+from mmjax.rounding import cdiv
 
 MASKED = -1e30
 """Finite, so that a row that sees nothing (padding) gives zeros and no NaN."""
@@ -215,8 +216,3 @@ def _visible_range(
     return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
         mode="fill", fill_value=0
     )
-
-
-def cdiv(numerator: Any, denominator: int) -> Any:
-    """Divide, rounding up: numbers, or arrays of them."""
-    return -(-numerator // denominator)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from mmjax.rounding import round_up
+
 LANES = 128
 """Width of a TPU's registers: heads are padded to a multiple of it."""
 
@@ -182,7 +184,7 @@ KVCache = tuple[LayerCache, ...]
 
 def padded_head_dim(head_dim: int) -> int:
     """Return the next multiple of a TPU register's width."""
-    return -(-head_dim // LANES) * LANES
+    return round_up(head_dim, LANES)
 
 
 def pad_heads(x: Float[Array, "T _heads _width"], head_dim: int) -> Float[Array, "T _heads H"]:

@@ -17,6 +17,7 @@ from mmjax.layers.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
+from mmjax.rounding import cdiv, round_up
 from mmjax.weights.load import load_params
 
 BLOCK_SIZE = 16
@@ -80,7 +81,7 @@ class PagedModel:
         self.model_class: Any = model_class
         self.params = params
         self.cache_spec = structure.kv_cache_spec
-        self.num_blocks = -(-max_len // BLOCK_SIZE)
+        self.num_blocks = cdiv(max_len, BLOCK_SIZE)
         self._encode = jax.jit(partial(_encode, self.graphdef))
         self._step = jax.jit(partial(_step, self.graphdef))
 
@@ -130,7 +131,7 @@ class PagedModel:
     def _prefill(
         self, sample: Sample, rows: np.ndarray | None, cache: KVCache
     ) -> tuple[dict[str, np.ndarray], KVCache]:
-        padded = -(-sample.num_tokens // TILE) * TILE
+        padded = round_up(sample.num_tokens, TILE)
         token_ids = np.zeros(padded, np.int32)
         token_ids[: sample.num_tokens] = sample.token_ids
         embeds = None

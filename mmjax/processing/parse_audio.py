@@ -13,6 +13,7 @@ import numpy as np
 
 from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.processing.media import MediaLimits, MediaWithBytes, as_numpy, is_array_like
+from mmjax.rounding import cdiv
 
 RESAMPLE_METHODS = ("scipy",)
 _MAX_SAMPLING_RATE = 384_000
@@ -162,7 +163,7 @@ def _resample(
     up, down = int(target_sr) // common, rate // common
     if up == down:
         return samples
-    _check_num_samples(-(-samples.size * up // down), limits, param)
+    _check_num_samples(cdiv(samples.size * up, down), limits, param)
     # On use only: importing it takes longer than resampling.
     from scipy.signal import resample_poly
 

@@ -13,6 +13,7 @@ from PIL import Image
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.items import ImageSize
+from mmjax.rounding import cdiv
 
 MAX_ASPECT_RATIO = 200
 """HF refuses longer pictures (`smart_resize`)."""
@@ -137,7 +138,7 @@ class VideoPatcher(ImagePatcher):
 
     def count_steps(self, num_frames: int) -> int:
         """Return how many patches deep a video is."""
-        return -(-num_frames // self.hf.temporal_patch_size)
+        return cdiv(num_frames, self.hf.temporal_patch_size)
 
     @property
     def _channels(self) -> int:

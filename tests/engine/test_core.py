@@ -22,6 +22,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
+    abort_every_other,
     answer,
     dense_greedy,
     dense_logits,
@@ -353,16 +354,7 @@ def test_an_aborted_request_leaves_the_others_alone(
 ) -> None:
     for num_steps in range(5):
         batch = requests(f"abort after {num_steps}")
-        for request in batch:
-            core.add_request(request)
-        news: dict[str, list[int]] = {}
-        for _ in range(num_steps):
-            for delta in core.step():
-                news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
-        core.abort([request.request_id for request in batch[::2]])
-        for request_id, deltas in drain(core).items():
-            news.setdefault(request_id, []).extend(tokens_of(deltas))
-        assert [news[request.request_id] for request in batch[1::2]] == expected[1::2]
+        assert abort_every_other(core, batch, num_steps) == expected[1::2]
 
 
 def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[int]]) -> None:

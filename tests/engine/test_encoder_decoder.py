@@ -12,7 +12,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestError
 from mmjax.layers.kv_cache import InterleavedCache
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer, drain, tokens_of
+from tests.engine.tiny import abort_every_other, answer, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
     BLOCK_SIZE,
     MAX_ENCODER_LEN,
@@ -181,16 +181,7 @@ def test_an_aborted_request_leaves_the_others_alone(
 ) -> None:
     for engine, num_steps in [(engine, n) for engine in (core, cramped) for n in range(6)]:
         batch = requests(f"abort after {num_steps}")
-        for request in batch:
-            engine.add_request(request)
-        news: dict[str, list[int]] = {}
-        for _ in range(num_steps):
-            for delta in engine.step():
-                news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
-        engine.abort([request.request_id for request in batch[::2]])
-        for request_id, deltas in drain(engine).items():
-            news.setdefault(request_id, []).extend(tokens_of(deltas))
-        assert [news[request.request_id] for request in batch[1::2]] == expected[1::2]
+        assert abort_every_other(engine, batch, num_steps) == expected[1::2]
 
 
 def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[int]]) -> None:

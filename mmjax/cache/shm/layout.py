@@ -21,6 +21,7 @@ from mmjax.processing.fields import (
     NestedTensors,
 )
 from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.rounding import round_up
 
 ALIGNMENT = 64
 """Arrays begin at multiples of it: a vector register's width, and a cache line's."""
@@ -118,7 +119,7 @@ def _lay_out(data: NestedTensors, arrays: list[tuple[int, np.ndarray]]) -> _Arra
     if array.dtype.name not in _DTYPES:
         raise _NoLayoutError
     stop = _stop(*arrays[-1]) if arrays else HEADER
-    offset = -(-stop // ALIGNMENT) * ALIGNMENT
+    offset = round_up(stop, ALIGNMENT)
     arrays.append((offset, array))
     return _Array(array.dtype.name, list(array.shape), offset)
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 from mmjax.cache.shm.files import create_file, open_file, remove_file
 from mmjax.errors import ConfigError
+from mmjax.rounding import round_up
 
 PAGE = 4096
 """Objects begin at multiples of it."""
@@ -159,7 +160,7 @@ class Segment:
 
 def _data_offset(capacity: int) -> int:
     unit = max(PAGE, mmap.ALLOCATIONGRANULARITY)
-    return -(-(PAGE + capacity // PAGE * 8) // unit) * unit
+    return round_up(PAGE + capacity // PAGE * 8, unit)
 
 
 def _write_control(page: mmap.mmap, capacity: int) -> None:

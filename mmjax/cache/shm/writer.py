@@ -14,6 +14,7 @@ from mmjax.cache.shm.segment import PAGE, Segment
 from mmjax.cache.shm.warming import PageWarmer
 from mmjax.logger import get_logger
 from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.rounding import round_up
 
 logger = get_logger(__name__)
 
@@ -24,7 +25,7 @@ class StoredObject(Block):
     __slots__ = ("is_spared", "is_written", "layout", "num_handles", "object_id", "withdrawn")
 
     def __init__(self, object_id: int, plan: Plan) -> None:
-        super().__init__(-(-plan.size // PAGE) * PAGE)
+        super().__init__(round_up(plan.size, PAGE))
         self.object_id = object_id
         self.layout = plan.layout
         self.is_written = False
