@@ -1,92 +1,162 @@
-"""Time to first token of a second turn about a picture, beside a text of the same new length.
+"""Time to first token of a second turn about a picture, beside texts of the same new length.
 
-`python -m benchmarks.second_turn [--hidden-size 2560] [--layers 4] [--repeats 15]` makes a random
-Gemma 3 whose pictures take 1,024 tokens (torch writes it once), asks a first question about a
-picture, and then measures, in turn: the second turn (picture, first question, answer, new
-question), a text-only prompt as long as the new question, and the first turn about a new picture.
+`python -m benchmarks.second_turn [--layers 4] [--repeats 9] [--narrow]` makes a random Gemma 3 with
+layers of the 4B's shape (`--narrow`: of `benchmarks.step`'s), whose pictures take 1,024 tokens. For
+each length of a question it measures in turn, over answers of several lengths: the first turn (a
+new picture), the second (picture, first question, answer, question), a text of as many tokens as
+the second computes, and a text of the question's tokens alone.
+
+The second and third differ in what a picture costs that has been seen: looking up, hashing, and
+attention to its tokens. The fourth tells what whole blocks cost: the end of the last answer, up to
+a block, is computed again.
 """
 
 import argparse
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmjax import LLM, SamplingParams
 from tests.kit import IMAGE_START, draw, tiny_gemma3_checkpoint
 
-NEW_WORDS = "what color is the circle in the picture and how many are there of it left".split()
+QUESTIONS = (16, 48, 96, 160)
+"""Tokens of the second question."""
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
-TURN = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+SETTINGS = {"max_model_len": 2048, "max_num_seqs": 4, "use_tqdm_on_load": False}
+SHAPE_4B = {
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "sliding_window": 1024,
+}
+NARROW_SHAPE = {
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+}
 
 
-def make_checkpoint(path: Path, *, hidden_size: int, layers: int) -> Path:
+def make_checkpoint(path: Path, shape: dict[str, int], layers: int) -> Path:
     """Write the model: 1,024 soft tokens for a picture of 448 pixels a side."""
+    heads = {"head_dim": 256, "query_pre_attn_scalar": 256, "num_hidden_layers": layers}
     return tiny_gemma3_checkpoint(
         path,
-        text={
-            "hidden_size": hidden_size,
-            "intermediate_size": 3 * hidden_size,
-            "num_hidden_layers": layers,
-            "num_attention_heads": max(1, hidden_size // 160),
-            "head_dim": 64,
-            "query_pre_attn_scalar": 64,
-            "sliding_window": 512,
-        },
+        text={**shape, **heads},
         vision={"image_size": 448, "hidden_size": 64, "intermediate_size": 128},
         tokens_per_image=1024,
     )
 
 
-def question(number: int, length: int) -> str:
-    """Return about `length` tokens of text that differs with `number`."""
-    words = [NEW_WORDS[(number + i) % len(NEW_WORDS)] for i in range(length - 2)]
-    return f" {number} " + " ".join(words)
+class Asker:
+    """Makes prompts that were never seen, of given lengths, and asks them."""
 
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._rng = random.Random(0)
+        tokenizer = llm.get_tokenizer()
+        words = tokenizer("what color is the circle in picture and how", add_special_tokens=False)
+        self._words: list[int] = words["input_ids"]
+        self._begin: list[int] = tokenizer(f"{IMAGE_START} what is it ?")["input_ids"]
+        self._bos: int = tokenizer.bos_token_id
 
-def first_token_s(llm: LLM, prompt: dict[str, object]) -> float:
-    """Return the seconds from the prompt to its first token."""
-    start = time.perf_counter()
-    llm.generate(prompt, FIRST_TOKEN, use_tqdm=False)
-    return time.perf_counter() - start
+    def text(self, length: int) -> list[int]:
+        """Return a text prompt of `length` tokens."""
+        return [self._bos, *self.question(length - 1)]
 
+    def question(self, length: int) -> list[int]:
+        """Return `length` tokens of words."""
+        return self._rng.choices(self._words, k=length)
 
-def measure(llm: LLM, repeats: int, new_tokens: int) -> dict[str, list[float]]:
-    """Return the times of the three kinds of request, interleaved."""
-    times: dict[str, list[float]] = {"second turn": [], "text alone": [], "first turn": []}
-    for number in range(repeats + 2):
+    def picture(self, number: int) -> dict[str, Any]:
+        """Return the first prompt about a picture of its own."""
         media = {"image": draw(640, 480, seed=number)}
-        begin = f"{IMAGE_START} what is it ?"
-        first = {"prompt": begin, "multi_modal_data": media}
-        (answer,) = llm.generate(first, TURN, use_tqdm=False)
-        turn = begin + answer.outputs[0].text + question(number, new_tokens)
-        times["second turn"].append(first_token_s(llm, {"prompt": turn, "multi_modal_data": media}))
-        text = question(1000 + number, new_tokens)
-        times["text alone"].append(first_token_s(llm, {"prompt": text}))
-        other = {"image": draw(640, 480, seed=1000 + number)}
-        times["first turn"].append(first_token_s(llm, {"prompt": begin, "multi_modal_data": other}))
-    return {name: values[2:] for name, values in times.items()}
+        return {"prompt_token_ids": self._begin, "multi_modal_data": media}
+
+    def first_turn(self, prompt: dict[str, Any], answer_tokens: int) -> list[int]:
+        """Return the tokens of the question and its answer, before the picture's are put in."""
+        params = SamplingParams(temperature=0.0, max_tokens=answer_tokens, ignore_eos=True)
+        (output,) = self._llm.generate(prompt, params, use_tqdm=False)
+        return [*self._begin, *output.outputs[0].token_ids]
+
+    def first_token(self, prompt: dict[str, Any] | list[int]) -> tuple[float, int]:
+        """Return the seconds to the first token, and how many tokens were computed for it."""
+        asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        start = time.perf_counter()
+        (output,) = self._llm.generate(asked, FIRST_TOKEN, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert output.prompt_token_ids is not None
+        return seconds, len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+
+
+def answer_lengths(count: int) -> Iterator[int]:
+    """Yield lengths that leave every part of a block behind."""
+    yield from (8 + 7 * number % 32 for number in range(count))
+
+
+def measure(asker: Asker, length: int, repeats: int) -> dict[str, list[float]]:
+    """Return the times and lengths of each kind of request, interleaved."""
+    rows: dict[str, list[float]] = {
+        name: [] for name in ("first", "turn", "text", "alone", "computed")
+    }
+    for number, answer_tokens in enumerate(answer_lengths(repeats + 1)):
+        first = asker.picture(1000 * length + number)
+        rows["first"].append(asker.first_token(first)[0])
+        said = asker.first_turn(first, answer_tokens)
+        turn = {**first, "prompt_token_ids": said + asker.question(length)}
+        seconds, computed = asker.first_token(turn)
+        rows["turn"].append(seconds)
+        rows["computed"].append(computed)
+        rows["text"].append(asker.first_token(asker.text(computed))[0])
+        rows["alone"].append(asker.first_token(asker.text(length + 1))[0])
+    return {name: values[1:] for name, values in rows.items()}
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> float:
+    """Return the median of the ratios of what was measured one after the other."""
+    return statistics.median(a / b for a, b in zip(over, under, strict=True))
 
 
 def main() -> None:
-    """Print the medians and the ratio."""
+    """Print a row for each length of a question."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--hidden-size", type=int, default=2560)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--narrow", action="store_true", help="18 layers of width 640")
+    parser.add_argument("--layers", type=int, help="default: 4, or 18 of the narrow ones")
+    parser.add_argument("--repeats", type=int, default=9)
     flags = parser.parse_args()
+    shape = NARROW_SHAPE if flags.narrow else SHAPE_4B
+    layers = flags.layers or (18 if flags.narrow else 4)
+    all_ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = make_checkpoint(Path(folder), hidden_size=flags.hidden_size, layers=flags.layers)
-        settings = {"max_model_len": 2048, "max_num_seqs": 4, "use_tqdm_on_load": False}
-        with LLM(str(model), **settings) as llm:
-            times = measure(llm, flags.repeats, flags.new_tokens)
+        model = make_checkpoint(Path(folder), shape, layers)
+        with LLM(str(model), **SETTINGS) as llm:
+            asker = Asker(llm)
+            print("milliseconds to the first token, medians; ratios of pairs, medians")
+            print(
+                "question  computed  second turn  text as long  ratio  question alone  ratio  first"
+            )
+            for length in QUESTIONS:
+                rows = measure(asker, length, flags.repeats)
+                median = {name: statistics.median(values) for name, values in rows.items()}
+                ms = {name: 1e3 * value for name, value in median.items()}
+                all_ratios += [a / b for a, b in zip(rows["turn"], rows["text"], strict=True)]
+                print(
+                    f"{length:8} {median['computed']:9.0f} {ms['turn']:12.1f} {ms['text']:13.1f}"
+                    f" {ratio(rows['turn'], rows['text']):6.2f} {ms['alone']:15.1f}"
+                    f" {ratio(rows['turn'], rows['alone']):6.2f} {ms['first']:6.0f}",
+                    flush=True,
+                )
             compiled = llm.engine.compilations
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, seconds in medians.items():
-        print(f"{name}: {seconds * 1e3:.1f} ms to the first token")
-    ratio = medians["second turn"] / medians["text alone"]
-    print(f"second turn / text alone: {ratio:.2f} (ceiling 1.2); compilations: {compiled}")
+    print(
+        f"second turn / text of the same new length: {statistics.median(all_ratios):.2f}"
+        f" (ceiling 1.2); compilations: {compiled}"
+    )
 
 
 if __name__ == "__main__":
