@@ -1,9 +1,10 @@
-"""What a step costs: the host's part at 64 running requests, and decoding beside other programs.
+"""What a step costs: the host's part, and prompts and decoding beside other programs.
 
-`python -m benchmarks.step [--peer PYTHON] [--rounds 5] [--cores N] [--only host|decode]`
-prints both tables. Decoding is that of a Gemma 3 decoder (18 layers of width 640, 262,208 tokens)
-in float32 behind 600 tokens of context; HF transformers, and vLLM where `PYTHON` has it, get the
-same weights and take turns with mmjax in the same run, each in a process of its own.
+`python -m benchmarks.step [--peer PYTHON] [--rounds 5] [--cores N] [--only host|prefill|decode]`
+prints the tables. The host's part is that of 64 running requests. Prompts and decoding, behind 600
+tokens, are of a Gemma 3 decoder (18 layers of width 640, 262,208 tokens) in float32; HF
+transformers, and vLLM where `PYTHON` has it, get the same weights and take turns with mmjax in the
+same run, each in a process of its own.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from benchmarks.step_model import make_engine, make_request, text_config, write_
 
 CONTEXT = 600
 BATCHES = (1, 8)
+PROMPTS = (10, 30, 60, 120, 250)
 
 
 class Stopwatch:
@@ -106,13 +109,13 @@ class Worker:
             env=_environment(kind, num_cores),
         )
 
-    def decode(self, batch: int, tokens: int) -> float:
-        """Return decoded tokens a second."""
+    def run(self, batch: int, context: int, tokens: int) -> dict[str, float]:
+        """Return `first_s` and `decode_s` of `batch` prompts and `tokens` more for each."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        task = {"batch": batch, "context": CONTEXT, "tokens": tokens}
+        task = {"batch": batch, "context": context, "tokens": tokens}
         print(json.dumps(task), file=self._process.stdin, flush=True)
-        return batch * tokens / json.loads(self._process.stdout.readline())["seconds"]
+        return json.loads(self._process.stdout.readline())
 
     def close(self) -> None:
         """End the process."""
@@ -128,8 +131,9 @@ def _environment(kind: str, num_cores: int) -> dict[str, str]:
     return environment
 
 
-def measure_decode(peer: str | None, *, rounds: int, tokens: int, num_cores: int) -> None:
-    """Print decoded tokens a second of all programs, and mmjax's share of the best other."""
+@contextmanager
+def running_workers(peer: str | None, num_cores: int) -> Iterator[dict[str, Worker]]:
+    """Start all programs over one checkpoint; end them behind the block."""
     with tempfile.TemporaryDirectory() as checkpoint:
         write_checkpoint(Path(checkpoint))
         pythons = {"mmjax": sys.executable, "hf": sys.executable}
@@ -138,29 +142,50 @@ def measure_decode(peer: str | None, *, rounds: int, tokens: int, num_cores: int
         workers = {
             name: Worker(python, name, checkpoint, num_cores) for name, python in pythons.items()
         }
-        print(
-            f"decoded tokens/s behind {CONTEXT} tokens, float32, {num_cores} cores, median of "
-            f"{rounds} rounds:"
-        )
-        for batch in BATCHES:
-            medians = _race(workers, batch, rounds, tokens)
-            best = max(value for name, value in medians.items() if name != "mmjax")
-            cells = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
-            ratio = medians["mmjax"] / best
-            print(f"  batch {batch}: {cells}; mmjax / best other: {ratio:.2f}", flush=True)
+        yield workers
         for worker in workers.values():
             worker.close()
 
 
-def _race(workers: Mapping[str, Worker], batch: int, rounds: int, tokens: int) -> dict[str, float]:
-    """Let the programs take turns; return each one's median tokens a second."""
+def measure_prefill(workers: Mapping[str, Worker], rounds: int) -> None:
+    """Print the time to the first token of one prompt, and the best other's over mmjax's."""
+    print(f"milliseconds to the first token of one prompt, float32, median of {rounds} rounds:")
+    for length in PROMPTS:
+        task = {"batch": 1, "context": length, "tokens": 1}
+        medians = {name: _median(runs, "first_s") for name, runs in _race(workers, rounds, task)}
+        best = min(value for name, value in medians.items() if name != "mmjax")
+        cells = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in medians.items())
+        print(f"  {length} tokens: {cells}; best other / mmjax: {best / medians['mmjax']:.2f}")
+
+
+def measure_decode(workers: Mapping[str, Worker], rounds: int, tokens: int) -> None:
+    """Print decoded tokens a second of all programs, and mmjax's share of the best other."""
+    print(f"decoded tokens/s behind {CONTEXT} tokens, float32, median of {rounds} rounds:")
+    for batch in BATCHES:
+        task = {"batch": batch, "context": CONTEXT, "tokens": tokens}
+        races = _race(workers, rounds, task)
+        speeds = {name: batch * tokens / _median(runs, "decode_s") for name, runs in races}
+        best = max(value for name, value in speeds.items() if name != "mmjax")
+        cells = ", ".join(f"{name} {value:.1f}" for name, value in speeds.items())
+        ratio = speeds["mmjax"] / best
+        print(f"  batch {batch}: {cells}; mmjax / best other: {ratio:.2f}", flush=True)
+
+
+def _race(
+    workers: Mapping[str, Worker], rounds: int, task: dict[str, int]
+) -> Iterable[tuple[str, list[dict[str, float]]]]:
+    """Let the programs take turns, after one that does not count."""
     for worker in workers.values():
-        worker.decode(batch, 2)
-    speeds: dict[str, list[float]] = {name: [] for name in workers}
+        worker.run(**{**task, "tokens": 2})
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
     for _ in range(rounds):
         for name, worker in workers.items():
-            speeds[name].append(worker.decode(batch, tokens))
-    return {name: statistics.median(values) for name, values in speeds.items()}
+            runs[name].append(worker.run(**task))
+    return runs.items()
+
+
+def _median(runs: Iterable[Mapping[str, float]], key: str) -> float:
+    return statistics.median(run[key] for run in runs)
 
 
 def main() -> None:
@@ -170,12 +195,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--only", choices=("host", "decode"), default=None)
+    parser.add_argument("--only", choices=("host", "prefill", "decode"), default=None)
     flags = parser.parse_args()
-    if flags.only != "decode":
+    if flags.only in (None, "host"):
         measure_host(64, 200)
     if flags.only != "host":
-        measure_decode(flags.peer, rounds=flags.rounds, tokens=flags.tokens, num_cores=flags.cores)
+        with running_workers(flags.peer, flags.cores) as workers:
+            if flags.only != "decode":
+                measure_prefill(workers, flags.rounds)
+            if flags.only != "prefill":
+                measure_decode(workers, flags.rounds, flags.tokens)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Decodes on request: `python step_worker.py mmjax|hf|vllm CHECKPOINT`, one program a process.
 
 Reads lines of JSON, `{"batch": B, "context": C, "tokens": N}`: B prompts of C random tokens, behind
-each of which N more are decoded; answers `{"seconds": ...}`, of the decoding alone.
+each of which N more are decoded. Answers `{"first_s": ..., "decode_s": ...}`: the seconds until
+each prompt has its first token, and those of the rest.
 Imports nothing of this repository unless it is mmjax: the others may live in another interpreter.
 """
 
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-Decode = Callable[[int, int, int], float]
+Decode = Callable[[int, int, int], tuple[float, float]]
 MAX_BATCH = 8
 MAX_TOKENS = 300
 """Of a request: so many that the first still runs when the last has been read."""
@@ -23,24 +24,26 @@ def serve_mmjax(checkpoint: str) -> Decode:
     del checkpoint
     from benchmarks.step_model import make_engine, make_request, text_config
 
-    core = make_engine(text_config(), max_num_seqs=MAX_BATCH, max_num_batched_tokens=128)
+    core = make_engine(text_config(), max_num_seqs=MAX_BATCH, max_num_batched_tokens=256)
     numbers = iter(range(10**9))
 
-    def decode(batch: int, context: int, tokens: int) -> float:
-        for _ in range(batch):
-            core.add_request(make_request(next(numbers), context, MAX_TOKENS))
+    def decode(batch: int, context: int, tokens: int) -> tuple[float, float]:
+        requests = [make_request(next(numbers), context, MAX_TOKENS) for _ in range(batch)]
+        start = time.perf_counter()
+        for request in requests:
+            core.add_request(request)
         begun: set[str] = set()
         while len(begun) < batch:
             begun.update(delta.request_id for delta in core.step())
-        start = time.perf_counter()
+        first = time.perf_counter()
         for _ in range(tokens):
             assert len(core.step()) == batch
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         core.abort(begun)
         while core.has_unfinished():
             core.step()
         assert core.compilations == 0
-        return seconds
+        return first - start, end - first
 
     return decode
 
@@ -52,21 +55,23 @@ def serve_hf(checkpoint: str) -> Decode:
 
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
-    def run(cache: Any, batch: int, context: int, tokens: int) -> float:
+    def run(cache: Any, batch: int, context: int, tokens: int) -> tuple[float, float]:
         ids = torch.randint(3, 1000, (batch, context))
         with torch.inference_mode():
-            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
             start = time.perf_counter()
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+            first = time.perf_counter()
             for _ in range(tokens):
                 ids = logits[:, -1:].argmax(-1)
                 logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
             logits[:, -1:].argmax(-1)
-            return time.perf_counter() - start
+            return first - start, time.perf_counter() - first
 
-    def decode(batch: int, context: int, tokens: int) -> float:
+    def decode(batch: int, context: int, tokens: int) -> tuple[float, float]:
         static = StaticCache(model.config, max_cache_len=context + tokens + 1)
         dynamic = DynamicCache(config=model.config)
-        return min(run(cache, batch, context, tokens) for cache in (static, dynamic))
+        runs = [run(cache, batch, context, tokens) for cache in (static, dynamic)]
+        return min(first for first, _ in runs), min(rest for _, rest in runs)
 
     return decode
 
@@ -91,24 +96,25 @@ def serve_vllm(checkpoint: str) -> Decode:
     engine = llm.llm_engine
     numbers = iter(range(10**9))
 
-    def decode(batch: int, context: int, tokens: int) -> float:
+    def decode(batch: int, context: int, tokens: int) -> tuple[float, float]:
         params = SamplingParams(
             temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True, detokenize=False
         )
-        for _ in range(batch):
-            ids = [random.randrange(3, 1000) for _ in range(context)]
+        prompts = [[random.randrange(3, 1000) for _ in range(context)] for _ in range(batch)]
+        start = time.perf_counter()
+        for ids in prompts:
             engine.add_request(str(next(numbers)), {"prompt_token_ids": ids}, params)
         begun: set[str] = set()
         while len(begun) < batch:
             begun.update(output.request_id for output in engine.step())
-        start = time.perf_counter()
+        first = time.perf_counter()
         for _ in range(tokens):
             assert len(engine.step()) == batch
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         engine.abort_request(list(begun))
         while engine.has_unfinished_requests():
             engine.step()
-        return seconds
+        return first - start, end - first
 
     return decode
 
@@ -122,8 +128,8 @@ def main() -> None:
     decode = {"mmjax": serve_mmjax, "hf": serve_hf, "vllm": serve_vllm}[kind](checkpoint)
     for line in sys.stdin:
         task = json.loads(line)
-        seconds = decode(task["batch"], task["context"], task["tokens"])
-        print(json.dumps({"seconds": seconds}), file=answers, flush=True)
+        first_s, decode_s = decode(task["batch"], task["context"], task["tokens"])
+        print(json.dumps({"first_s": first_s, "decode_s": decode_s}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
