@@ -22,6 +22,9 @@ _FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 _STACK_BYTES = 64 * 2**20
 """Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
+_ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+"""What a CPU's library (YNNPACK) is left with: products. It would take sums of 4,096 numbers and
+more, too, and add them in another order than XLA's own loops add fewer."""
 
 
 class Program(NamedTuple):
@@ -31,6 +34,22 @@ class Program(NamedTuple):
     jitted: Any
     arguments: Mapping[str, Any]
     """As the call will have them; arrays may be described by `jax.ShapeDtypeStruct`."""
+
+
+@cache
+def compiler_options(platform: str) -> dict[str, str]:
+    """Return options under which a row's sums do not depend on how many rows there are.
+
+    See docs/determinism.md. An XLA that does not know them does without, and says so.
+    """
+    if platform != "cpu":
+        return {}
+    try:
+        jax.jit(lambda x: x, compiler_options=_ONE_ORDER).lower(0).compile()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("answers may depend on the batch in their last bits: %s", error)
+        return {}
+    return _ONE_ORDER
 
 
 def default_num_threads() -> int:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.engine.batch import Layout, sample_layout, step_layout, unpack_sample, unpack_step
 from mmjax.engine.buckets import Buckets, StepBucket
-from mmjax.engine.compilation import Program
+from mmjax.engine.compilation import Program, compiler_options
 from mmjax.engine.encoder_calls import make_encoder_calls
 from mmjax.engine.mesh import Placement, shard_bytes
 from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
@@ -197,18 +197,19 @@ class Programs:
         whole: Any = placement.replicated
         kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
-        self.encode = jax.jit(
+        jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
+        self.encode = jit(
             partial(encode, graphdef, self.encoder_calls.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
-        self.step = jax.jit(
+        self.step = jit(
             partial(step, graphdef),
             static_argnames="layout",
             donate_argnames="state",
             out_shardings=(self._shardings.state, whole),
         )
-        self.sample = jax.jit(
+        self.sample = jit(
             partial(sample, graphdef, placement.gather),
             static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=whole,

@@ -15,6 +15,7 @@ from mmjax.layers.embed import Embed
 from mmjax.layers.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import GemmaRMSNorm
+from mmjax.layers.once import once
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
 
 _LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -195,4 +196,6 @@ class GemmaTextModel(nnx.Module):
         for layer, kind, cache in zip(self.layers, self.config.layer_types, caches, strict=True):
             hidden, cache = layer(hidden, angles[kind], cache, metadata)
             written.append(cache)
+        if len(hidden) == 1:  # one row alone would be fused into its norm, and round otherwise
+            hidden = once(lambda x: x, hidden, positions[0] >= 0)
         return self.norm(hidden), None if kv_cache is None else tuple(written)

@@ -17,7 +17,10 @@ MASKED = -1e30
 """Finite, so that a row that sees nothing (padding) gives zeros and no NaN."""
 
 SLOTS_AT_ONCE = 128
-"""Keys that a tile of several queries meets in one product: many small ones cost more."""
+"""Keys that a tile meets in one product: many small ones cost more."""
+LARGE_BLOCK = 2**12
+"""Numbers of keys in a block: from here on decoding, where a product has few rows, goes block by
+block, which costs less. Below that it adds in the order in which prompts do, to the last bit."""
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
 """Of an online softmax: running maximum, sum of weights, weighted values."""
@@ -87,14 +90,32 @@ def _walk(
     # The bounds are of rows, not of heads: a mesh that cuts the heads need not talk about them.
     bounds = _blocks_to_walk(*visible, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in visible)
+    num_rows = tiled.shape[2]
+    is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
+    tiles = tiles if is_large else _add_row_to_one(tiles)
     fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
     is_decoding = metadata.tile_rows.shape[1] == 1
-    blocks_at_once = 1 if is_decoding else cdiv(SLOTS_AT_ONCE, cache.block_size)
+    slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
+    blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
     walk = partial(_walk_tiles, fold=fold, blocks_at_once=blocks_at_once)
     on_cpu = walk if is_decoding else partial(_walk_one_by_one, walk=walk)
     out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=walk)
-    return _from_tiles(out, metadata)[..., : query.shape[-1]]
+    return _from_tiles(out[:, :, :num_rows], metadata)[..., : query.shape[-1]]
+
+
+def _add_row_to_one(tiles: Tiles) -> Tiles:
+    """Give rows that are alone, as decoding's are where no heads are shared, an empty second.
+
+    XLA multiplies one row on the CPU with other code, which adds in another order.
+    """
+    if tiles.query.shape[2] > 1:
+        return tiles
+    return tiles._replace(
+        query=jnp.pad(tiles.query, ((0, 0), (0, 0), (0, 1), (0, 0))),
+        upper=jnp.pad(tiles.upper, ((0, 0), (0, 1))),
+        lower=jnp.pad(tiles.lower, ((0, 0), (0, 1))),
+    )
 
 
 def _walk_one_by_one(
@@ -117,13 +138,16 @@ def _walk_one_by_one(
 def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
     """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
-    Each tile begins with the first block that it sees. Blocks that it does not see leave its state
-    bit for bit as it was, so the answer does not depend on how many its longest neighbour has.
+    Each tile begins with the first blocks that it sees: groups of `blocks_at_once`, which are the
+    same for every tile, so that a row adds alike in whatever chunk it is computed. Blocks that it
+    does not see leave its state bit for bit as it was, so the answer does not depend on how many
+    its longest neighbour has.
     """
+    first = tiles.first // blocks_at_once * blocks_at_once
 
     def visit(number: Array, state: State) -> State:
         places = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
-        return fold(state, tiles, tiles.first[:, None] + places[None])
+        return fold(state, tiles, first[:, None] + places[None])
 
     shape = tiles.query.shape[:3]
     state = (
@@ -131,7 +155,7 @@ def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(tiles.query.shape, jnp.float32),
     )
-    num_visits = cdiv((tiles.end - tiles.first).max(), blocks_at_once)
+    num_visits = cdiv((tiles.end - first).max(), blocks_at_once)
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
     return (summed / jnp.maximum(total, 1e-30)[..., None]).astype(tiles.query.dtype)
 

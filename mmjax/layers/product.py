@@ -3,6 +3,9 @@
 Every platform has its own best program for it; callers do not know which one they get.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.lax import optimization_barrier
@@ -18,22 +21,28 @@ MIN_WEIGHT_SIZE = 2**18
 LONG_ROW = 1024
 """Numbers in 4 KiB: a CPU's prefetcher forgets a stream of memory at the end of a page."""
 
+Product = Callable[[Float[Array, "T D"], Float[Array, "F D"]], Float[Array, "T F"]]
+
 
 def product(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "T F"]:
     """Return `x @ weight.T`, added up and returned in `dtype` (None: that of the inputs)."""
-    if not _are_few_rows(x, weight) or weight.dtype != jnp.float32:
-        return _by_rows(x, weight, dtype)
-    few = _by_pairs if _can_pair(x, weight) else _by_columns
-    return jax.lax.platform_dependent(
-        x, weight, cpu=few, default=lambda x, weight: _by_rows(x, weight, dtype)
-    )
+    by_rows = partial(_by_rows, dtype=dtype)
+    on_cpu = by_rows if weight.dtype != jnp.float32 else _choose(x, weight) or by_rows
+    if on_cpu is by_rows:
+        return by_rows(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
 
 
-def _are_few_rows(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
-    is_few = 1 < x.shape[0] <= MAX_FEW_ROWS or x.shape[0] == SHORT_PROMPT_ROWS
-    return is_few and weight.size >= MIN_WEIGHT_SIZE
+def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Product | None:
+    """Return the CPU's best program for float32; None: the plain product."""
+    rows = x.shape[0]
+    if weight.size < MIN_WEIGHT_SIZE:
+        return _by_two_rows if rows == 1 else None
+    if not 1 < rows <= MAX_FEW_ROWS and rows != SHORT_PROMPT_ROWS:
+        return None
+    return _by_pairs if _can_pair(x, weight) else _by_columns
 
 
 def _by_rows(
@@ -41,6 +50,11 @@ def _by_rows(
 ) -> Float[Array, "T F"]:
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, dims, preferred_element_type=dtype)
+
+
+def _by_two_rows(x: Float[Array, "1 D"], weight: Float[Array, "F D"]) -> Float[Array, "1 F"]:
+    """Multiply as for several rows: a lone one adds in another order, and saves nothing here."""
+    return _by_rows(jnp.concatenate([x, jnp.zeros_like(x)]), weight, None)[:1]
 
 
 def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:

@@ -6,12 +6,12 @@ Angles are float32 in every dtype: bfloat16 cannot tell position 257 from 256.
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.once import once
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
@@ -38,20 +38,12 @@ def rotary_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of every position, float32."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
-    return jax.lax.platform_dependent(angles, cpu=_cos_sin_once, default=_cos_sin)
+    # Computed again for every head of every layer, they would be 5% of a step of 64 tokens.
+    return once(_cos_sin, angles, angles[0, 0] >= 0)
 
 
 def _cos_sin(angles: Float[Array, "T P"]) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _cos_sin_once(angles: Float[Array, "T P"]) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
-    """Compute them in a branch that is always taken, which XLA cannot know.
-
-    Else its CPU compiler fuses them into whatever uses them, and computes them again for every head
-    of every layer: 5% of a step of 64 tokens. A barrier does not hinder it.
-    """
-    return jax.lax.cond(angles[0, 0] >= 0, _cos_sin, lambda angles: (angles, angles), angles)
 
 
 def apply_rotary(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmjax.layers.attention import DenseAttentionMetadata, attention, dense_attention
+from mmjax.layers.attention_paged import SLOTS_AT_ONCE
 from mmjax.layers.kv_cache import TransposedCache
 from tests.layers.ragged import (
     HEAD_DIM,
@@ -107,20 +108,22 @@ def test_neighbours_never_matter_when_decoding(seed: int):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_before_the_window_are_not_read(seed: int):
-    """A walk over 6 tokens of a long context must cost 6 tokens; NaN shows what it touches."""
-    chunks = draw_decoding(seed)
+    """A walk over 6 tokens reads one group of blocks, or two, of a long context; NaN shows it."""
+    generator = np.random.default_rng(seed)
+    chunks = [draw_chunk(generator, start, 1) for start in (3, 100, 132, 133, 160, 190)]
     batch = lay_out_decoding(chunks)
     expected, _ = attend(batch, **OPTIONS["window"])
     tables, cache = batch.metadata.block_tables.copy(), batch.cache
-    size = cache.block_size
+    group = SLOTS_AT_ONCE // cache.block_size
     assert isinstance(cache, TransposedCache)
     cache = TransposedCache(*(part.copy() for part in cache))
     spare = next(block for block in range(len(cache.keys)) if block not in tables)
     for part in cache:
         part[spare] = np.nan
     for number, chunk in enumerate(chunks):
-        tables[number, : max(chunk.start - OPTIONS["window"]["window"] + 1, 0) // size] = spare
-    assert (tables == spare).any()
+        earliest = max(chunk.start - OPTIONS["window"]["window"] + 1, 0)
+        tables[number, : earliest // SLOTS_AT_ONCE * group] = spare
+    assert (tables == spare).sum(1).tolist() == [0, 0, 0, 16, 16, 16, 0, 0]
     metadata = batch.metadata._replace(block_tables=tables)
     got, _ = attend(replace(batch, cache=cache, metadata=metadata), **OPTIONS["window"])
     for one, other in zip(got, expected, strict=True):

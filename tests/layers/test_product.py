@@ -47,6 +47,16 @@ def test_a_row_does_not_depend_on_how_many_stand_beside_it(shape: tuple[int, int
         np.testing.assert_array_equal(got, by_rows[8][:rows])
 
 
+@pytest.mark.parametrize("shape", [(48, 32), (16, 24), (128, 64), (511, 512)])
+def test_small_weights_give_a_row_its_bits_in_any_number(shape: tuple[int, int]) -> None:
+    x, weight = make(64, shape)
+    assert weight.size < MIN_WEIGHT_SIZE
+    expected = np.asarray(jax.jit(product)(jnp.asarray(x), jnp.asarray(weight)))
+    for rows in (1, 2, 3, 8, 17, 32):
+        got = np.asarray(jax.jit(product)(jnp.asarray(x[:rows]), jnp.asarray(weight)))
+        np.testing.assert_array_equal(got, expected[:rows])
+
+
 def test_a_row_that_is_not_finite_spoils_no_other() -> None:
     """Two rows of weights are read as one, each beside zeros for the other."""
     x, weight = make(4, TALL)
