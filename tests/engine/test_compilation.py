@@ -6,9 +6,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from mmjax.engine import compilation
 from mmjax.engine.compilation import (
     CompilationCounter,
     Program,
@@ -164,3 +166,25 @@ def test_the_log_tells_what_was_compiled_from_what_was_fetched(
         verbs.append(line.split()[0])
     compilation_cache.reset_cache()
     assert verbs == ["compiled", "fetched"]
+
+
+def test_a_softmax_adds_alike_for_any_number_of_rows() -> None:
+    """Without the options XLA gives 32 rows of 128 to a library, and 16 not."""
+    x = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    softmax = jax.jit(jax.nn.softmax, compiler_options=compilation.compiler_options("cpu"))
+    expected = np.asarray(softmax(x))
+    for rows in (1, 2, 16, 31, 32):
+        np.testing.assert_array_equal(softmax(x[:rows]), expected[:rows])
+
+
+def test_options_that_xla_does_not_know_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compilation, "_ONE_ORDER", {"xla_of_another_year": "1"})
+    compilation.compiler_options.cache_clear()
+    try:
+        assert compilation.compiler_options("cpu") == {}
+        assert compilation.compiler_options("gpu") == {}
+    finally:
+        compilation.compiler_options.cache_clear()
+    assert "xla_of_another_year" in caplog.text

@@ -1,5 +1,7 @@
 """Random schedules: whatever an engine does at once, every answer is the one it gives alone.
 
+What it gives alone is compared with dense passes over whole sequences, once for each prompt.
+
 A schedule draws the engine's settings (sizes of both caches and of a step, prefix cache, overlap,
 attention inside pictures), then requests that arrive, share pictures and beginnings, end early, and
 are aborted. One compiled engine serves them all: what it may hold is lowered, never its shapes.
@@ -22,21 +24,24 @@ from mmjax.engine.scheduler import Scheduler
 from mmjax.errors import RequestValueError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.dense import DenseOracle, Parts
+from tests.engine.dense import Answer, DenseOracle, Parts
 from tests.engine.tiny import (
     EOS,
+    drain,
     engine_config,
     loud_params,
     message,
     tiny_config,
+    tokens_of,
 )
 
 MAX_SEQS, MAX_TOKENS, MAX_ANSWER = 8, 64, 20
 ULPS = 2e-6
-"""Where the two best tokens of the lone answer are nearer than this, they are one number: the
-oracle adds over whole sequences, the engine block by block."""
+"""Where the two best logits are nearer than this, the engine alone and the oracle may differ: one
+adds block by block, the other over whole sequences."""
 WIDE_GAP = 1e-3
-"""The same for a wide model, whose products depend on the number of rows (docs/determinism.md)."""
+"""Where a wide model's are nearer, its answers may depend on the batch, for its products do
+(docs/determinism.md)."""
 
 
 @dataclass
@@ -53,7 +58,7 @@ class Served:
 class Bench:
     """A compiled engine, its oracle, and what was found over all schedules."""
 
-    def __init__(self, config: Gemma3Config, *, num_prompts: int, min_gap: float) -> None:
+    def __init__(self, config: Gemma3Config, *, num_prompts: int, min_gap: float = 0.0) -> None:
         graphdef, params = loud_params(config)
         settings = engine_config(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
         model = replace(settings.model, hf_config=config)
@@ -74,6 +79,9 @@ class Bench:
         self.differences: list[str] = []
         """Of answers, beyond what the gap of the lone answer excuses."""
         self.excused: list[str] = []
+        self.ties: list[str] = []
+        """Lone answers that are not the oracle's, where two logits are one number."""
+        self._lone_answers: dict[tuple[Parts, bool], Answer] = {}
 
     def run(self, seed: int) -> None:
         """Serve one schedule, and check all of it."""
@@ -81,9 +89,9 @@ class Bench:
         is_causal = self._configure(rng)
         requests = [self._draw(rng, number) for number in range(rng.randint(3, 12))]
         self._serve(rng, requests)
+        self._check_all_returned()
         for served in requests:
             self._check_answer(served, seed, is_causal)
-        self._check_all_returned()
         assert self.core.compilations == 0, f"{seed=}"
 
     def _configure(self, rng: random.Random) -> bool:
@@ -95,6 +103,29 @@ class Bench:
         max_tokens = rng.choice([13, 16, 21, 40, MAX_TOKENS])
         budget = rng.choice([8, 16, MAX_TOKENS])
         core._block_hasher = self.block_hasher if rng.random() < 0.7 else None
+        self._limit(
+            num_blocks=num_blocks,
+            encoder_rows=encoder_rows,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max(max_tokens, max_num_seqs),
+            budget=budget,
+            is_causal=is_causal,
+        )
+        overlap = replace(core.config.scheduler, async_scheduling=rng.random() < 0.8)
+        core.config = replace(core.config, scheduler=overlap)
+        return is_causal
+
+    def _limit(
+        self,
+        *,
+        num_blocks: int,
+        encoder_rows: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        budget: int,
+        is_causal: bool,
+    ) -> None:
+        core, runner = self.core, self.core._runner
         core._scheduler = Scheduler(
             kv_cache=KVCacheManager(
                 num_blocks=num_blocks,
@@ -103,22 +134,19 @@ class Bench:
             ),
             encoder_cache=EncoderCacheManager(encoder_rows),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(max_tokens, max_num_seqs),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_encoder_input_tokens=budget,
             keeps_items_whole=not is_causal,
         )
         core._limits = replace(
             self.limits,
             num_blocks=num_blocks,
-            max_num_batched_tokens=max(max_tokens, max_num_seqs),
+            max_num_batched_tokens=max_num_batched_tokens,
             encoder_budget=min(encoder_rows, budget),
             keeps_items_whole=not is_causal,
         )
-        core._runner.rows.reset()
-        core._runner._builder.has_spans = not is_causal
-        overlap = replace(core.config.scheduler, async_scheduling=rng.random() < 0.8)
-        core.config = replace(core.config, scheduler=overlap)
-        return is_causal
+        runner.rows.reset()
+        runner._builder.has_spans = not is_causal
 
     def _draw(self, rng: random.Random, number: int) -> Served:
         """One of few prompts, so that answers are known and beginnings are shared."""
@@ -126,7 +154,7 @@ class Bench:
         ends = rng.sample(range(2, 90), 6) if rng.random() < 0.3 else [EOS]
         request = message(
             f"{number}",
-            [list(part) if len(part) != 2 else part for part in parts],
+            unfreeze(parts),
             max_tokens=rng.randint(1, MAX_ANSWER),
             eos=ends,
         )
@@ -162,8 +190,36 @@ class Bench:
         self.num_preemptions += core.num_preemptions - preemptions
         self.num_prefix_hits += core.prefix_cache_info.hits
 
+    def _answer_alone(self, parts: Parts, is_causal: bool) -> Answer:
+        """Return what the engine answers with nothing else to do, and nothing in its caches."""
+        if (parts, is_causal) in self._lone_answers:
+            return self._lone_answers[parts, is_causal]
+        self._limit(
+            num_blocks=self.limits.num_blocks,
+            encoder_rows=self.core._runner.rows.num_rows,
+            max_num_seqs=1,
+            max_num_batched_tokens=MAX_TOKENS,
+            budget=MAX_TOKENS,
+            is_causal=is_causal,
+        )
+        self.core.add_request(message("alone", unfreeze(parts), max_tokens=MAX_ANSWER))
+        token_ids = tokens_of(drain(self.core)["alone"])
+        oracle = self.oracle.answer(parts, MAX_ANSWER, is_causal)
+        gaps = list(oracle.gaps)
+        place = first_difference(token_ids, oracle.token_ids[: len(token_ids)])
+        if place is not None:
+            kind = (
+                self.ties
+                if gaps[place] <= ULPS or gaps[place] <= self.min_gap
+                else self.differences
+            )
+            kind.append(f"{parts} alone {token_ids}, oracle {oracle}")
+            gaps[place + 1 :] = [float("inf")] * (len(gaps) - place - 1)
+        answer = self._lone_answers[parts, is_causal] = Answer(token_ids, gaps)
+        return answer
+
     def _check_answer(self, served: Served, seed: int, is_causal: bool) -> None:
-        alone = self.oracle.answer(served.parts, MAX_ANSWER, is_causal)
+        alone = self._answer_alone(served.parts, is_causal)
         room = self.limits.max_model_len - len(served.message.prompt_token_ids)
         expected = alone.token_ids[: min(served.message.sampling_params.max_tokens or room, room)]
         ends = [n for n, token in enumerate(expected) if token in served.message.eos_token_ids]
@@ -177,8 +233,8 @@ class Bench:
             if not served.is_aborted:
                 assert served.finish_reason == ("stop" if ends else "length")
             return
-        pairs = enumerate(zip(got, expected, strict=False))
-        place = next((n for n, (one, other) in pairs if one != other), len(expected) - 1)
+        place = first_difference(got, expected)
+        place = len(expected) - 1 if place is None else place
         kind = self.excused if alone.gaps[place] <= self.min_gap else self.differences
         kind.append(
             f"{seed=} request {served.message.request_id}: {got}, alone {expected}; the gap at "
@@ -209,6 +265,17 @@ class Bench:
         assert set(rows._rows) - set(encoder.freed) <= set(encoder.cached)
 
 
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first place at which two answers differ, as far as both go."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (first, second) in pairs if first != second), None)
+
+
+def unfreeze(parts: Parts) -> list[Any]:
+    """Return parts as `tiny.message` takes them."""
+    return [list(part) if len(part) != 2 else part for part in parts]
+
+
 def random_parts(rng: random.Random) -> Parts:
     """Text and pictures; few of each, so that beginnings and pictures are shared."""
     parts: list[Any] = [text(rng.randrange(4), rng.choice([1, 3, 9, 17, 30]))]
@@ -232,8 +299,10 @@ def run_schedules(bench: Bench, seeds: range) -> None:
         f"{len(seeds)} schedules, {bench.num_answers} answers: {bench.num_preemptions} "
         f"preemptions, {bench.num_prefix_hits} prompt tokens found in the prefix cache, "
         f"{len(bench.excused)} swaps of tokens nearer than {bench.min_gap}, "
-        f"{len(bench.differences)} other differences",
+        f"{len(bench.differences)} other differences, {len(bench.ties)} lone answers that are not "
+        "the oracle's",
         *bench.excused,
+        *bench.ties,
         *bench.differences,
         sep="\n",
     )
@@ -241,8 +310,8 @@ def run_schedules(bench: Bench, seeds: range) -> None:
 
 @pytest.fixture(scope="module")
 def narrow() -> Bench:
-    """Width 32: products there are bit-equal whatever the number of rows."""
-    return Bench(tiny_config(), num_prompts=60, min_gap=ULPS)
+    """Width 32: everything there is bit-equal whatever the number of rows."""
+    return Bench(tiny_config(), num_prompts=60)
 
 
 def test_every_answer_is_the_lone_one(narrow: Bench) -> None:
@@ -256,9 +325,10 @@ def test_every_answer_is_the_lone_one(narrow: Bench) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_answer_is_the_lone_one_in_2000_schedules() -> None:
-    bench = Bench(tiny_config(), num_prompts=600, min_gap=ULPS)
+    bench = Bench(tiny_config(), num_prompts=600)
     run_schedules(bench, range(1000, 3000))
     assert bench.differences == []
+    assert bench.excused == []
 
 
 def wide_config() -> Gemma3Config:
