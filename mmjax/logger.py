@@ -1,10 +1,26 @@
-"""One logger format for both processes."""
+"""One logger format for both processes, and for uvicorn; no record is longer than it should be."""
 
 import logging
 import sys
+from collections.abc import Collection
+from contextvars import ContextVar
+from types import TracebackType
+from typing import TypeAlias
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
+
+_MAX_MESSAGE_CHARS = 4000
+_MAX_TRACEBACK_CHARS = 20_000
+_MAX_ACCESS_FIELD_CHARS = 128
+"""Of an access line's path (or any other part of it): a client chooses how long it is."""
+
+REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
+"""The request that is served; its id stands in every line that is logged meanwhile."""
+
+_ExcInfo: TypeAlias = (
+    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+)
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -14,10 +30,66 @@ def get_logger(name: str) -> logging.Logger:
 
 def configure_logging(level: str = "info", *, process: str = "") -> None:
     """Send mmjax's records to stderr; `process` (such as "P1") stands before the module's name."""
+    _send_to_stderr("mmjax", process).setLevel(level.upper())
+
+
+def configure_http_logging(*, process: str = "", quiet_paths: Collection[str] = ()) -> None:
+    """Give uvicorn's records the same form; requests of `quiet_paths` get no access line.
+
+    Their level is uvicorn's own setting.
+    """
+    _send_to_stderr("uvicorn", process)
+    access = logging.getLogger("uvicorn.access")
+    access.filters = [_AccessFilter(quiet_paths)]
+
+
+def _send_to_stderr(name: str, process: str) -> logging.Logger:
     handler = logging.StreamHandler(sys.stderr)
     label = f"{process} " if process else ""
-    handler.setFormatter(logging.Formatter(_FORMAT.replace("[", f"[{label}"), _DATE_FORMAT))
-    root = logging.getLogger("mmjax")
-    root.handlers = [handler]
-    root.setLevel(level.upper())
-    root.propagate = False
+    handler.setFormatter(_BoundedFormatter(_FORMAT.replace("[", f"[{label}"), _DATE_FORMAT))
+    logger = logging.getLogger(name)
+    logger.handlers = [handler]
+    logger.propagate = False
+    return logger
+
+
+class _BoundedFormatter(logging.Formatter):
+    """Cuts what is too long: a value in an exception's message may be a client's whole body."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = _cut(record.message.rstrip("\n"), _MAX_MESSAGE_CHARS)
+        if request_id := REQUEST_ID.get():
+            record.message += f" (request {request_id})"
+        return super().formatMessage(record)
+
+    def formatException(self, ei: _ExcInfo) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's private alias
+        lines = super().formatException(ei).split("\n")
+        return _cut(
+            "\n".join(_cut(line, _MAX_MESSAGE_CHARS) for line in lines), _MAX_TRACEBACK_CHARS
+        )
+
+
+class _AccessFilter(logging.Filter):
+    def __init__(self, quiet_paths: Collection[str]) -> None:
+        super().__init__()
+        self._quiet_paths = frozenset(quiet_paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # uvicorn: (client's address, method, path and query, HTTP version, status).
+        args = record.args
+        if not isinstance(args, tuple) or len(args) != 5:
+            return True
+        if str(args[2]).partition("?")[0] in self._quiet_paths:
+            return False
+        record.args = tuple(
+            _cut(arg, _MAX_ACCESS_FIELD_CHARS) if isinstance(arg, str) else arg for arg in args
+        )
+        return True
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """Return `text`, or its beginning and its end with a word on what is left out."""
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]} [{len(text) - 2 * half} more characters] {text[-half:]}"
