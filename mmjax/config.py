@@ -312,10 +312,15 @@ class ServerConfig:
     max_request_bytes: int = 32 * 2**20
     request_timeout_s: float = 0.0
     """A request that is not finished by then gets 408; 0: none is sent away."""
+    request_body_timeout_s: float = 30.0
+    """Silence in the middle of a body after which the request gets 408; 0: it waits for ever."""
     sse_keep_alive_interval_s: float = 15.0
     shutdown_timeout_s: float = 30.0
+    """What running requests get after SIGTERM or Ctrl-C; a second signal ends them at once."""
     trust_request_chat_template: bool = False
     """Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in P0."""
     uvicorn_log_level: str = "info"
+    disable_access_log_for_endpoints: tuple[str, ...] = ("/health", "/ready", "/metrics")
+    """Paths whose requests get no access line: probes ask for them all the time."""
     renderer_num_workers: int = 2
     """Threads that process prompts and media."""

@@ -28,7 +28,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
     (
         "--uds --ssl-keyfile --ssl-certfile --middleware --disable-fastapi-docs "
         "--enable-offline-docs --enable-request-id-headers "
-        "--disable-access-log-for-endpoints --h11-max-incomplete-event-size "
+        "--h11-max-incomplete-event-size "
         "--h11-max-header-count --enable-log-requests --enable-log-outputs --max-log-len "
         "--log-config-file --chat-template-content-format --response-role "
         "--enable-auto-tool-choice --tool-call-parser --reasoning-parser --tokenizer "
@@ -107,10 +107,12 @@ def to_server_config(flags: argparse.Namespace) -> ServerConfig:
         root_path=flags.root_path,
         max_request_bytes=flags.max_request_bytes,
         request_timeout_s=flags.request_timeout,
+        request_body_timeout_s=flags.request_body_timeout,
         sse_keep_alive_interval_s=flags.sse_keep_alive_interval,
         shutdown_timeout_s=flags.shutdown_timeout,
         trust_request_chat_template=flags.trust_request_chat_template,
         uvicorn_log_level=flags.uvicorn_log_level,
+        disable_access_log_for_endpoints=flags.disable_access_log_for_endpoints,
         renderer_num_workers=flags.renderer_num_workers,
     )
 
@@ -162,7 +164,7 @@ def _add_server_flags(group: Any) -> None:
     add = group.add_argument
     add("--host", default=defaults.host, help="address to listen on")
     add("--port", type=_port, default=defaults.port, help="0: any free one")
-    add("--api-key", nargs="+", help="keys that requests must bear (one of them)")
+    add("--api-key", type=_api_key, nargs="+", help="keys that requests must bear (one of them)")
     add("--allowed-origins", type=_json_list, default=[], help="JSON list, for browsers (CORS)")
     add("--root-path", default=defaults.root_path, help="prefix that a proxy strips")
     add("--max-request-bytes", type=_positive, default=defaults.max_request_bytes, help="of a body")
@@ -173,19 +175,32 @@ def _add_server_flags(group: Any) -> None:
         help="seconds after which a request gets 408 (a stream: an error event); 0: never",
     )
     add(
+        "--request-body-timeout",
+        type=_seconds,
+        default=defaults.request_body_timeout_s,
+        help="seconds of silence in a body after which its request gets 408; 0: never",
+    )
+    add(
         "--sse-keep-alive-interval",
-        type=float,
+        type=_seconds,
         default=defaults.sse_keep_alive_interval_s,
         help="seconds of silence after which a stream gets a comment line; 0: never",
     )
     add(
         "--shutdown-timeout",
-        type=float,
+        type=_seconds,
         default=defaults.shutdown_timeout_s,
-        help="seconds that running requests get after SIGTERM",
+        help="seconds that running requests get after SIGTERM; a second one ends at once",
     )
     add("--trust-request-chat-template", action="store_true", help="take templates from requests")
     add("--uvicorn-log-level", choices=LOG_LEVELS, default=defaults.uvicorn_log_level, help=" ")
+    add(
+        "--disable-access-log-for-endpoints",
+        type=_paths,
+        metavar="PATHS",
+        default=",".join(defaults.disable_access_log_for_endpoints),
+        help="comma-separated paths whose requests get no access line; '' for none",
+    )
     add("--log-level", choices=LOG_LEVELS, default="info", help="of mmjax itself")
 
 
@@ -201,7 +216,7 @@ def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=get_args(DtypeName), default="auto", help="auto: float32 on CPU")
     add("--max-model-len", type=_positive, help="tokens of prompt and answer together")
     add("--chat-template", help="file, or the template itself")
-    add("--seed", type=int, default=0, help="for requests that bring none")
+    add("--seed", type=_seed, default=0, help="for requests that bring none")
 
 
 def _add_engine_flags(group: Any) -> None:
@@ -326,7 +341,7 @@ def _add_media_flags(group: Any) -> None:
     )
     add(
         "--mm-processor-cache-gb",
-        type=float,
+        type=_size_gb,
         default=defaults.mm_processor_cache_gb,
         help="of processed images; 0: none",
     )
@@ -396,6 +411,35 @@ def _seconds(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no time; give seconds, or 0")
     return value
+
+
+def _size_gb(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no size; give gigabytes, or 0")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is no seed; give a number of 64 bits")
+    return value
+
+
+def _api_key(text: str) -> str:
+    # What a header cannot carry, or carries as nothing, would lock all out or let all in.
+    if not (text.isascii() and text.isprintable() and text.strip() == text and text):
+        raise argparse.ArgumentTypeError("a key needs ASCII characters, and no space around them")
+    return text
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    paths = tuple(path for path in (part.strip() for part in text.split(",")) if path)
+    for path in paths:
+        if not path.startswith("/"):
+            raise argparse.ArgumentTypeError(f"`{path}` is no path; give them as in /health,/ready")
+    return paths
 
 
 def _port(text: str) -> int:

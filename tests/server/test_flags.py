@@ -22,6 +22,7 @@ ACCEPTED = (
     "--kv-cache-memory-bytes 1000000 --revision main --seed 7 --root-path /api "
     "--uvicorn-log-level warning --log-level debug --trust-request-mm-kwargs --trust-media-ids "
     "--trust-request-chat-template --compilation-cache-dir /cache --no-use-tqdm-on-load "
+    "--request-body-timeout 6 --disable-access-log-for-endpoints /health,/x "
     "--sse-keep-alive-interval 3 --shutdown-timeout 4 --max-image-pixels 9 --max-image-bytes 8 "
     "--max-request-bytes 7 --no-enable-prefix-caching --prefix-caching-hash-algo blake3 "
     "--no-async-scheduling --gpu-memory-utilization 0.8 --encoder-cache-size 300 "
@@ -88,9 +89,19 @@ def test_flags_reach_the_server(flags: argparse.Namespace) -> None:
     assert config.api_keys == ("a", "b")
     assert config.allowed_origins == ("https://example.com",)
     assert (config.sse_keep_alive_interval_s, config.shutdown_timeout_s) == (3.0, 4.0)
+    assert config.request_body_timeout_s == 6.0
+    assert config.disable_access_log_for_endpoints == ("/health", "/x")
     assert config.max_request_bytes == 7
     assert config.trust_request_chat_template
     assert config.uvicorn_log_level == "warning"
+
+
+def test_access_lines_may_all_be_wanted() -> None:
+    assert parse_flags([]).disable_access_log_for_endpoints == ("/health", "/ready", "/metrics")
+    assert (
+        parse_flags(["--disable-access-log-for-endpoints", ""]).disable_access_log_for_endpoints
+        == ()
+    )
 
 
 def test_the_model_may_be_a_flag() -> None:
@@ -114,6 +125,18 @@ def test_the_model_may_be_a_flag() -> None:
         (["--mm-processor-cache-type", "disk"], "--mm-processor-cache-type"),
         (["--mm-shm-cache-max-object-size-mb", "0"], "below 1"),
         (["--max-num", "3"], "unknown argument"),
+        (["--api-key", ""], "a key needs"),
+        (["--api-key", "a\u00e9"], "a key needs"),
+        (["--disable-access-log-for-endpoints", "health"], "no path"),
+        (["--seed", str(2**64)], "no seed"),
+        *(
+            ([flag, value], flag)
+            for flag in (
+                *("--shutdown-timeout", "--sse-keep-alive-interval", "--request-timeout"),
+                *("--request-body-timeout", "--mm-processor-cache-gb"),
+            )
+            for value in ("-1", "nan", "inf", "soon")
+        ),
     ],
 )
 def test_mistakes_end_with_a_message(
