@@ -86,6 +86,29 @@ class RequestTimeoutError(RequestError):
         )
 
 
+class BodyTimeoutError(RequestError):
+    """A client stopped sending in the middle of its request."""
+
+    status = 408
+    code = "request_timeout"
+
+    def __init__(self, silence_s: float) -> None:
+        super().__init__(
+            f"nothing of the body came for {silence_s:g} s; send it whole, with a Content-Length "
+            "that is its length"
+        )
+
+
+class ShuttingDownError(RequestError):
+    """The server ends, and begins nothing any more."""
+
+    status = 503
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down; send the request again in a moment")
+
+
 class EngineUnavailableError(RequestError):
     """The engine process restarts, or could not be brought back."""
 

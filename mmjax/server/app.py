@@ -6,6 +6,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -16,9 +19,12 @@ from mmjax.frontend.chat import ChatParser
 from mmjax.frontend.client import AsyncEngineClient
 from mmjax.server.errors import install_error_handlers, json_response
 from mmjax.server.generation import GenerationService
-from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware
+from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest
+from mmjax.server.request_body import RequestReader
 from mmjax.server.responses import ModelCard, ModelList
+
+_SCHEMAS = "#/components/schemas/"
 
 
 def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> FastAPI:
@@ -30,8 +36,10 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         try:
             yield
         finally:
+            reader.close()
             await client.close()
 
+    reader = RequestReader(config.request_body_timeout_s)
     app = FastAPI(
         title="mmjax",
         version=__version__,
@@ -42,12 +50,13 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         # A redirect would repeat the Host header, which is the client's word.
         redirect_slashes=False,
     )
+    app.state.request_reader = reader
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)
-    _add_generation_routes(app, GenerationService(client, chat, config))
+    _add_generation_routes(app, GenerationService(client, chat, config), reader)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
-    # The last one added stands outermost: CORS, then keys, then the body's size.
+    # The last one added stands outermost: ids, then CORS, then keys, then the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
@@ -56,23 +65,46 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id"],
         )
+    app.add_middleware(RequestIdMiddleware)
     return app
 
 
-def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
-        return await service.chat(request, body)
+def _add_generation_routes(app: FastAPI, service: GenerationService, reader: RequestReader) -> None:
+    # Bodies are read by `reader`, not by FastAPI: it would decode and check them without bounds.
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await service.chat(request, await reader.read(request, ChatCompletionRequest))
 
-    @app.post("/v1/chat/completions/render")
-    async def render(request: Request, body: ChatCompletionRequest) -> Response:
-        return await service.render(request, body)
+    @app.post("/v1/chat/completions/render", openapi_extra=_takes(ChatCompletionRequest))
+    async def render(request: Request) -> Response:
+        return await service.render(request, await reader.read(request, ChatCompletionRequest))
 
-    @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await service.complete(request, body)
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await service.complete(request, await reader.read(request, CompletionRequest))
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            _, definitions = models_json_schema(
+                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
+                ref_template=f"{_SCHEMAS}{{model}}",
+            )
+            components = schema.setdefault("components", {})
+            components.setdefault("schemas", {}).update(definitions["$defs"])
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    app.openapi = describe
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """Return what OpenAPI says of a body that FastAPI does not read."""
+    schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _add_model_routes(app: FastAPI, card: ModelCard) -> None:

@@ -1,16 +1,18 @@
 """Every way to fail, as OpenAI's error body. Says what the client did, never what Python said."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from mmjax.errors import CapacityError, RequestError
-from mmjax.logger import get_logger
+from mmjax.errors import BodyTimeoutError, CapacityError, RequestError, ShuttingDownError
+from mmjax.logger import REQUEST_ID, get_logger
 
 logger = get_logger(__name__)
 
@@ -29,10 +31,11 @@ _HTTP_MESSAGES: Mapping[int, str] = {
     413: "the body is larger than this server takes; send smaller or fewer images",
 }
 _RETRY_AFTER_S = 5
-_MAX_ERRORS_SHOWN = 3
+CLIENT_GONE_STATUS = 499
+"""nginx's status for it; nobody reads it."""
 
-_UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dict", "none"})
-"""What pydantic puts into a place to say which member of a union it tried."""
+_MAX_LOGGED_CHARS = 200
+_QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +65,7 @@ def internal_error_body() -> ErrorBody:
     """Return the body for a fault of ours: it tells nothing, the log does."""
     return ErrorBody(
         ErrorInfo(
-            message="the server failed on this request; its log says why",
+            message=f"the server failed on this request (id {REQUEST_ID.get()}); its log says why",
             type="server_error",
             param=None,
             code="internal_error",
@@ -82,7 +85,36 @@ def json_response(
     )
 
 
-def error_response(error: RequestError) -> Response:
+class ErrorResponse(Response):
+    """An error as the client gets it; the log gets its reason, without what the client sent."""
+
+    def __init__(
+        self, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(
+            msgspec.json.encode(body),
+            status_code=status,
+            headers=dict(headers or {}),
+            media_type="application/json",
+        )
+        self._info = body.error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Log, then send."""
+        info = self._info
+        logger.info(
+            "%d for %s %s: %s%s: %s",
+            self.status_code,
+            _printable(scope["method"]),
+            _printable(scope["path"]),
+            info.code,
+            f" at {_printable(info.param)}" if info.param else "",
+            _without_values(info.message),
+        )
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: RequestError) -> ErrorResponse:
     """Return the response to a request's error."""
     headers = {}
     if isinstance(error, CapacityError):
@@ -92,12 +124,15 @@ def error_response(error: RequestError) -> Response:
     elif error.status == 408:
         # OpenAI's clients send a 408 again by themselves: it would run into its time again.
         headers["x-should-retry"] = "false"
-    return json_response(error_body(error), error.status, headers)
+    if isinstance(error, BodyTimeoutError | ShuttingDownError):
+        # The rest of the body is not waited for.
+        headers["Connection"] = "close"
+    return ErrorResponse(error.status, error_body(error), headers)
 
 
 def plain_error_response(
     status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
-) -> Response:
+) -> ErrorResponse:
     """Return an error that no RequestError stands for."""
     info = ErrorInfo(
         message=message,
@@ -105,78 +140,38 @@ def plain_error_response(
         param=None,
         code=code,
     )
-    return json_response(ErrorBody(info), status, headers)
+    return ErrorResponse(status, ErrorBody(info), headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Give every error path of `app` the same body."""
+    """Give every error path of `app` the same body.
+
+    They are coroutines: a function would be called in a thread, of which there are few. Faults of
+    ours are RequestIdMiddleware's.
+    """
 
     @app.exception_handler(RequestError)
-    def _request_error(request: Request, error: RequestError) -> Response:
+    async def _request_error(request: Request, error: RequestError) -> Response:
         return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    def _validation_error(request: Request, error: RequestValidationError) -> Response:
-        return validation_response(error.errors())
+    @app.exception_handler(ClientDisconnect)
+    async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=CLIENT_GONE_STATUS)
 
     @app.exception_handler(HTTPException)
-    def _http_error(request: Request, error: HTTPException) -> Response:
+    async def _http_error(request: Request, error: HTTPException) -> Response:
         status = error.status_code
         message = _HTTP_MESSAGES.get(status, "this request cannot be served")
         return plain_error_response(
             status, message, code=f"http_{status}", headers=error.headers or {}
         )
 
-    @app.exception_handler(Exception)
-    def _internal_error(request: Request, error: Exception) -> Response:
-        return json_response(internal_error_body(), 500)
+
+def _without_values(message: str) -> str:
+    """Return a message whose quoted parts are left out: they may be what the client sent."""
+    return _printable(_QUOTED.sub("`...`", message[: 2 * _MAX_LOGGED_CHARS]))
 
 
-def validation_response(errors: Sequence[Mapping[str, Any]]) -> Response:
-    """Return a 400 that names the fields; pydantic's own messages hold no values."""
-    shown: list[str] = []
-    params: list[str] = []
-    for error in errors:
-        param = field_path(error["loc"])
-        message = _validation_message(param, error)
-        # The members of a union fail at one place each: the first of them speaks.
-        if param not in params:
-            params.append(param)
-            shown.append(message)
-    text = "; ".join(shown[:_MAX_ERRORS_SHOWN])
-    if len(shown) > _MAX_ERRORS_SHOWN:
-        text += f"; and {len(shown) - _MAX_ERRORS_SHOWN} more"
-    info = ErrorInfo(
-        message=text,
-        type="invalid_request_error",
-        param=(params[0] or None) if params else None,
-        code="invalid_request_error",
-    )
-    return json_response(ErrorBody(info), 400)
-
-
-def field_path(loc: Sequence[str | int]) -> str:
-    """Return pydantic's place as a client writes it: `messages[0].content`."""
-    path = ""
-    for step in loc[1:] if loc and loc[0] == "body" else loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step in _UNION_MARKS or not step.replace("_", "").replace("-", "").isalnum():
-            continue
-        else:
-            path += f".{step}" if path else step
-    return path[:256]
-
-
-def _validation_message(param: str, error: Mapping[str, Any]) -> str:
-    match error["type"]:
-        case "extra_forbidden":
-            return f"`{param}` is not a field that mmjax knows; remove it"
-        case "missing":
-            return f"`{param}` is missing; give it" if param else "the body is missing; give one"
-        case "json_invalid":
-            return "the body is not valid JSON"
-        case "model_attributes_type" | "dict_type" if not param:
-            return "the body must be a JSON object, sent with `Content-Type: application/json`"
-    text = error["msg"]
-    return f"`{param}`: {text[:1].lower()}{text[1:]}"
+def _printable(text: str) -> str:
+    text = text[:_MAX_LOGGED_CHARS]
+    return text if text.isprintable() else ascii(text)

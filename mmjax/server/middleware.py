@@ -1,13 +1,24 @@
-"""What stands before every route: the key, and the size of the body."""
+"""What stands before every route: the request's id, the key, and the size of the body."""
 
+import asyncio
 import hashlib
 import hmac
+import uuid
 from collections.abc import Iterable
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmjax.server.errors import plain_error_response
+from mmjax.errors import ShuttingDownError
+from mmjax.logger import REQUEST_ID, get_logger
+from mmjax.server.errors import (
+    error_response,
+    internal_error_body,
+    json_response,
+    plain_error_response,
+)
+
+logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """All that is served without a key, when keys are set."""
@@ -15,6 +26,59 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 
 API_KEY_STATE = "api_key_digest"
 """Where in a request's state the key that it bore is found: its digest, never the key."""
+
+
+_MAX_REQUEST_ID_CHARS = 128
+
+
+class RequestIdMiddleware:
+    """Gives every response an X-Request-Id, and a fault of ours its answer and its line in the log.
+
+    The client's own id, where it is one. Outermost, so that nothing is answered without.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; answer what nothing else has answered."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _clients_id(scope) or uuid.uuid4().hex
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                header = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+            await send(message)
+
+        token = REQUEST_ID.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            # Nothing but the server's end cancels a request as a whole.
+            logger.info("broken off: the time of the shutdown is over")
+            if not has_started:
+                await error_response(ShuttingDownError())(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("a request failed by a fault of the server")
+            if not has_started:
+                response = json_response(internal_error_body(), 500)
+                await response(scope, receive, send_with_id)
+        finally:
+            REQUEST_ID.reset(token)
+
+
+def _clients_id(scope: Scope) -> str:
+    """Return the id that the client gave; "" where it is none."""
+    ids = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    text = ids[0].decode("latin-1") if len(ids) == 1 else ""
+    is_sane = len(text) <= _MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+    return text if is_sane else ""
 
 
 class KeyMiddleware:
@@ -82,7 +146,7 @@ class BodyLimitMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413)
+                raise HTTPException(413, headers={"Connection": "close"})
             return message
 
         await self._app(scope, count, send)

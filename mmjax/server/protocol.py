@@ -1,15 +1,27 @@
 """OpenAI's requests as they come in: every field known, bounded, and meant as vLLM means it.
 
-A field that mmjax cannot honour yet may only have the value that changes nothing.
+A field that mmjax cannot honour yet may only have the value that changes nothing. Lists and dicts
+are checked up to their first mistake, and a union's member is chosen before it is checked: a wrong
+request costs no more than a right one.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    Tag,
+    model_validator,
+)
 
 from mmjax.errors import RequestValueError
 from mmjax.sampling_params import MAX_LOGPROBS, SamplingParams
+from mmjax.server.validation import unknown_fields_error
 
 T = TypeVar("T")
 
@@ -24,11 +36,81 @@ Label = Annotated[str, Field(max_length=256)]
 Text = Annotated[str, Field(max_length=32 * 2**20)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(max_length=2**20)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
+Labels = Annotated[list[Label], Field(fail_fast=True)]
+Object = Annotated[dict[str, Any], Field(fail_fast=True)]
+Objects = Annotated[list[Object], Field(fail_fast=True)]
+Part = str | Annotated[dict[Label, Any], Field(fail_fast=True)]
+
+
+def _tag(value: Any) -> str | None:
+    """Return which member of a union `value` is meant to be: a text, or a list of something."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+def _prompt_tag(value: Any) -> str | None:
+    """Return which form of a prompt `value` is meant to be, by its first element."""
+    match value:
+        case [int(), *_]:
+            return "<token ids>"
+        case [[*_], *_]:
+            return "<lists of token ids>"
+        case _:
+            return _tag(value)
+
+
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=64, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _tag,
+        custom_error_type="text_or_texts",
+        custom_error_message="input should be a text or a list of texts",
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _tag,
+        custom_error_type="text_or_parts",
+        custom_error_message="input should be a text or a list of parts",
+    ),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<token ids>")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<list>")]
+    | Annotated[
+        list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists of token ids>")
+    ],
+    Discriminator(
+        _prompt_tag,
+        custom_error_type="prompt",
+        custom_error_message="input should be a text or a list of token ids, or a list of these",
+    ),
+]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that OpenAI lets be null, and that are never null here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Refuse unknown fields by one error for all of them: pydantic has one for each."""
+        if not isinstance(data, dict):
+            return data
+        known = cls.__pydantic_fields__
+        if not data.keys() <= known.keys():
+            raise unknown_fields_error([name for name in data if name not in known])
+        nulls = [name for name in cls.NULL_IS_DEFAULT if name in data and data[name] is None]
+        return {k: v for k, v in data.items() if k not in nulls} if nulls else data
 
 
 class StreamOptions(_Strict):
@@ -57,21 +139,26 @@ class GenerationRequest(_Strict):
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
     stream: StrictBool | None = False
     stream_options: StreamOptions | None = None
     user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    """A hint for servers that have many caches."""
     request_id: Label | None = None
     session_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: StrictBool | None = False
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
-    mm_processor_kwargs: Annotated[dict[Label, Any], Field(max_length=64)] | None = None
+    mm_processor_kwargs: (
+        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
+    ) = None
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Seconds after which the request ends with 408, or an error event; the server's own limit
     holds as well."""
@@ -81,17 +168,19 @@ class GenerationRequest(_Strict):
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
     length_penalty: float | None = 1.0
-    logit_bias: dict[Label, float] | None = None
+    logit_bias: Annotated[dict[Label, float], Field(fail_fast=True)] | None = None
     spaces_between_special_tokens: StrictBool = True
     truncate_prompt_tokens: StrictInt | None = None
     prompt_logprobs: StrictInt | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[Label] | None = None
+    bad_words: Labels | None = None
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
     return_tokens_as_token_ids: StrictBool | None = None
-    structured_outputs: dict[str, Any] | None = None
-    media_io_kwargs: dict[str, Any] | None = None
+    structured_outputs: Object | None = None
+    media_io_kwargs: Object | None = None
+
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "frequency_penalty": (0.0, None),
@@ -150,13 +239,11 @@ class ChatMessage(_Strict):
     """One message; its content parts are read by `frontend.chat`, which names them in errors."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[str | dict[Label, Any]], Field(max_length=MAX_PARTS)] | None = (
-        None
-    )
+    content: Content | None = None
     name: Label | None = None
     # What an assistant's message carries when a client sends it back; without calls it is empty.
     refusal: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: Label | None = None
     function_call: None = None
     audio: None = None
@@ -168,26 +255,35 @@ class ChatMessage(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     logprobs: StrictBool | None = False
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
-    chat_template_kwargs: dict[Label, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: Annotated[dict[Label, Any], Field(fail_fast=True)] | None = None
+    tools: Objects | None = None
     tool_choice: Any = None
     parallel_tool_calls: StrictBool | None = None
-    functions: list[dict[str, Any]] | None = None
+    functions: Objects | None = None
     function_call: Any = None
     reasoning_effort: Label | None = None
     echo: StrictBool = False
-    documents: list[dict[str, Any]] | None = None
-    metadata: dict[Label, Annotated[str, Field(max_length=512)]] | None = None
+    documents: Objects | None = None
+    metadata: (
+        Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(fail_fast=True)] | None
+    ) = None
     store: StrictBool | None = None
     service_tier: Label | None = None
-    modalities: list[Label] | None = None
+    modalities: Labels | None = None
+    verbosity: Label | None = None
+    audio: Object | None = None
+    prediction: Object | None = None
+    moderation: Object | None = None
+    web_search_options: Object | None = None
+    prompt_cache_options: Object | None = None
+    prompt_cache_retention: Label | None = None
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
@@ -201,6 +297,13 @@ class ChatCompletionRequest(GenerationRequest):
         "store": (None, False),
         "service_tier": (None, "auto", "default"),
         "modalities": (None, ["text"]),
+        "verbosity": (None, "medium"),
+        "audio": (None,),
+        "prediction": (None,),
+        "moderation": (None,),
+        "web_search_options": (None,),
+        "prompt_cache_options": (None, {}),
+        "prompt_cache_retention": (None, "in_memory"),
         "chat_template_kwargs": (None, {}),
         "add_special_tokens": (False,),
     }
@@ -238,12 +341,7 @@ class ChatCompletionRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: (
-        Text
-        | TokenIds
-        | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)]
-    )
+    prompt: Prompt
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: StrictBool = True
@@ -255,6 +353,7 @@ class CompletionRequest(GenerationRequest):
         "echo": (False,),
         "suffix": (None, ""),
     }
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
 
     def check_supported(self) -> None:
         """Refuse fields that ask for what mmjax does not do yet, and too many answers."""
@@ -270,11 +369,13 @@ class CompletionRequest(GenerationRequest):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        if prompt and all(isinstance(item, int) for item in prompt):
-            return [[item for item in prompt if isinstance(item, int)]]
         if not prompt:
             raise RequestValueError("`prompt` is empty; give at least one", param="prompt")
-        return [item for item in prompt if not isinstance(item, int)]
+        # The elements were checked to be of one kind: the first one speaks for hundreds of
+        # thousands.
+        if isinstance(prompt[0], int):
+            return [cast(list[int], prompt)]
+        return cast(list[str | list[int]], prompt)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return what the sampler is asked."""

@@ -222,15 +222,24 @@ def test_what_the_engine_refuses(server: Server) -> None:
     assert event["error"]["param"] == "prompt"
 
 
-def test_faults_of_ours_tell_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_of_ours_tell_nothing(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("secret at 0x7fffdeadbeef in /tmp/secret")
 
     monkeypatch.setattr(server.engine_client.input_processor, "prepare", fail)
     for fields in ({}, {"stream": True}):
-        error = error_of(server.chat(**fields), 500)
+        caplog.clear()
+        response = server.chat(**fields)
+        error = error_of(response, 500)
         assert error["code"] == "internal_error"
         assert "secret" not in error["message"]
+        # The log has it whole, once, under the id that the client was told.
+        assert response.headers["x-request-id"] in error["message"]
+        (record,) = [item for item in caplog.records if item.exc_info]
+        assert record.name == "mmjax.server.middleware"
+        assert "ZeroDivisionError: secret" in caplog.text
 
 
 def test_overload(make_server: MakeServer) -> None:

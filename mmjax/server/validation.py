@@ -1,0 +1,75 @@
+"""What pydantic found wrong with a request, as the client reads it. Holds no values."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
+
+from mmjax.errors import RequestValueError
+
+UNKNOWN_FIELDS = "unknown_fields"
+"""The type of the one error that stands for all unknown fields of an object."""
+
+_MAX_ERRORS_SHOWN = 3
+_MAX_NAME_CHARS = 64
+_MAX_PATH_CHARS = 256
+
+
+def unknown_fields_error(names: Sequence[str]) -> PydanticCustomError:
+    """Return one error for all of `names`, whose first ones it tells."""
+    shown = [name[:_MAX_NAME_CHARS] for name in names[:_MAX_ERRORS_SHOWN]]
+    return PydanticCustomError(
+        UNKNOWN_FIELDS, "unknown fields", {"names": shown, "num_more": len(names) - len(shown)}
+    )
+
+
+def refusal_of(error: ValidationError) -> RequestValueError:
+    """Return a 400 that names the first few wrong fields.
+
+    The models stop at the first mistake of a list or a dict, so there are few errors in all.
+    """
+    messages: dict[str, str] = {}
+    num_more = 0
+    for item in error.errors(include_url=False, include_input=False):
+        path = field_path(item["loc"])
+        if item["type"] == UNKNOWN_FIELDS:
+            context = item.get("ctx", {})
+            num_more += context["num_more"]
+            for name in context["names"]:
+                field = f"{path}.{name}" if path else name
+                messages[field] = f"`{field}` is not a field that mmjax knows; remove it"
+        else:
+            # The members of a union fail at one place each: the first of them speaks.
+            messages.setdefault(path, _message(path, item))
+    shown = list(messages.values())[:_MAX_ERRORS_SHOWN]
+    num_more += len(messages) - len(shown)
+    text = "; ".join(shown)
+    if num_more:
+        text += f"; and {num_more} more"
+    return RequestValueError(text, param=next(iter(messages), "") or None)
+
+
+def field_path(loc: Sequence[str | int]) -> str:
+    """Return pydantic's place as a client writes it: `messages[0].content`."""
+    path = ""
+    for step in loc:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        # Names of a union's members, and pydantic's own marks such as `[key]`, hold other signs.
+        elif step[:_MAX_PATH_CHARS].replace("_", "").replace("-", "").isalnum() and (
+            step not in _UNION_MARKS
+        ):
+            path += f".{step[:_MAX_PATH_CHARS]}" if path else step[:_MAX_PATH_CHARS]
+    return path[:_MAX_PATH_CHARS]
+
+
+_UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dict", "none"})
+"""What pydantic puts into a place to say which member of a union it tried."""
+
+
+def _message(path: str, error: Mapping[str, Any]) -> str:
+    if error["type"] == "missing":
+        return f"`{path}` is missing; give it"
+    text = error["msg"]
+    return f"`{path}`: {text[:1].lower()}{text[1:]}"
