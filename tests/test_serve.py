@@ -1,10 +1,13 @@
 """`python -m mmjax.serve`, as an operator runs it: a process, a port, signals."""
 
+import asyncio
 import base64
+import contextlib
 import io
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +22,8 @@ import pytest
 from openai import OpenAI
 from PIL import Image, ImageDraw
 
+from mmjax.config import ServerConfig
+from mmjax.serve import _listen
 from tests.kit import draw
 
 ROOT = Path(__file__).parents[1]
@@ -33,10 +38,12 @@ SMALL = (
 class Served:
     """A running server: its address, its output."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, module: str = "mmjax.serve", is_group: bool = False) -> None:
+        """With `is_group`: in a process group of its own, as a terminal has it."""
         self.lines: list[str] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "mmjax.serve", *argv, "--port", "0"],
+            [sys.executable, "-m", module, *argv, "--port", "0"],
+            start_new_session=is_group,
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -147,6 +154,28 @@ def test_a_crash_of_the_engine_is_survived(url: str, served: Served) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert ask(url, 2).choices[0].message.content == before
+
+
+def test_accepted_connections_have_no_delay() -> None:
+    async def nodelay_of_accepted(listener: socket.socket) -> int:
+        options: asyncio.Queue[int] = asyncio.Queue()
+
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            options.put_nowait(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        server = await asyncio.start_server(accept, sock=listener)
+        async with server:
+            _, writer = await asyncio.open_connection(*listener.getsockname()[:2])
+            option = await options.get()
+            writer.close()
+            await writer.wait_closed()
+        return option
+
+    for host in ("127.0.0.1", "::1"):
+        with contextlib.closing(_listen(ServerConfig(host=host, port=0))) as listener:
+            assert asyncio.run(nodelay_of_accepted(listener)) == 1
 
 
 def test_sigterm_drains(tiny_gemma3: Path) -> None:
