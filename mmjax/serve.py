@@ -5,7 +5,8 @@ NOTE: imports stay light up here: the engine's process imports this file again w
 
 import asyncio
 import contextlib
-import signal
+import gc
+import math
 import socket
 import sys
 import time
@@ -14,27 +15,35 @@ from typing import Any
 
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.logger import configure_logging, get_logger
+from mmjax.logger import configure_http_logging, configure_logging, get_logger
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
+from mmjax.server.shutdown import Interrupted, Shutdown, leave
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit status."""
-    flags = parse_flags(argv)
-    configure_logging(flags.log_level, process="P0")
+    shutdown = Shutdown()
+    shutdown.install()
     try:
+        flags = parse_flags(argv)
+        configure_logging(flags.log_level, process="P0")
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
+        shutdown.timeout_s = server_config.shutdown_timeout_s
         engine_config = to_engine_config(flags)
         if engine_config.parallel.process_id:
+            shutdown.uninstall()
             return _follow(engine_config)
         with contextlib.closing(_listen(server_config)) as listener:
-            return _serve(engine_config, server_config, listener)
+            return _serve(engine_config, server_config, listener, shutdown)
     except MMJaxError as error:
         print(f"mmjax.serve: {error}", file=sys.stderr)
         return 1
+    except Interrupted as interrupted:
+        print(f"mmjax.serve: {interrupted}", file=sys.stderr)
+        return interrupted.exit_status
 
 
 def _follow(engine: EngineConfig) -> int:
@@ -66,7 +75,9 @@ def _listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
-def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -> int:
+def _serve(
+    engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
+) -> int:
     # transformers takes its seconds here; P1 should not wait for the rest.
     from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.supervisor import Supervisor
@@ -83,10 +94,7 @@ def _serve(engine: EngineConfig, server: ServerConfig, listener: socket.socket) 
     except BaseException:
         asyncio.run(supervisor.close())
         raise
-    # uvicorn raises the signal again when it has drained: by then it is answered.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    return asyncio.run(_run(app, server, supervisor, listener))
+    return asyncio.run(_run(app, server, supervisor, listener, shutdown))
 
 
 def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
@@ -104,24 +112,35 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
         input_processor, supervisor, engine.scheduler, num_workers=server.renderer_num_workers
     )
     app = create_app(client, ChatParser.for_model(input_processor), server)
+    # All that is loaded stays: a collector that walks over it would stop the event loop each time.
+    gc.collect()
+    gc.freeze()
     logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
     return app
 
 
-async def _run(app: Any, config: ServerConfig, supervisor: Any, listener: socket.socket) -> int:
+async def _run(
+    app: Any, config: ServerConfig, supervisor: Any, listener: socket.socket, shutdown: Shutdown
+) -> int:
     import uvicorn
 
-    server = uvicorn.Server(
+    from mmjax.server.draining import DrainingServer
+
+    configure_http_logging(process="P0", quiet_paths=config.disable_access_log_for_endpoints)
+    server = DrainingServer(
         uvicorn.Config(
             app,
+            log_config=None,
             # h11 bounds a request's head; the faster parser does not.
             http="h11",
             ws="none",
             root_path=config.root_path,
             log_level=config.uvicorn_log_level,
             server_header=False,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
-        )
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s),
+        ),
+        shutdown=shutdown,
+        reader=app.state.request_reader,
     )
     announcing = asyncio.create_task(_announce(app, supervisor, server, listener))
     await server.serve(sockets=[listener])
@@ -145,4 +164,4 @@ async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.soc
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

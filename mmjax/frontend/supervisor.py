@@ -99,7 +99,13 @@ class _Life:
             name="mmjax-engine",
             daemon=True,
         )
-        process.start()
+        # A child inherits the mask: Ctrl-C, which reaches the whole group, finds it deaf from its
+        # first moment on.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return cls(directory=directory, process=process)
 
     def open(self) -> None:

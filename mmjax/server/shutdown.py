@@ -1,0 +1,85 @@
+"""How the server's process ends: in order at a first signal, at once at a second one.
+
+Imports nothing heavy: it stands from the process's first moment.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+CLOSE_TIMEOUT_S = 10.0
+"""What the engine and the threads get to end, after the running requests have."""
+
+_JOIN_S = 0.5
+
+
+class Interrupted(BaseException):
+    """A signal came before there was anything to drain."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name} before the server was ready")
+        self.exit_status = _exit_status(number)
+
+
+class Shutdown:
+    """Takes SIGTERM and SIGINT for the whole life of the process."""
+
+    def __init__(self) -> None:
+        self.timeout_s = 0.0
+        """What running requests get to finish."""
+        self.drain: Callable[[], None] | None = None
+        """Begins the orderly end; None: nothing runs yet, and `Interrupted` is raised."""
+        self._is_begun = False
+
+    def install(self) -> None:
+        """Take the signals from now on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+
+    def uninstall(self) -> None:
+        """Let signals end the process as any other."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Begin the end, or make it."""
+        if self._is_begun:
+            _end_now(number, "a second signal")
+        self._is_begun = True
+        signal.signal(signal.SIGALRM, lambda *_: _end_now(number, "the time to shut down is over"))
+        signal.setitimer(signal.ITIMER_REAL, self.timeout_s + CLOSE_TIMEOUT_S)
+        if self.drain is None:
+            raise Interrupted(number)
+        self.drain()
+
+
+def leave(status: int) -> None:
+    """End the process with `status`, without waiting for threads whose work nobody awaits."""
+    workers = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon
+    ]
+    for thread in workers:
+        thread.join(_JOIN_S)
+    if any(thread.is_alive() for thread in workers):
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _end_now(number: int, reason: str) -> None:
+    # The interpreter's own end would wait for threads, which cannot be ended.
+    print(f"mmjax.serve: {reason}; ended at once", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(_exit_status(number))
+
+
+def _exit_status(number: int) -> int:
+    # As shells have it.
+    return 128 + number

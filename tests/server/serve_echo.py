@@ -1,0 +1,28 @@
+"""`mmjax.serve` with an engine that echoes: the whole of P0, in a process, without jax."""
+
+import sys
+import time
+from typing import Any
+
+from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.supervisor import Supervisor
+from mmjax.serve import leave, main
+
+STUCK_TOKEN = 11
+"""A prompt that ends with it is never processed to its end."""
+
+_prepare = InputProcessor.prepare
+
+
+def _prepare_or_stick(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+    if STUCK_TOKEN in kwargs["prompt"].get("prompt_token_ids", ()):
+        print("stuck", flush=True)
+        time.sleep(3600)
+    return _prepare(self, *args, **kwargs)
+
+
+InputProcessor.prepare = _prepare_or_stick
+(Supervisor.__init__.__kwdefaults__ or {})["main"] = "tests.echo_engine:run_item_engine"
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
