@@ -17,7 +17,7 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Sorted by `mm_position.offset`; without data where P1 holds it, or an earlier one has it."""
     sampling_params: SamplingParams
     eos_token_ids: list[int] = []
-    """Tokens that end the text unless `ignore_eos`."""
+    """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's own end."""
     arrival_time: float = 0.0
     deadline: float | None = None
     """By when it must be finished, on the machine's monotonic clock."""
@@ -63,7 +63,7 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     """None while the request runs; "stop", "length" or "abort"."""
     stop_reason: int | None = None
-    """The id from `stop_token_ids` that ended the text."""
+    """The token that ended the text, unless it is the tokenizer's own end."""
     num_cached_tokens: int = 0
 
 
