@@ -191,13 +191,18 @@ class SchedulerConfig:
     """Whether an item's tokens go in one step; always so where its embeddings see each other both
     ways."""
     max_num_queued_reqs: int = 1024
-    """More requests than this waiting: a new one gets 429."""
+    """Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps; else a step must hold the longest."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """priority: waiting requests are ordered by their `priority`, lowest first, then by arrival."""
     async_scheduling: bool = True
     """Whether the host prepares a step while the device computes the one before."""
+
+    @property
+    def max_num_unfinished_seqs(self) -> int:
+        """Sequences that may run and wait, together."""
+        return self.max_num_seqs + self.max_num_queued_reqs
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):

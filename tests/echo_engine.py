@@ -20,7 +20,12 @@ from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config import EngineConfig, MultiModalConfig
 from mmjax.engine.deadlines import Deadlines
 from mmjax.engine.features import resolve_features
-from mmjax.errors import MultiModalCacheMissError, RequestTimeoutError, RequestValueError
+from mmjax.errors import (
+    MultiModalCacheMissError,
+    RequestError,
+    RequestTimeoutError,
+    RequestValueError,
+)
 from mmjax.frontend.supervisor import EngineListener, EngineState
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import Receiver, Sender
@@ -225,15 +230,8 @@ class EchoSupervisor:
                     self._listener.on_message(
                         CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
                     )
-                except RequestValueError as error:
-                    self._listener.on_message(
-                        RequestFailed(
-                            request_id=message.request_id,
-                            message=error.message,
-                            param=error.param,
-                            status=error.status,
-                        )
-                    )
+                except RequestError as error:
+                    self._listener.on_message(RequestFailed.from_error(message.request_id, error))
             case AbortRequests():
                 self.engine.abort(message.request_ids)
         self._has_work.set()
@@ -251,10 +249,8 @@ class EchoSupervisor:
                 continue
             await asyncio.sleep(self.delay_s)
             for request_id in self.engine.expire():
-                late = RequestTimeoutError()
-                self._listener.on_message(
-                    RequestFailed(request_id=request_id, message=late.message, status=late.status)
-                )
+                failed = RequestFailed.from_error(request_id, RequestTimeoutError())
+                self._listener.on_message(failed)
             self._listener.on_message(StepOutput(deltas=self.engine.step()))
 
 

@@ -6,7 +6,13 @@ import time
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.errors import MMJaxError, MultiModalCacheMissError, RequestError, RequestTimeoutError
+from mmjax.errors import (
+    InternalError,
+    MMJaxError,
+    MultiModalCacheMissError,
+    RequestError,
+    RequestTimeoutError,
+)
 from mmjax.logger import configure_logging, get_logger
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
@@ -112,18 +118,17 @@ class EngineLoop:
                     CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
                 )
             except RequestError as error:
-                self._fail(message.request_id, str(error), error.param, error.status)
+                self._fail(message.request_id, error)
             except Exception:
                 # A fault of ours in one request must not take the others down.
                 logger.exception("request %s could not be taken in", message.request_id)
-                self._fail(message.request_id, "internal error", None, 500)
+                self._fail(message.request_id, InternalError("internal error"))
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
 
     def _expire(self) -> None:
         for request_id in self.core.expire():
-            error = RequestTimeoutError()
-            self._fail(request_id, error.message, None, error.status)
+            self._fail(request_id, RequestTimeoutError())
 
     def _step(self) -> None:
         try:
@@ -131,15 +136,13 @@ class EngineLoop:
         except Exception:
             logger.exception("a step failed; its requests are lost, the engine goes on")
             for request_id in self.core.recover():
-                self._fail(request_id, "internal error in the engine", None, 500)
+                self._fail(request_id, InternalError("internal error in the engine"))
             return
         if deltas:
             self._sender.send(StepOutput(deltas=deltas))
 
-    def _fail(self, request_id: str, message: str, param: str | None, status: int) -> None:
-        self._sender.send(
-            RequestFailed(request_id=request_id, message=message, param=param, status=status)
-        )
+    def _fail(self, request_id: str, error: RequestError) -> None:
+        self._sender.send(RequestFailed.from_error(request_id, error))
 
 
 class Heart:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from mmjax.errors import InternalError, RequestError, make_request_error
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.sampling_params import SamplingParams
 
@@ -80,6 +81,31 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     message: str
     param: str | None = None
     status: int = 500
+    code: str = InternalError.code
+    retry_after_s: float | None = None
+    """When the same request may succeed, where that is known."""
+
+    @classmethod
+    def from_error(cls, request_id: str, error: RequestError) -> "RequestFailed":
+        """Tell of an error that `to_error` makes again on the other side."""
+        return cls(
+            request_id=request_id,
+            message=error.message,
+            param=error.param,
+            status=error.status,
+            code=error.code,
+            retry_after_s=getattr(error, "retry_after_s", None),
+        )
+
+    def to_error(self) -> RequestError:
+        """Return the error as it was raised: class, status, code, field and time to wait."""
+        return make_request_error(
+            self.code,
+            self.message,
+            status=self.status,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
 
 
 class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):

@@ -235,11 +235,26 @@ def test_faults_of_ours_tell_nothing(server: Server, monkeypatch: pytest.MonkeyP
 
 def test_overload(make_server: MakeServer) -> None:
     server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
-    response = server.chat(n=3)
-    error = error_of(response, 429)
-    assert error["code"] == "rate_limit_exceeded"
-    assert int(response.headers["retry-after"]) >= 1
+    server.engine_client._admit(1)
+    for fields in ({}, {"stream": True}):
+        response = server.chat(n=2, **fields)
+        error = error_of(response, 429)
+        assert error["code"] == "rate_limit_exceeded"
+        assert int(response.headers["retry-after"]) >= 1
+    server.engine_client._leave_processing(1)
     assert server.chat(n=2).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_idle_server_could_take_is_400(make_server: MakeServer, stream: bool) -> None:
+    server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2))
+    error = error_of(server.chat(n=4, stream=stream), 400)
+    assert error["param"] == "n"
+    assert "takes 3 sequences" in error["message"]
+    for body, param in (({"prompt": ["a"] * 2, "n": 2}, "prompt"), ({"prompt": "a", "n": 4}, "n")):
+        response = server.http.post("/v1/completions", json={**body, "stream": stream})
+        assert error_of(response, 400)["param"] == param
+    assert server.chat(n=3).status_code == 200
 
 
 def test_trust_flags_open_what_they_name(make_server: MakeServer) -> None:
