@@ -316,8 +316,11 @@ class ServerConfig:
     root_path: str = ""
     max_request_bytes: int = 32 * 2**20
     request_timeout_s: float = 0.0
-    """A request that is not finished by then gets 408; 0: none is sent away."""
+    """A request that is not finished by then gets 408 (a stream that has begun, an error event);
+    0: none is sent away."""
     sse_keep_alive_interval_s: float = 15.0
+    """Silence after which a stream gets a comment; from its first token on, for nothing of a stream
+    goes out before (its status is not known). 0: never."""
     shutdown_timeout_s: float = 30.0
     trust_request_chat_template: bool = False
     """Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in P0."""

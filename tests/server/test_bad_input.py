@@ -14,7 +14,7 @@ from mmjax.config import SchedulerConfig
 from tests.echo_engine import REFUSED_TOKEN
 from tests.kit import IMAGE_SOFT, IMAGE_START
 from tests.server.conftest import MakeServer, Server
-from tests.server.test_app import data_url, events_of, image_message
+from tests.server.test_app import data_url, image_message
 
 SECRETS = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|<_io|/site-packages/|/tmp/|\bobject at\b")
 
@@ -216,10 +216,9 @@ def test_what_the_engine_refuses(server: Server) -> None:
     refused = {"prompt": [5, REFUSED_TOKEN]}
     error = error_of(server.http.post("/v1/completions", json=refused))
     assert error["param"] == "prompt"
-    # In a stream the status is gone: the error is an event, and the stream still ends.
+    # A stream has sent nothing before its first token: the status is still free.
     response = server.http.post("/v1/completions", json={**refused, "stream": True})
-    (event,) = events_of(response)
-    assert event["error"]["param"] == "prompt"
+    assert error_of(response)["param"] == "prompt"
 
 
 def test_faults_of_ours_tell_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
