@@ -199,12 +199,17 @@ class EchoSupervisor:
     async def start(self, listener: EngineListener) -> None:
         self._listener = listener
         self._has_work = asyncio.Event()
+        self._has_started = asyncio.Event()
         self._task = asyncio.create_task(self._loop())
         if self.is_started_ready:
             self.become_ready()
 
+    async def wait_started(self) -> None:
+        await self._has_started.wait()
+
     def become_ready(self) -> None:
         self.state = "ready"
+        self._has_started.set()
         self._listener.on_ready()
 
     def die(self, *, restarts: bool) -> None:
@@ -213,6 +218,7 @@ class EchoSupervisor:
         self.engine = EchoEngine(self.mm)
         self.state = "restarting" if restarts else "dead"
         self.health = False
+        self._has_started.set()
         self.num_restarts += 1
         self._listener.on_death()
 

@@ -168,7 +168,14 @@ class Heart:
         try:
             while not self._is_over.is_set():
                 if time.monotonic() - self._loop.last_turn < MAX_STEP_S:
-                    sender.send(self._loop.core.stats())
+                    self._send_stats(sender)
                 self._is_over.wait(HEARTBEAT_INTERVAL_S)
         finally:
             sender.close()
+
+    def _send_stats(self, sender: Sender) -> None:
+        try:
+            sender.send(self._loop.core.stats())
+        except Exception:
+            # P0 would take the silence for a death.
+            logger.exception("the engine's figures could not be sent")

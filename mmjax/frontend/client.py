@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -374,11 +375,14 @@ async def _wait_for_start(
     supervisor: EngineLink, max_wait_s: float, deadline: float | None
 ) -> None:
     """Hold a request while the first P1 compiles, rather than send an early client away."""
-    latest = time.monotonic() + max_wait_s
-    while supervisor.state == "starting" and time.monotonic() < latest:
-        if deadline is not None and time.monotonic() >= deadline:
-            raise RequestTimeoutError
-        await asyncio.sleep(0.05)
+    if supervisor.state == "starting":
+        time_left = math.inf if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(min(max_wait_s, time_left)):
+                await supervisor.wait_started()
+        except TimeoutError:
+            if time_left <= max_wait_s:
+                raise RequestTimeoutError from None
     if supervisor.state != "ready":
         raise _unavailable(supervisor)
 

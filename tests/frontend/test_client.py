@@ -227,7 +227,7 @@ def test_an_error_of_the_engine_is_the_same_error_here(
 def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         early = asyncio.create_task(client.add_request("r", "red", SamplingParams(max_tokens=2)))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         assert not early.done()
         assert client.num_requests == 1
         supervisor.become_ready()
