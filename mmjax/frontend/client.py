@@ -130,7 +130,8 @@ class AsyncEngineClient:
         await self.supervisor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._courier.close()
-        self.input_processor.close()
+        # A thread may still hold the caches' locks.
+        await asyncio.to_thread(self.input_processor.close)
 
     @property
     def num_requests(self) -> int:
@@ -343,7 +344,7 @@ class AsyncEngineClient:
         self._num_processing_seqs -= num_seqs
 
     def _on_unsent(self, message: EngineCoreRequest) -> None:
-        self.input_processor.ledger.take_back(message)
+        self._courier.take_back(message)
         self._fail_sequence(message.request_id, _internal_error())
 
     def _deliver(self, output: RequestOutput) -> None:
