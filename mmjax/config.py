@@ -191,13 +191,18 @@ class SchedulerConfig:
     """Whether an item's tokens go in one step; always so where its embeddings see each other both
     ways."""
     max_num_queued_reqs: int = 1024
-    """More requests than this waiting: a new one gets 429."""
+    """Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429."""
     enable_chunked_prefill: bool = True
     """Whether a prompt may be computed over several steps; else a step must hold the longest."""
     scheduling_policy: SchedulingPolicy = "fcfs"
     """priority: waiting requests are ordered by their `priority`, lowest first, then by arrival."""
     async_scheduling: bool = True
     """Whether the host prepares a step while the device computes the one before."""
+
+    @property
+    def max_num_unfinished_seqs(self) -> int:
+        """Sequences that may run and wait, together."""
+        return self.max_num_seqs + self.max_num_queued_reqs
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
@@ -311,10 +316,13 @@ class ServerConfig:
     root_path: str = ""
     max_request_bytes: int = 32 * 2**20
     request_timeout_s: float = 0.0
-    """A request that is not finished by then gets 408; 0: none is sent away."""
+    """A request that is not finished by then gets 408 (a stream that has begun, an error event);
+    0: none is sent away."""
     request_body_timeout_s: float = 30.0
     """Silence in the middle of a body after which the request gets 408; 0: it waits for ever."""
     sse_keep_alive_interval_s: float = 15.0
+    """Silence after which a stream gets a comment; from its first token on, for nothing of a stream
+    goes out before (its status is not known). 0: never."""
     shutdown_timeout_s: float = 30.0
     """What running requests get after SIGTERM or Ctrl-C; a second signal ends them at once."""
     trust_request_chat_template: bool = False

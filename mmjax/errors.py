@@ -66,8 +66,10 @@ class CapacityError(RequestError):
     status = 429
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
 
 
@@ -77,12 +79,12 @@ class RequestTimeoutError(RequestError):
     status = 408
     code = "request_timeout"
 
-    def __init__(self, message: str | None = None) -> None:
+    def __init__(self, message: str | None = None, *, param: str | None = "timeout") -> None:
         super().__init__(
             message
             or "the request was not finished in time; ask for fewer tokens, try again when the "
             "server is less busy, or raise `timeout` (`--request-timeout` is the server's)",
-            param="timeout",
+            param=param,
         )
 
 
@@ -114,6 +116,41 @@ class EngineUnavailableError(RequestError):
 
     status = 503
     code = "engine_unavailable"
+
+
+class InternalError(RequestError):
+    """A fault of ours; the log says what, the message does not."""
+
+    status = 500
+    code = "internal_error"
+
+
+def make_request_error(
+    code: str,
+    message: str,
+    *,
+    status: int,
+    param: str | None = None,
+    retry_after_s: float | None = None,
+) -> RequestError:
+    """Return an error as another process told it, of the class that `code` belongs to."""
+    error_class = _error_class(code)
+    if issubclass(error_class, CapacityError) and retry_after_s is not None:
+        error: RequestError = error_class(message, param=param, retry_after_s=retry_after_s)
+    else:
+        error = error_class(message, param=param)
+    error.code, error.status = code, status
+    return error
+
+
+def _error_class(code: str) -> type[RequestError]:
+    """Return the class that declares a code; RequestError for a code that none declares."""
+    classes = [RequestError]
+    for error_class in classes:
+        if error_class.__dict__.get("code") == code:
+            return error_class
+        classes += error_class.__subclasses__()
+    return RequestError
 
 
 class MultiModalCacheMissError(MMJaxError):

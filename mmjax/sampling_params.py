@@ -1,9 +1,13 @@
 """What a caller may ask of the sampler; validated once, when it is made."""
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from mmjax.errors import RequestTypeError, RequestValueError
 
@@ -15,6 +19,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's sampling parameters, as far as mmjax serves them.
 
     `temperature=0` is greedy, whatever the other fields say. `top_k` of 0 or -1 means "all".
+    Numbers of numpy become Python's; None for a list is an empty one.
     """
 
     n: int = 1
@@ -35,15 +40,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        for name, to_type in _TYPES.items():
+            msgspec.structs.force_setattr(self, name, to_type(name, getattr(self, name)))
         _check_ranges(self)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if any(not text for text in stop):
-            raise RequestValueError(
-                "`stop` holds an empty string; remove it: it would stop at once", param="stop"
-            )
 
     @property
     def is_greedy(self) -> bool:
@@ -51,24 +50,79 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-_NUMBERS = ("temperature", "top_p", "min_p")
-_INTEGERS = ("n", "top_k", "min_tokens")
-_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs")
+def _to_number(name: str, value: Any) -> float:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        raise RequestTypeError(f"`{name}` is {value!r}; give a number", param=name)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestValueError(f"`{name}` is {value}; give a finite number", param=name)
+    return number
 
 
-def _check_types(params: SamplingParams) -> None:
-    for name in _NUMBERS:
-        value = getattr(params, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RequestTypeError(f"`{name}` is {value!r}; give a number", param=name)
-        if not math.isfinite(value):
-            raise RequestValueError(f"`{name}` is {value}; give a finite number", param=name)
-    for name in (*_INTEGERS, *_OPTIONAL_INTEGERS):
-        value = getattr(params, name)
-        if value is None and name in _OPTIONAL_INTEGERS:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise RequestTypeError(f"`{name}` is {value!r}; give an integer", param=name)
+def _to_integer(name: str, value: Any) -> int:
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
+        raise RequestTypeError(f"`{name}` is {value!r}; give an integer", param=name)
+    return operator.index(value)
+
+
+def _to_optional_integer(name: str, value: Any) -> int | None:
+    return None if value is None else _to_integer(name, value)
+
+
+def _to_bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise RequestTypeError(f"`{name}` is {value!r}; give True or False", param=name)
+    return bool(value)
+
+
+def _to_texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else _to_tuple(name, value, "a string, or strings")
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestTypeError(f"`{name}` holds {text!r}; give strings", param=name)
+        if not text:
+            raise RequestValueError(
+                f"`{name}` holds an empty string; remove it: it would stop at once", param=name
+            )
+    return texts
+
+
+def _to_integers(name: str, value: Any) -> tuple[int, ...]:
+    integers = _to_tuple(name, value, "integers")
+    for integer in integers:
+        if isinstance(integer, bool | np.bool_) or not isinstance(integer, Integral):
+            raise RequestTypeError(f"`{name}` holds {integer!r}; give integers", param=name)
+    return tuple(map(operator.index, integers))
+
+
+def _to_tuple(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise RequestTypeError(f"`{name}` is {value!r}; give {wanted}", param=name)
+    return tuple(value)
+
+
+_TYPES: dict[str, Callable[[str, Any], Any]] = {
+    "n": _to_integer,
+    "temperature": _to_number,
+    "top_p": _to_number,
+    "top_k": _to_integer,
+    "min_p": _to_number,
+    "seed": _to_optional_integer,
+    "max_tokens": _to_optional_integer,
+    "min_tokens": _to_integer,
+    "stop": _to_texts,
+    "stop_token_ids": _to_integers,
+    "include_stop_str_in_output": _to_bool,
+    "ignore_eos": _to_bool,
+    "logprobs": _to_optional_integer,
+    "skip_special_tokens": _to_bool,
+}
+"""What makes of each field the type that it is declared with, or refuses it."""
 
 
 def _check_ranges(params: SamplingParams) -> None:

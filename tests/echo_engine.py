@@ -20,7 +20,12 @@ from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config import EngineConfig, MultiModalConfig
 from mmjax.engine.deadlines import Deadlines
 from mmjax.engine.features import resolve_features
-from mmjax.errors import MultiModalCacheMissError, RequestTimeoutError, RequestValueError
+from mmjax.errors import (
+    MultiModalCacheMissError,
+    RequestError,
+    RequestTimeoutError,
+    RequestValueError,
+)
 from mmjax.frontend.supervisor import EngineListener, EngineState
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import Receiver, Sender
@@ -194,12 +199,17 @@ class EchoSupervisor:
     async def start(self, listener: EngineListener) -> None:
         self._listener = listener
         self._has_work = asyncio.Event()
+        self._has_started = asyncio.Event()
         self._task = asyncio.create_task(self._loop())
         if self.is_started_ready:
             self.become_ready()
 
+    async def wait_started(self) -> None:
+        await self._has_started.wait()
+
     def become_ready(self) -> None:
         self.state = "ready"
+        self._has_started.set()
         self._listener.on_ready()
 
     def die(self, *, restarts: bool) -> None:
@@ -208,6 +218,7 @@ class EchoSupervisor:
         self.engine = EchoEngine(self.mm)
         self.state = "restarting" if restarts else "dead"
         self.health = False
+        self._has_started.set()
         self.num_restarts += 1
         self._listener.on_death()
 
@@ -225,15 +236,8 @@ class EchoSupervisor:
                     self._listener.on_message(
                         CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
                     )
-                except RequestValueError as error:
-                    self._listener.on_message(
-                        RequestFailed(
-                            request_id=message.request_id,
-                            message=error.message,
-                            param=error.param,
-                            status=error.status,
-                        )
-                    )
+                except RequestError as error:
+                    self._listener.on_message(RequestFailed.from_error(message.request_id, error))
             case AbortRequests():
                 self.engine.abort(message.request_ids)
         self._has_work.set()
@@ -251,10 +255,8 @@ class EchoSupervisor:
                 continue
             await asyncio.sleep(self.delay_s)
             for request_id in self.engine.expire():
-                late = RequestTimeoutError()
-                self._listener.on_message(
-                    RequestFailed(request_id=request_id, message=late.message, status=late.status)
-                )
+                failed = RequestFailed.from_error(request_id, RequestTimeoutError())
+                self._listener.on_message(failed)
             self._listener.on_message(StepOutput(deltas=self.engine.step()))
 
 

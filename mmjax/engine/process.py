@@ -6,7 +6,13 @@ import time
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
-from mmjax.errors import MMJaxError, MultiModalCacheMissError, RequestError, RequestTimeoutError
+from mmjax.errors import (
+    InternalError,
+    MMJaxError,
+    MultiModalCacheMissError,
+    RequestError,
+    RequestTimeoutError,
+)
 from mmjax.logger import configure_logging, get_logger
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
@@ -112,18 +118,17 @@ class EngineLoop:
                     CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes)
                 )
             except RequestError as error:
-                self._fail(message.request_id, str(error), error.param, error.status)
+                self._fail(message.request_id, error)
             except Exception:
                 # A fault of ours in one request must not take the others down.
                 logger.exception("request %s could not be taken in", message.request_id)
-                self._fail(message.request_id, "internal error", None, 500)
+                self._fail(message.request_id, InternalError("internal error"))
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
 
     def _expire(self) -> None:
         for request_id in self.core.expire():
-            error = RequestTimeoutError()
-            self._fail(request_id, error.message, None, error.status)
+            self._fail(request_id, RequestTimeoutError())
 
     def _step(self) -> None:
         try:
@@ -131,15 +136,13 @@ class EngineLoop:
         except Exception:
             logger.exception("a step failed; its requests are lost, the engine goes on")
             for request_id in self.core.recover():
-                self._fail(request_id, "internal error in the engine", None, 500)
+                self._fail(request_id, InternalError("internal error in the engine"))
             return
         if deltas:
             self._sender.send(StepOutput(deltas=deltas))
 
-    def _fail(self, request_id: str, message: str, param: str | None, status: int) -> None:
-        self._sender.send(
-            RequestFailed(request_id=request_id, message=message, param=param, status=status)
-        )
+    def _fail(self, request_id: str, error: RequestError) -> None:
+        self._sender.send(RequestFailed.from_error(request_id, error))
 
 
 class Heart:
@@ -165,7 +168,14 @@ class Heart:
         try:
             while not self._is_over.is_set():
                 if time.monotonic() - self._loop.last_turn < MAX_STEP_S:
-                    sender.send(self._loop.core.stats())
+                    self._send_stats(sender)
                 self._is_over.wait(HEARTBEAT_INTERVAL_S)
         finally:
             sender.close()
+
+    def _send_stats(self, sender: Sender) -> None:
+        try:
+            sender.send(self._loop.core.stats())
+        except Exception:
+            # P0 would take the silence for a death.
+            logger.exception("the engine's figures could not be sent")

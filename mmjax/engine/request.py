@@ -137,12 +137,14 @@ class Request:
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
+        """The token that ended the text, unless it is the tokenizer's own end."""
         self.seed = sampling_params.seed if sampling_params.seed is not None else seed
         self.priority = priority
         self.cache_salt = cache_salt
         self.lora_name = lora_name
-        self.eos_token_ids = frozenset() if sampling_params.ignore_eos else frozenset(eos_token_ids)
-        self.ending_token_ids = self.eos_token_ids | frozenset(sampling_params.stop_token_ids)
+        eos_token_ids = () if sampling_params.ignore_eos else eos_token_ids
+        self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
+        self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
         """Place from which on there is text alone."""
         is_plain = sampling_params.is_greedy and sampling_params.logprobs is None
@@ -204,7 +206,7 @@ class Request:
         may_stop = num_output_tokens >= self.sampling_params.min_tokens
         if may_stop and token_id in self.ending_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED
-            self.stop_reason = None if token_id in self.eos_token_ids else token_id
+            self.stop_reason = None if token_id == self._own_eos_token_id else token_id
         elif num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
 

@@ -57,7 +57,7 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
-        self._max_num_queued_reqs = max_num_queued_reqs
+        self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
         self._windows = WindowFitter(
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_items_whole=keeps_items_whole
@@ -77,8 +77,12 @@ class Scheduler:
                 f"`request_id` {request.request_id!r} is in use; give each request its own",
                 param="request_id",
             )
-        if len(self.waiting) >= self._max_num_queued_reqs:
-            raise CapacityError(f"{len(self.waiting)} requests wait already; try again later")
+        # Whether those that wait will run in the next step is not known yet: all of them count.
+        if len(self._requests) >= self._max_num_unfinished_seqs:
+            raise CapacityError(
+                f"{len(self.running)} requests run and {len(self.waiting)} wait already; "
+                "try again later"
+            )
         for item in request.items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):

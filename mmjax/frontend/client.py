@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     CapacityError,
     EngineUnavailableError,
+    InternalError,
     RequestError,
     RequestTimeoutError,
+    RequestValueError,
 )
 from mmjax.frontend.delivery import Courier, call_in_loop
 from mmjax.frontend.explain import Explanation
@@ -81,6 +84,7 @@ class _Ticket:
     """A request on its way through the threads."""
 
     is_stream: bool
+    num_seqs: int
     is_cancelled: bool = False
     """Whether nobody waits for it any more."""
     handle: RequestStream | None = None
@@ -104,10 +108,11 @@ class AsyncEngineClient:
         # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
-        self._capacity = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
+        self._capacity = scheduler.max_num_unfinished_seqs
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._streams: dict[str, RequestStream] = {}
         self._num_processing = 0
+        self._num_processing_seqs = 0
         self._max_start_wait_s = max_start_wait_s
         self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
         self._courier = Courier(
@@ -125,12 +130,34 @@ class AsyncEngineClient:
         await self.supervisor.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._courier.close()
-        self.input_processor.close()
+        # A thread may still hold the caches' locks.
+        await asyncio.to_thread(self.input_processor.close)
 
     @property
     def num_requests(self) -> int:
         """Requests that are processed, wait or run."""
         return len(self._streams) + self._num_processing
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences of those requests: `n` of each."""
+        handles = self._streams.values()
+        return self._num_processing_seqs + sum(len(one.request.messages) for one in handles)
+
+    def check_size(self, num_prompts: int, n: int) -> None:
+        """Refuse what would not fit if nothing else were here: it would never."""
+        limit = (
+            f"this server takes {self._capacity} sequences at once (`--max-num-seqs` and "
+            "`--max-num-queued-reqs`)"
+        )
+        if n > self._capacity:
+            raise RequestValueError(f"`n` is {n}, but {limit}; lower it", param="n")
+        if num_prompts * n > self._capacity:
+            raise RequestValueError(
+                f"`prompt` holds {num_prompts} prompts with `n`={n} answers each, but {limit}; "
+                "send fewer together",
+                param="prompt",
+            )
 
     async def add_request(
         self,
@@ -151,8 +178,7 @@ class AsyncEngineClient:
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
-        self._num_processing += 1
-        ticket = _Ticket(is_stream=stream)
+        ticket = _Ticket(is_stream=stream, num_seqs=sampling_params.n)
         prepare = partial(
             self.input_processor.prepare,
             request_id,
@@ -173,7 +199,7 @@ class AsyncEngineClient:
             raise
         finally:
             if ticket.handle is None:
-                self._num_processing -= 1
+                self._leave_processing(sampling_params.n)
         if ticket.handle is None:
             raise _unavailable(self.supervisor)
         return ticket.handle
@@ -181,12 +207,11 @@ class AsyncEngineClient:
     async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
         """Process a prompt, and describe it; counts against the same capacity as a request."""
         self._admit(1)
-        self._num_processing += 1
         job = partial(_explain, self.input_processor, prompt, id_domain)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, job)
         finally:
-            self._num_processing -= 1
+            self._leave_processing(1)
 
     async def generate(
         self,
@@ -292,22 +317,34 @@ class AsyncEngineClient:
         if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
             request = delivery.request
             ticket.handle = RequestStream(self, request)
-            self._num_processing -= 1
+            self._leave_processing(ticket.num_seqs)
             self._streams[request.request_id] = ticket.handle
             self._output_processor.add_request(request, stream=ticket.is_stream)
             self._courier.expect(request)
         self._courier.deliver(delivery)
 
-    def _admit(self, num_sequences: int) -> None:
-        # Before any decoding: refusing must stay cheap when there is most to refuse.
-        if self.num_requests + num_sequences > self._capacity:
+    def _admit(self, num_seqs: int) -> None:
+        """Count a request as one that is processed, or refuse it.
+
+        Before any decoding: refusing must stay cheap when there is most to refuse. P1 holds no
+        more than is counted here, so that what passes finds room there.
+        """
+        self.check_size(1, num_seqs)
+        num_held = self.num_seqs
+        if num_held + num_seqs > self._capacity:
             raise CapacityError(
-                f"the server holds {self.num_requests} requests and takes {self._capacity}; "
+                f"the server holds {num_held} sequences and takes {self._capacity}; "
                 "try again in a moment"
             )
+        self._num_processing += 1
+        self._num_processing_seqs += num_seqs
+
+    def _leave_processing(self, num_seqs: int) -> None:
+        self._num_processing -= 1
+        self._num_processing_seqs -= num_seqs
 
     def _on_unsent(self, message: EngineCoreRequest) -> None:
-        self.input_processor.ledger.take_back(message)
+        self._courier.take_back(message)
         self._fail_sequence(message.request_id, _internal_error())
 
     def _deliver(self, output: RequestOutput) -> None:
@@ -339,20 +376,21 @@ async def _wait_for_start(
     supervisor: EngineLink, max_wait_s: float, deadline: float | None
 ) -> None:
     """Hold a request while the first P1 compiles, rather than send an early client away."""
-    latest = time.monotonic() + max_wait_s
-    while supervisor.state == "starting" and time.monotonic() < latest:
-        if deadline is not None and time.monotonic() >= deadline:
-            raise RequestTimeoutError
-        await asyncio.sleep(0.05)
+    if supervisor.state == "starting":
+        time_left = math.inf if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(min(max_wait_s, time_left)):
+                await supervisor.wait_started()
+        except TimeoutError:
+            if time_left <= max_wait_s:
+                raise RequestTimeoutError from None
     if supervisor.state != "ready":
         raise _unavailable(supervisor)
 
 
 def _internal_error() -> RequestError:
     # What went wrong inside is for the log, not for the client.
-    error = RequestError("the engine failed on this request; the log says why")
-    error.status = 500
-    return error
+    return InternalError("the engine failed on this request; the log says why")
 
 
 def _explain(
@@ -363,13 +401,8 @@ def _explain(
 
 
 def _error_of(failure: RequestFailed) -> RequestError:
-    if failure.status >= 500 and failure.status != EngineUnavailableError.status:
-        return _internal_error()
-    if failure.status == RequestTimeoutError.status:
-        return RequestTimeoutError(failure.message)
-    error = RequestError(failure.message, param=failure.param)
-    error.status = failure.status
-    return error
+    error = failure.to_error()
+    return _internal_error() if isinstance(error, InternalError) else error
 
 
 def _unavailable(supervisor: EngineLink) -> EngineUnavailableError:

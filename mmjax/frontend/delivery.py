@@ -7,7 +7,7 @@
     waiting --> committing    there is a new P1
     sent --> gone             P1 gave the first output
 
-Lives in the event loop; commits run in a thread.
+Lives in the event loop; commits, and whatever else takes the ledger's lock, run in threads.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from mmjax.errors import RequestError
 from mmjax.frontend.ledger import Ledger
 from mmjax.frontend.requests import Delivery, ProcessedRequest
 from mmjax.logger import get_logger
-from mmjax.transport.messages import AbortRequests, CacheMiss, EngineMessage
+from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)
 
@@ -65,13 +65,20 @@ class Courier:
         self._fail = fail
         self._parcels: dict[str, _Parcel] = {}
         self._has_engine = False
+        self._epoch = 0
+        """Which P1 is sent to: what was made for another one is not for it."""
+        self._num_lives = 0
+        """Deaths and births that were heard of."""
+        # One thread: notes are taken in the order of what they note.
+        self._notes = ThreadPoolExecutor(1, thread_name_prefix="mmjax-notes")
         # Its own thread: what P1 waits for goes before what nobody has begun.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-resend")
 
     def close(self) -> None:
         """End the thread; what it does meanwhile goes nowhere."""
         self._parcels.clear()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._notes, self._thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- a message's way ------------------------------------------------------------------------
 
@@ -89,7 +96,7 @@ class Courier:
         """
         message_id = delivery.message.request_id
         parcel = self._parcels.get(message_id)
-        is_sendable = self._has_engine and delivery.epoch == self._ledger.epoch
+        is_sendable = self._has_engine and delivery.epoch == self._epoch
         if is_sendable:
             self._send(delivery.message)
             if parcel is None:
@@ -113,11 +120,15 @@ class Courier:
         for message in request.messages:
             self._parcels.pop(message.request_id, None)
 
+    def take_back(self, message: EngineCoreRequest) -> None:
+        """Learn that a message was not sent, and never will be."""
+        self._note(partial(self._ledger.take_back, message))
+
     # ---- what P1 says and does ------------------------------------------------------------------
 
     def on_miss(self, miss: CacheMiss) -> None:
         """Send a message again, with the items that P1 lacks."""
-        self._ledger.invalidate(miss.mm_hashes)
+        noted = self._note(partial(self._ledger.invalidate, miss.mm_hashes, self._epoch))
         parcel = self._parcels.get(miss.request_id)
         if parcel is None or parcel.state is not _State.SENT:
             return
@@ -127,29 +138,45 @@ class Courier:
             logger.error("P1 lacks items that request %s has brought", miss.request_id)
             self._fail(miss.request_id, RuntimeError("P1 lost the request's items"))
         else:
-            self._commit_again(parcel)
+            parcel.state = _State.COMMITTING
+            noted.add_done_callback(lambda _: self._commit_again(parcel))
 
     def on_death(self) -> None:
         """Learn that P1 is gone, and all that it held."""
         self._has_engine = False
-        self._ledger.forget_engine()
+        self._num_lives += 1
+        self._note(self._ledger.forget_engine)
         for parcel in self._parcels.values():
             if parcel.state is _State.SENT:
                 parcel.state = _State.WAITING
 
     def on_ready(self) -> None:
-        """Send what waits for a P1."""
+        """Send what waits for a P1, once nothing is noted of the last one."""
+        self._num_lives += 1
+        begin = partial(call_in_loop, asyncio.get_running_loop(), self._begin, self._num_lives)
         # Once more: what was committed since the last one's death has not been sent.
-        self._ledger.forget_engine()
+        self._note(partial(self._ledger.forget_engine, begin))
+
+    def _begin(self, life: int, epoch: int) -> None:
+        if life != self._num_lives:
+            return
+        self._epoch = epoch
         self._has_engine = True
         for parcel in list(self._parcels.values()):
             if parcel.state is _State.WAITING:
                 parcel.num_misses = 0
                 self._commit_again(parcel)
 
-    # ---- in the thread --------------------------------------------------------------------------
+    # ---- in the threads -------------------------------------------------------------------------
+
+    def _note(self, take_note: Callable[[], None]) -> "asyncio.Future[None]":
+        noted = asyncio.get_running_loop().run_in_executor(self._notes, take_note)
+        noted.add_done_callback(_log_failure)
+        return noted
 
     def _commit_again(self, parcel: _Parcel) -> None:
+        if self._parcels.get(parcel.message_id) is not parcel:
+            return
         parcel.state = _State.COMMITTING
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(
@@ -173,6 +200,13 @@ class Courier:
         if not isinstance(error, RequestError):
             logger.error("request %s cannot be sent again", parcel.message_id, exc_info=error)
         self._fail(parcel.message_id, error if isinstance(error, Exception) else RuntimeError())
+
+
+def _log_failure(noted: "asyncio.Future[None]") -> None:
+    error = None if noted.cancelled() else noted.exception()
+    if error is not None:
+        # What the caches differ in heals by misses.
+        logger.error("P0's notes of the engine's caches could not be changed", exc_info=error)
 
 
 def call_in_loop(

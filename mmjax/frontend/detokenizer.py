@@ -5,6 +5,7 @@ text that may yet become a stop string.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 _REPLACEMENT = "\ufffd"
@@ -67,42 +68,73 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Holds text back while it may become a stop string, and finds the first one."""
+    """Holds text back while it may become a stop string, and finds the first one.
+
+    Linear in the text, whatever the stop strings are: they may be a client's.
+    """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
         self._stop = tuple(stop)
+        self._borders = tuple(map(_borders, self._stop))
+        self._num_matched = [0] * len(self._stop)
+        """Of each stop string, the length of its longest beginning that the text ends with."""
         self._include_in_output = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return the text that may go out, and the stop string that ends it, if one does."""
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return the text that may go out, and the stop string that ends it, if one does.
+
+        Without `may_stop` no stop string ends within `text`; one may begin there.
+        """
         if not self._stop:
             return text, None
+        for place, character in enumerate(text):
+            found = self._advance(character)
+            if found is not None and may_stop:
+                shown = self._held + text[: place + 1]
+                self._held = ""
+                return shown if self._include_in_output else shown[: -len(found)], found
         held = self._held + text
-        found = self._first_match(held)
-        if found is not None:
-            start, stop = found
-            self._held = ""
-            return held[: start + len(stop) if self._include_in_output else start], stop
-        keep = max(_longest_overlap(held, stop) for stop in self._stop)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], None
+        num_shown = len(held) - max(self._num_matched)
+        self._held = held[num_shown:]
+        return held[:num_shown], None
 
     def release(self) -> str:
         """Return what is held back, when the sequence ended otherwise."""
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
-        # The match that ends first is the one that a reader token by token would have met.
-        matches = [(text.find(stop), stop) for stop in self._stop if stop in text]
-        return min(matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)
+    def _advance(self, character: str) -> str | None:
+        """Read a character; return the longest stop string that ends with it."""
+        found: str | None = None
+        for index, stop in enumerate(self._stop):
+            matched, borders = self._num_matched[index], self._borders[index]
+            while matched and stop[matched] != character:
+                matched = borders[matched - 1]
+            if stop[matched] == character:
+                matched += 1
+            if matched == len(stop):
+                found = max(found or "", stop, key=len)
+                matched = borders[matched - 1]
+            self._num_matched[index] = matched
+        return found
 
 
-def _longest_overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return, for each beginning, the longest proper one of its own that it ends with.
+
+    "abab" -> 0 0 1 2 (Knuth, Morris and Pratt's failure function).
+    """
+    borders = [0] * len(stop)
+    length = 0
+    for place in range(1, len(stop)):
+        while length and stop[place] != stop[length]:
+            length = borders[length - 1]
+        if stop[place] == stop[length]:
+            length += 1
+        borders[place] = length
+    return tuple(borders)
 
 
 class OutputText:
@@ -115,13 +147,16 @@ class OutputText:
         self.stop_string: str | None = None
 
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str:
-        """Take new ids; return what may be shown beyond what was shown before."""
+        """Take new ids; return what may be shown beyond what was shown before.
+
+        Without `check_stop` no stop string ends here; one may begin.
+        """
         text = self._detokenizer.append(token_ids)
         return self._show(text, check_stop=check_stop)
 
-    def finish(self) -> str:
+    def finish(self, *, check_stop: bool = True) -> str:
         """Return the rest, when the engine ended the sequence."""
-        shown = self._show(self._detokenizer.flush(), check_stop=True)
+        shown = self._show(self._detokenizer.flush(), check_stop=check_stop)
         if self.stop_string is None:
             rest = self._checker.release()
             self.text += rest
@@ -129,7 +164,6 @@ class OutputText:
         return shown
 
     def _show(self, text: str, *, check_stop: bool) -> str:
-        if check_stop:
-            text, self.stop_string = self._checker.push(text)
+        text, self.stop_string = self._checker.push(text, may_stop=check_stop)
         self.text += text
         return text

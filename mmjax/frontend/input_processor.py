@@ -209,8 +209,9 @@ class InputProcessor:
         )
 
     def _eos_token_ids(self) -> list[int]:
-        known = self.generation_defaults.eos_token_ids
-        return list(known) if known else [int(self.tokenizer.eos_token_id)]
+        own = self.tokenizer.eos_token_id
+        known = self.generation_defaults.eos_token_ids or (int(own),)
+        return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
         """Give back what the cache holds outside of Python. Idempotent."""

@@ -21,7 +21,10 @@ Deliver = Callable[[Delivery], None]
 
 
 class Ledger:
-    """Completes messages with what P1 lacks. Safe to call from several threads."""
+    """Completes messages with what P1 lacks. Safe to call from several threads.
+
+    NOTE: not from an event loop: a commit holds the lock while it copies into shared memory.
+    """
 
     def __init__(
         self, processors: ProcessorPool, cache: BaseMultiModalProcessorCache | None
@@ -64,10 +67,11 @@ class Ledger:
                 prepared = self._rebuild(prepared, miss.mm_hashes)
         request.prepared = prepared
 
-    def invalidate(self, mm_hashes: Collection[str]) -> None:
-        """Learn that P1 does not hold these items."""
+    def invalidate(self, mm_hashes: Collection[str], epoch: int | None = None) -> None:
+        """Learn that P1 does not hold these items; of the P1 of another `epoch`, nothing."""
         with self._lock:
-            self._invalidate(mm_hashes)
+            if epoch in (None, self.epoch):
+                self._invalidate(mm_hashes)
 
     def take_back(self, message: EngineCoreRequest) -> None:
         """Learn that a message was not sent, and never will be."""
@@ -77,12 +81,19 @@ class Ledger:
                     self._cache.withdraw(feature.data)
             self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
-    def forget_engine(self) -> None:
-        """Learn that P1 is a new one, which holds nothing, or that there is none."""
+    def forget_engine(self, begin: Callable[[int], None] | None = None) -> None:
+        """Learn that P1 is a new one, which holds nothing, or that there is none.
+
+        `begin` gets the new epoch, after all deliveries of the old ones and before any of the new.
+        """
         with self._lock:
             self.epoch += 1
-            if self._cache is not None:
-                self._cache.reset_readers()
+            try:
+                if self._cache is not None:
+                    self._cache.reset_readers()
+            finally:
+                if begin is not None:
+                    begin(self.epoch)
 
     def _commit_next(
         self,

@@ -49,5 +49,12 @@ class Outbox:
                 await self._send(message)
             except Exception:
                 logger.exception("a message could not be sent to P1")
-                if isinstance(message, EngineCoreRequest):
-                    self._on_unsent(message)
+                self._take_back(message)
+
+    def _take_back(self, message: EngineMessage) -> None:
+        if isinstance(message, EngineCoreRequest):
+            try:
+                self._on_unsent(message)
+            except Exception:
+                # The next messages still have to go.
+                logger.exception("request %s could not be taken back", message.request_id)

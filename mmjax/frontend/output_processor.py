@@ -140,7 +140,8 @@ class OutputProcessor:
         logprobs = self._logprobs(delta, len(taken))
         sequence.add(taken, logprobs)
         if not is_stopped and delta.finish_reason is not None:
-            new_text += sequence.text.finish()
+            may_stop = len(sequence.token_ids) > params.min_tokens
+            new_text += sequence.text.finish(check_stop=may_stop)
             is_stopped = sequence.text.stop_string is not None
         if is_stopped:
             sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.stop_string

@@ -29,7 +29,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     """None while it runs; "stop", "length" or "abort"."""
     stop_reason: int | str | None = None
-    """The stop string or the id from `stop_token_ids` that ended it; None for the model's end."""
+    """The stop string or the token that ended it; None for the tokenizer's own end token."""
 
     def finished(self) -> bool:
         """Return whether nothing will be added."""

@@ -32,7 +32,10 @@ class ProcessorPool:
     def borrow(self) -> Iterator[BaseMultiModalProcessor[Any]]:
         """Have a processor to oneself; made anew where all are at work."""
         with self._lock:
-            processor = self._idle.pop() if self._idle else self._make()
+            processor = self._idle.pop() if self._idle else None
+        if processor is None:
+            # Outside of the lock: it takes a second or more, and others want to give theirs back.
+            processor = self._make()
         try:
             yield processor
         finally:
@@ -43,5 +46,6 @@ class ProcessorPool:
         tokenizer = copy.deepcopy(self.tokenizer)
         processor = create_processor(self._model_config, tokenizer, cache=self._cache)
         processor.item_hasher = self.first.item_hasher
-        self.num_instances += 1
+        with self._lock:
+            self.num_instances += 1
         return processor

@@ -10,14 +10,15 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol, runtime_checkable
 
 from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
+from mmjax.frontend.silence import Silence
 from mmjax.logger import get_logger
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.messages import (
@@ -36,8 +37,6 @@ ENGINE_MAIN = "mmjax.engine.process:run_engine"
 """P1's main; a name, because importing it would bring jax into P0."""
 
 EngineState = Literal["starting", "ready", "restarting", "dead"]
-
-_HEARTBEAT_CHECK_S = 1.0
 
 
 class EngineStartError(MMJaxError):
@@ -74,6 +73,9 @@ class EngineLink(Protocol):
     async def start(self, listener: EngineListener) -> None:
         """Begin to relay what the engine says."""
 
+    async def wait_started(self) -> None:
+        """Wait until `state` is not "starting" any more."""
+
     async def send(self, message: EngineMessage) -> None:
         """Send to the engine."""
 
@@ -95,7 +97,7 @@ class _Life:
         directory = IpcDirectory()
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
-            args=(main, config, directory.address("in"), directory.address("out")),
+            args=(main, config, directory),
             name="mmjax-engine",
             daemon=True,
         )
@@ -136,12 +138,12 @@ class Supervisor:
         self.num_restarts = 0
         self._config = config
         self._main = main
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._silence = Silence(timeout_s=heartbeat_timeout_s)
         self._shutdown_timeout_s = shutdown_timeout_s
-        self._last_heard = time.monotonic()
         self._listener: EngineListener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._has_ended = asyncio.Event()
+        self._has_started = asyncio.Event()
         self._is_ready = asyncio.Event()
         self._life = _Life.spawn(config, main)
 
@@ -151,15 +153,10 @@ class Supervisor:
         return self._life.process.pid
 
     @property
-    def seconds_since_heard(self) -> float:
-        """How long P1 has been silent."""
-        return time.monotonic() - self._last_heard
-
-    @property
     def is_healthy(self) -> bool:
         """Whether P1 lives and speaks (one that still starts is not expected to speak)."""
         if self.state == "ready":
-            return self.seconds_since_heard < self._heartbeat_timeout_s
+            return not self._silence.is_too_long
         return self.state == "starting"
 
     async def start(self, listener: EngineListener) -> None:
@@ -169,6 +166,10 @@ class Supervisor:
             asyncio.create_task(self._supervise(), name="supervise"),
             asyncio.create_task(self._watch_heartbeat(), name="watch-heartbeat"),
         ]
+
+    async def wait_started(self) -> None:
+        """Wait until the first P1 takes requests, or has ended before it did."""
+        await self._has_started.wait()
 
     async def wait_ready(self) -> Ready:
         """Wait until P1 takes requests; raise EngineStartError if it never will."""
@@ -202,70 +203,91 @@ class Supervisor:
     # ---- lives and deaths -----------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        while True:
-            was_ready = await self._live()
-            logger.error(
-                "the engine process (pid %s) ended with exit code %s",
-                self.pid,
-                self._life.process.exitcode,
-            )
-            self._life.close()
-            self.ready = self.heartbeat = None
-            self._is_ready.clear()
+        try:
             # A P1 that dies before it is ready would die again: restart only one that has served.
-            self.state = "restarting" if was_ready else "dead"
-            if self._listener is not None:
-                self._listener.on_death()
-            if not was_ready:
-                self._has_ended.set()
-                return
-            self.num_restarts += 1
-            self._life = _Life.spawn(self._config, self._main)
+            while await self._live():
+                self._end_life("restarting")
+                self.num_restarts += 1
+                self._life = _Life.spawn(self._config, self._main)
+        except Exception:
+            logger.exception("the engine process can be supervised no longer; it is ended")
+            self._life.process.kill()
+        self._end_life("dead")
+        self._has_ended.set()
 
     async def _live(self) -> bool:
         """Relay messages until P1 dies; return whether it had become ready."""
         self._life.open()
         died = asyncio.Event()
         loop = asyncio.get_running_loop()
-        sentinel = self._life.process.sentinel
-        loop.add_reader(sentinel, died.set)
+        process = self._life.process
+        loop.add_reader(process.sentinel, died.set)
         relay = asyncio.create_task(self._relay(), name="relay")
+        relay.add_done_callback(self._end_unheard)
         try:
             await died.wait()
         finally:
-            loop.remove_reader(sentinel)
+            loop.remove_reader(process.sentinel)
             relay.cancel()
             await asyncio.gather(relay, return_exceptions=True)
-        await asyncio.to_thread(self._life.process.join)
+        await asyncio.to_thread(process.join)
+        logger.error(
+            "the engine process (pid %s) ended with exit code %s", process.pid, process.exitcode
+        )
         return self.ready is not None
+
+    def _end_life(self, state: EngineState) -> None:
+        self._life.close()
+        self.ready = self.heartbeat = None
+        self._is_ready.clear()
+        self.state = state
+        self._has_started.set()
+        if self._listener is not None:
+            _tell(self._listener.on_death)
+
+    def _end_unheard(self, relay: "asyncio.Task[None]") -> None:
+        """End a P1 whose messages can be read no longer."""
+        if not relay.cancelled():
+            logger.error(
+                "nothing of the engine process can be read; it is ended",
+                exc_info=relay.exception(),
+            )
+            self._life.process.kill()
 
     async def _relay(self) -> None:
         receiver, listener = self._life.receiver, self._listener
-        while receiver is not None and listener is not None:
+        assert receiver is not None, "opened by `_live`"
+        assert listener is not None, "given to `start`"
+        while True:
             message = await receiver.receive()
-            self._last_heard = time.monotonic()
-            try:
-                match message:
-                    case Ready():
-                        self.ready, self.state = message, "ready"
-                        self._is_ready.set()
-                        listener.on_ready()
-                    case Heartbeat():
-                        self.heartbeat = message
-                    case StepOutput() | RequestFailed() | CacheMiss():
-                        listener.on_message(message)
-                    case _:
-                        logger.error("P1 sent a %s; ignored", type(message).__name__)
-            except Exception:
-                # One message must not end the loop that all requests hang on.
-                logger.exception("a message of P1 could not be taken")
+            self._silence.end()
+            match message:
+                case Ready():
+                    self.ready, self.state = message, "ready"
+                    self._has_started.set()
+                    self._is_ready.set()
+                    _tell(listener.on_ready)
+                case Heartbeat():
+                    self.heartbeat = message
+                case StepOutput() | RequestFailed() | CacheMiss():
+                    _tell(partial(listener.on_message, message))
+                case _:
+                    logger.error("P1 sent a %s; ignored", type(message).__name__)
 
     async def _watch_heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(_HEARTBEAT_CHECK_S)
-            if self.state == "ready" and self.seconds_since_heard > self._heartbeat_timeout_s:
+            await asyncio.sleep(self._silence.turn_s)
+            if self._silence.take_turn() and self.state == "ready":
                 logger.error("the engine process is silent for too long; it is ended")
                 self._life.process.kill()
+
+
+def _tell(news: Callable[[], None]) -> None:
+    """Tell the listener; a fault of his must not end the tasks that all requests hang on."""
+    try:
+        news()
+    except Exception:
+        logger.exception("what the engine process said or did could not be taken in")
 
 
 def _end_process(process: BaseProcess, timeout_s: float) -> None:
@@ -279,23 +301,27 @@ def _end_process(process: BaseProcess, timeout_s: float) -> None:
 # ---- in P1 -------------------------------------------------------------------------------------
 
 
-def _run_child(main: str, config: EngineConfig, address_in: str, address_out: str) -> None:
+def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None:
     # Ctrl-C reaches the whole group: P0 decides when P1 ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True, name="watch-parent").start()
+    threading.Thread(
+        target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
+    ).start()
     module, _, name = main.partition(":")
     run: Callable[[EngineConfig, str, str], None] = getattr(importlib.import_module(module), name)
     try:
-        run(config, address_in, address_out)
+        run(config, directory.address("in"), directory.address("out"))
     except MMJaxError as error:
         # A checkpoint or a setting that cannot be served: its message says all.
         print(f"mmjax engine: {error}", file=sys.stderr)
         sys.exit(1)
 
 
-def _exit_with_parent() -> None:
+def _exit_with_parent(directory: IpcDirectory) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # Who made it was killed, and cannot.
+        directory.close()
         # A thread cannot end its process politely, and nobody is left to be polite to.
         os._exit(1)

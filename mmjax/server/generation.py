@@ -3,7 +3,8 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,7 @@ from mmjax.server.responses import (
     chat_chunk_choice,
     text_choice,
 )
-from mmjax.server.streaming import ClientGone, EventStream, collect, merge
-
-_CLIENT_GONE_STATUS = 499
-"""nginx's status for it; nobody reads it."""
+from mmjax.server.streaming import EventStream, begin, collect
 
 
 class GenerationService:
@@ -58,7 +56,9 @@ class GenerationService:
         params = body.sampling_params(self._default_params())
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
         make_prompt = partial(self._chat_prompt, body)
-        try:
+        new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
+        options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
+        with _errors_of_messages():
             streams = await self._submit(
                 answer_id,
                 [make_prompt],
@@ -68,17 +68,11 @@ class GenerationService:
                 id_domain=self._id_domain(request),
                 limits=_limits(body, self._config),
             )
-        except RequestError as error:
-            error.param = _param_of_messages(error)
-            raise
-        new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
-        options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
-        if body.stream:
-            events = self._chat_events(body, streams, new_answer, options)
-            return self._event_stream(events, streams)
-        outputs, usage = await _gather(request, streams)
-        if outputs is None:
-            return Response(status_code=_CLIENT_GONE_STATUS)
+            if body.stream:
+                chunks = await begin(request, streams)
+                events = self._chat_events(body, chunks, new_answer, options)
+                return self._event_stream(events, streams)
+            outputs, usage = await _gather(request, streams)
         answer = new_answer(
             choices=[chat_choice(item, options) for item in outputs[0].outputs],
             usage=usage.usage(),
@@ -89,13 +83,10 @@ class GenerationService:
     async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Answer with what processing makes of a conversation: no model runs."""
         self._check(request, body)
-        try:
+        with _errors_of_messages():
             explanation = await self._client.explain(
                 partial(self._chat_prompt, body), id_domain=self._id_domain(request)
             )
-        except RequestError as error:
-            error.param = _param_of_messages(error)
-            raise
         if len(self._config.api_keys) > 1:
             explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._model_name}
@@ -104,14 +95,13 @@ class GenerationService:
     async def _chat_events(
         self,
         body: ChatCompletionRequest,
-        streams: list[RequestStream],
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
         new_answer: Callable[..., Answer],
         options: ChoiceOptions,
     ) -> AsyncGenerator[Answer, None]:
         usage = UsageCounter()
         stream_options = body.stream_options
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        outputs = merge(streams)
         try:
             for index in range(body.n):
                 delta = ChatDelta(role="assistant", content="")
@@ -160,11 +150,10 @@ class GenerationService:
         new_answer = self._answer_factory(answer_id, "text_completion", False)
         options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
         if body.stream:
-            events = self._text_events(body, streams, new_answer, options)
+            chunks = await begin(request, streams)
+            events = self._text_events(body, chunks, len(streams), new_answer, options)
             return self._event_stream(events, streams)
         outputs, usage = await _gather(request, streams)
-        if outputs is None:
-            return Response(status_code=_CLIENT_GONE_STATUS)
         choices = [
             text_choice(item, options, index=number * body.n + item.index, offset=0)
             for number, output in enumerate(outputs)
@@ -175,15 +164,15 @@ class GenerationService:
     async def _text_events(
         self,
         body: CompletionRequest,
-        streams: list[RequestStream],
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        num_prompts: int,
         new_answer: Callable[..., Answer],
         options: ChoiceOptions,
     ) -> AsyncGenerator[Answer, None]:
         usage = UsageCounter()
         stream_options = body.stream_options
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        offsets = [0] * (len(streams) * body.n)
-        outputs = merge(streams)
+        offsets = [0] * (num_prompts * body.n)
         try:
             async for number, output in outputs:
                 usage.add(output)
@@ -248,6 +237,7 @@ class GenerationService:
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
         """Add one request for each prompt; where one is refused, none runs."""
+        self._client.check_size(len(prompts), params.n)
         added = await asyncio.gather(
             *(
                 self._client.add_request(
@@ -304,8 +294,8 @@ def _limits(body: GenerationRequest, config: ServerConfig) -> Mapping[str, Any]:
 
 async def _gather(
     request: Request, streams: list[RequestStream]
-) -> tuple[list[RequestOutput] | None, UsageCounter]:
-    """Return the final output of each stream; None when the client left."""
+) -> tuple[list[RequestOutput], UsageCounter]:
+    """Return the final output of each stream."""
     usage = UsageCounter()
     outputs: dict[int, RequestOutput] = {}
 
@@ -313,10 +303,7 @@ async def _gather(
         usage.add(output)
         outputs[index] = output
 
-    try:
-        await collect(request, streams, take)
-    except ClientGone:
-        return None, usage
+    await collect(request, streams, take)
     return [outputs[index] for index in range(len(streams))], usage
 
 
@@ -325,10 +312,15 @@ def _default_salt(request: Request) -> str:
     return f"api key {getattr(request.state, API_KEY_STATE)}"
 
 
-def _param_of_messages(error: RequestError) -> str | None:
-    # The prompt is what the template made of the messages: the client sent those.
-    is_made = error.param == "prompt" or (error.param or "").startswith("multi_modal_")
-    return "messages" if is_made else error.param
+@contextmanager
+def _errors_of_messages() -> Iterator[None]:
+    """Let errors about a prompt name the messages that the template made it of."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
+            error.param = "messages"
+        raise
 
 
 def _text_prompt(prompt: str | list[int], body: CompletionRequest) -> PromptDict:

@@ -1,8 +1,8 @@
 """Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -17,12 +17,17 @@ from mmjax.server.errors import error_body, internal_error_body
 
 logger = get_logger(__name__)
 
+T = TypeVar("T")
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class ClientGone(Exception):
-    """The client closed the connection before its answer was whole."""
+class ClientGone(RequestError):
+    """The client closed the connection before its answer was whole: nobody reads the status."""
+
+    status = 499  # nginx's
+    code = "client_closed_request"
 
 
 class EventStream(StreamingResponse):
@@ -149,17 +154,50 @@ async def collect(
         finally:
             await outputs.aclose()
 
-    reading = asyncio.create_task(read())
+    await _while_connected(request, read())
+
+
+async def begin(
+    request: Request, streams: list[RequestStream]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Wait for the first output of all `streams`, and return `merge(streams)`, which begins so.
+
+    An error before that is raised here, where it can still be the response's status; ClientGone,
+    and all aborted, when the client leaves.
+    """
+    outputs = merge(streams)
+    try:
+        first = await _while_connected(request, anext(outputs))
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return _join(first, outputs)
+
+
+async def _join(
+    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        yield first
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Return what `work` gives; cancel it and raise ClientGone when the client leaves."""
+    working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
-            raise ClientGone
-        reading.result()
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client closed the connection before its answer was whole")
+        return working.result()
     finally:
-        for task in (reading, leaving):
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(reading, leaving, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from mmjax.errors import InternalError, RequestError, make_request_error
 from mmjax.processing.inputs import MultiModalFeatureSpec
 from mmjax.sampling_params import SamplingParams
 
@@ -17,7 +18,7 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Sorted by `mm_position.offset`; without data where P1 holds it, or an earlier one has it."""
     sampling_params: SamplingParams
     eos_token_ids: list[int] = []
-    """Tokens that end the text unless `ignore_eos`."""
+    """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's own end."""
     arrival_time: float = 0.0
     deadline: float | None = None
     """By when it must be finished, on the machine's monotonic clock."""
@@ -63,7 +64,7 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     """None while the request runs; "stop", "length" or "abort"."""
     stop_reason: int | None = None
-    """The id from `stop_token_ids` that ended the text."""
+    """The token that ended the text, unless it is the tokenizer's own end."""
     num_cached_tokens: int = 0
 
 
@@ -80,6 +81,31 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     message: str
     param: str | None = None
     status: int = 500
+    code: str = InternalError.code
+    retry_after_s: float | None = None
+    """When the same request may succeed, where that is known."""
+
+    @classmethod
+    def from_error(cls, request_id: str, error: RequestError) -> "RequestFailed":
+        """Tell of an error that `to_error` makes again on the other side."""
+        return cls(
+            request_id=request_id,
+            message=error.message,
+            param=error.param,
+            status=error.status,
+            code=error.code,
+            retry_after_s=getattr(error, "retry_after_s", None),
+        )
+
+    def to_error(self) -> RequestError:
+        """Return the error as it was raised: class, status, code, field and time to wait."""
+        return make_request_error(
+            self.code,
+            self.message,
+            status=self.status,
+            param=self.param,
+            retry_after_s=self.retry_after_s,
+        )
 
 
 class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):

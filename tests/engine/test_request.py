@@ -1,5 +1,7 @@
 """A request's own state: where its pictures lie, and when it ends."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -8,14 +10,20 @@ from mmjax.processing.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 
-def make_request(num_prompt_tokens: int = 4, items: tuple = (), **sampling: object) -> Request:
+def make_request(
+    num_prompt_tokens: int = 4,
+    items: tuple = (),
+    *,
+    eos_token_ids: Sequence[int] = (1,),
+    **sampling: object,
+) -> Request:
     return Request(
         request_id="a",
         prompt_token_ids=list(range(num_prompt_tokens)),
         sampling_params=SamplingParams(**sampling),  # pyright: ignore[reportArgumentType]
         max_model_len=12,
         items=items,
-        eos_token_ids=[1],
+        eos_token_ids=eos_token_ids,
     )
 
 
@@ -63,6 +71,14 @@ def test_a_request_ends(
     assert request.status is status
     assert request.stop_reason == stop_reason
     assert request.output_token_ids == sampled
+
+
+@pytest.mark.parametrize(("token_id", "stop_reason"), [(1, None), (9, 9)])
+def test_another_end_of_the_checkpoint_is_a_reason(token_id: int, stop_reason: int | None) -> None:
+    request = make_request(eos_token_ids=[1, 9])
+    request.append_token(token_id)
+    assert request.status is RequestStatus.FINISHED_STOPPED
+    assert request.stop_reason == stop_reason
 
 
 def test_a_seed_is_kept_or_given() -> None:

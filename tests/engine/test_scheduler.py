@@ -308,11 +308,20 @@ def test_a_request_id_is_used_once_at_a_time() -> None:
         scheduler.add_request(make_request("a", 2))
 
 
-def test_a_full_queue_refuses() -> None:
-    scheduler = make_scheduler(max_num_queued_reqs=1)
-    scheduler.add_request(make_request("a", 2))
-    with pytest.raises(CapacityError, match="wait already"):
+def test_all_that_may_run_and_wait_are_taken_at_once() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_queued_reqs=4)
+    for number in range(6):
+        scheduler.add_request(make_request(f"{number}", 2))
+    with pytest.raises(CapacityError, match="0 requests run and 6 wait already"):
         scheduler.add_request(make_request("b", 2))
+    scheduler.schedule()
+    with pytest.raises(CapacityError, match="2 requests run and 4 wait already"):
+        scheduler.add_request(make_request("b", 2))
+    scheduler.abort(["0", "5"])
+    scheduler.add_request(make_request("c", 2))
+    scheduler.add_request(make_request("d", 2))
+    with pytest.raises(CapacityError, match="wait already"):
+        scheduler.add_request(make_request("e", 2))
 
 
 def test_one_identifier_cannot_stand_for_two_sizes() -> None:

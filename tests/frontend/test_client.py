@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import SchedulerConfig
-from mmjax.errors import CapacityError, EngineUnavailableError, RequestError
+from mmjax.config import MultiModalConfig, SchedulerConfig
+from mmjax.errors import (
+    CapacityError,
+    EngineUnavailableError,
+    MediaError,
+    MediaIdConflictError,
+    RequestError,
+    RequestTimeoutError,
+    RequestTypeError,
+)
 from mmjax.frontend.client import AsyncEngineClient, RequestStream
 from mmjax.frontend.input_processor import InputProcessor
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.sampling_params import SamplingParams
-from tests.echo_engine import REFUSED_TOKEN, EchoSupervisor
+from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=None)
 
@@ -163,10 +171,63 @@ def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> No
     with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
 
+def test_every_sequence_counts_until_its_request_ends(input_processor: InputProcessor) -> None:
+    scheduler = SchedulerConfig(max_num_seqs=2, max_num_queued_reqs=4)
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        three = SamplingParams(n=3, ignore_eos=True, max_tokens=None)
+        first = await client.add_request("a", "red", three)
+        second = await client.add_request("b", "red", three)
+        with pytest.raises(CapacityError, match="holds 6 sequences and takes 6"):
+            await client.add_request("c", "red", ENDLESS)
+        with pytest.raises(RequestError, match="`n` is 7") as caught:
+            await client.add_request("d", "red", SamplingParams(n=7))
+        assert (caught.value.status, caught.value.param) == (400, "n")
+        first.close()
+        (await client.add_request("e", "red", three)).close()
+        second.close()
+        assert (client.num_requests, client.num_seqs) == (0, 0)
+
+    with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
+
+
+ERRORS = [
+    RequestError("no", param="prompt"),
+    RequestTypeError("no", param="n"),
+    MediaError("no", param="multi_modal_data"),
+    MediaIdConflictError("no", param="multi_modal_uuids"),
+    CapacityError("no", retry_after_s=7.0),
+    RequestTimeoutError(),
+    EngineUnavailableError("no"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_an_error_of_the_engine_is_the_same_error_here(
+    input_processor: InputProcessor, error: RequestError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: EchoEngine, request: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(EchoEngine, "add_request", refuse)
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        stream = await client.add_request("r", "red", ENDLESS)
+        with pytest.raises(RequestError) as caught:
+            await text_of(stream)
+        found = caught.value
+        assert (found.status, found.code) == (error.status, error.code)
+        assert (found.message, found.param) == (error.message, error.param)
+        assert getattr(found, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+        assert isinstance(found, CapacityError) == isinstance(error, CapacityError)
+
+    with_client(input_processor, body, mm=MultiModalConfig(mm_processor_cache_gb=0.0))
+
+
 def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         early = asyncio.create_task(client.add_request("r", "red", SamplingParams(max_tokens=2)))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         assert not early.done()
         assert client.num_requests == 1
         supervisor.become_ready()

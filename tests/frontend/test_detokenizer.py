@@ -150,6 +150,35 @@ def test_chunks_do_not_change_what_is_shown(text: str, cuts: list[int], stop: li
         assert "".join(shown) == text[: min(ends) - len(found)]
 
 
+@given(
+    text=st.text("ab", max_size=20),
+    num_early=st.integers(0, 20),
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_a_stop_string_must_end_where_one_may(text: str, num_early: int, stop: list[str]) -> None:
+    early, late = text[:num_early], text[num_early:]
+    checker = StopChecker(stop)
+    first, _ = checker.push(early, may_stop=False)
+    second, found = checker.push(late)
+    shown = first + second + ("" if found else checker.release())
+    ends = {end: s for s in stop for end in range(len(s), len(text) + 1) if text[:end].endswith(s)}
+    late_ends = [end for end in ends if end > len(early)]
+    assert (found is not None) == bool(late_ends)
+    if found is None:
+        assert shown == text
+    else:
+        assert text[: min(late_ends)].endswith(found)
+        assert shown == text[: min(late_ends) - len(found)]
+
+
+def test_a_long_stop_string_costs_no_more_than_its_length() -> None:
+    checker = StopChecker(["a" * 200_000 + "b"])
+    for _ in range(50):
+        assert checker.push("a" * 4_000) == ("", None)
+    assert checker.push("a") == ("a", None)
+    assert checker.push("b")[1] is not None
+
+
 def test_output_text_stops_inside_an_append() -> None:
     text = OutputText(IncrementalDetokenizer(TOKENIZER), StopChecker(["red"]))
     assert text.append(encode("a red b")) == "a "

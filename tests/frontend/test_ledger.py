@@ -3,8 +3,9 @@
 import asyncio
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from mmjax.frontend.requests import Delivery
 from mmjax.processing.context import InputProcessingContext
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
-from mmjax.transport.messages import EngineCoreRequest
+from mmjax.transport.messages import CacheMiss, EngineCoreRequest
 from tests.echo_engine import EchoSupervisor, item_tokens
 from tests.frontend.test_drift import GREEDY, ITEM_BYTES, Oracle, mm_config
 
@@ -231,6 +232,69 @@ def test_a_new_engine_holds_nothing(model_config: ModelConfig, oracle: Oracle) -
     assert has_data == [True, False, True]
     with pytest.raises(MultiModalCacheMissError):
         resolve_features(delivered[1].message.mm_features, None)
+
+
+@contextmanager
+def held(lock: Any) -> Iterator[Callable[[], bool]]:
+    """Have a thread hold a lock for 10 s at most; yields what says whether it still does."""
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            may_end.wait(10.0)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    is_held.wait()
+    try:
+        yield thread.is_alive
+    finally:
+        may_end.set()
+        thread.join()
+
+
+def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Oracle) -> None:
+    """As long as a thread copies a large item, the engine is heard, and dies, and comes again."""
+    mm = mm_config(10)
+
+    async def run() -> None:
+        supervisor = EchoSupervisor(mm=mm)
+        client = AsyncEngineClient(processor_of(model_config, mm), supervisor, SchedulerConfig())
+        await client.start()
+        first: Any = oracle.prompt((1, 2))
+        stream = await client.add_request("first", first, GREEDY)
+        request = stream.request
+        mm_hashes = list(request.prepared.mm_hashes["image"])
+        with held(client.input_processor.ledger._lock) as is_held:
+            client.on_message(CacheMiss(request_id="gone", mm_hashes=mm_hashes))
+            client._on_unsent(request.messages[0])
+            supervisor.die(restarts=True)
+            supervisor.become_ready()
+            assert is_held(), "the loop waited"
+        for number in range(3):
+            again = await client.add_request(f"{number}", first, GREEDY)
+            outputs = [output async for output in again]
+            assert outputs[-1].outputs[0].token_ids == oracle.answer((1, 2))
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+def test_what_an_engine_lacked_before_its_end_is_nothing_of_the_next(
+    model_config: ModelConfig, oracle: Oracle
+) -> None:
+    processor = processor_of(model_config, mm_config(10))
+    ledger = processor.ledger
+    epochs: list[int] = []
+    ledger.forget_engine(epochs.append)
+    request = processor.process("r", oracle.prompt((1,)), GREEDY)
+    hashes = list(request.prepared.mm_hashes["image"])
+    assert processor.cache is not None
+    ledger.invalidate(hashes, epoch=epochs[0] - 1)
+    assert processor.cache.is_cached(hashes) == [True]
+    ledger.invalidate(hashes, epoch=epochs[0])
+    assert processor.cache.is_cached(hashes) == [False]
 
 
 def test_what_was_not_sent_is_taken_back(model_config: ModelConfig, oracle: Oracle) -> None:

@@ -80,6 +80,32 @@ def test_stop_strings_wait_for_min_tokens(input_processor: InputProcessor) -> No
     assert output.text == "red red "
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a red circle")])
+def test_a_stop_string_may_begin_before_min_tokens_and_end_behind(
+    input_processor: InputProcessor, stream: bool, include: bool, text: str
+) -> None:
+    # `<bos>`, "a ", "red ": the stop string begins in the last token that may not stop.
+    outputs, _ = run(
+        input_processor,
+        "a red circle left of a star",
+        stream=stream,
+        stop=["red circle"],
+        min_tokens=3,
+        include_stop_str_in_output=include,
+    )
+    pieces = [output.outputs[0] for output in outputs]
+    assert "".join(piece.text for piece in pieces) == text
+    assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("stop", "red circle")
+
+
+def test_a_stop_string_that_ends_within_min_tokens_is_text(
+    input_processor: InputProcessor,
+) -> None:
+    output = whole(input_processor, "a red circle", stop=["red", "a red circle."], min_tokens=4)
+    assert (output.text, output.stop_reason) == ("a red circle", None)
+
+
 @pytest.mark.parametrize(("include", "text"), [(False, "a "), (True, "a red ")])
 def test_stop_token_ids(input_processor: InputProcessor, include: bool, text: str) -> None:
     red = input_processor.tokenizer.encode("red ", add_special_tokens=False)

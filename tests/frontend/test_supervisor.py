@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import EngineConfig, ModelConfig
-from mmjax.frontend.supervisor import EngineStartError, Supervisor
+from mmjax.frontend.supervisor import EngineStartError, Supervisor, _Life
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
@@ -49,6 +50,7 @@ def with_supervisor(
     body: Callable[[Supervisor, Listener], Awaitable[None]],
     *,
     heartbeat_timeout_s: float = 60.0,
+    listener: Listener | None = None,
 ) -> Supervisor:
     supervisor = Supervisor(
         engine_config(mood),
@@ -56,12 +58,12 @@ def with_supervisor(
         heartbeat_timeout_s=heartbeat_timeout_s,
         shutdown_timeout_s=1.0,
     )
-    listener = Listener()
+    heard = listener or Listener()
 
     async def run() -> None:
-        await supervisor.start(listener)
+        await supervisor.start(heard)
         try:
-            await asyncio.wait_for(body(supervisor, listener), DEADLINE_S)
+            await asyncio.wait_for(body(supervisor, heard), DEADLINE_S)
         finally:
             await supervisor.close()
 
@@ -137,31 +139,146 @@ def test_silence_is_death() -> None:
     with_supervisor("falls silent", body, heartbeat_timeout_s=0.2)
 
 
-def test_no_orphan_when_the_parent_is_killed(tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
-    script.write_text(
-        "import time\n"
-        "from tests.frontend.test_supervisor import ECHO, engine_config\n"
-        "from mmjax.frontend.supervisor import Supervisor\n"
-        "if __name__ == '__main__':\n"
-        "    print(Supervisor(engine_config(), main=ECHO).pid, flush=True)\n"
-        "    time.sleep(600)\n"
-    )
+def test_a_pause_of_p0_is_not_p1s_silence(tmp_path: Path) -> None:
+    with start_parent(tmp_path, PAUSED_PARENT) as parent:
+        assert parent.stdout is not None
+        first_pid = parent.stdout.readline()
+        os.kill(parent.pid, signal.SIGSTOP)
+        time.sleep(3.0)  # three times as long as P1 may be silent
+        os.kill(parent.pid, signal.SIGCONT)
+        assert parent.stdout.readline() == f"0 deaths, {first_pid}"
+
+
+PAUSED_PARENT = """
+import asyncio, os
+from mmjax.frontend.supervisor import Supervisor
+from tests.frontend.test_supervisor import ECHO, Listener, engine_config, until
+
+async def main():
+    listener = Listener()
+    supervisor = Supervisor(engine_config(), main=ECHO, heartbeat_timeout_s=1.0)
+    await supervisor.start(listener)
+    await supervisor.wait_ready()
+    stopped = os.times().elapsed
+    print(supervisor.pid, flush=True)
+    # Through the pause, and for longer than a verdict on the silence takes.
+    while os.times().elapsed - stopped < 3.0:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(1.5)
+    print(f"{listener.num_deaths} deaths, {supervisor.pid}", flush=True)
+    await supervisor.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def start_parent(folder: Path, text: str) -> "subprocess.Popen[str]":
+    """Run a P0 in a process of its own."""
+    script = folder / "parent.py"
+    script.write_text(text)
     root = str(Path(__file__).parents[2])
-    parent = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": root},
         text=True,
     )
-    with parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        parent.kill()
-    deadline = time.monotonic() + DEADLINE_S
-    while is_alive(pid) and not is_zombie(pid):
-        assert time.monotonic() < deadline, "P1 outlived its parent"
-        time.sleep(0.05)
+
+
+def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFixture) -> None:
+    class Faulty(Listener):
+        def on_death(self) -> None:
+            super().on_death()
+            raise ZeroDivisionError
+
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        for number in (1, 2):
+            assert supervisor.pid is not None
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await until(lambda number=number: listener.num_ready == number + 1)
+            assert listener.num_deaths == number
+        await supervisor.send(echo_request())
+        await until(lambda: len(listener.token_ids) == 3)
+
+    with_supervisor("", body, listener=Faulty())
+    assert caplog.text.count("could not be taken in") == 2
+
+
+def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        receiver = supervisor._life.receiver
+        assert receiver is not None
+
+        async def fail() -> None:
+            raise OSError("the pipe is broken")
+
+        monkeypatch.setattr(receiver, "receive", fail)
+        await until(lambda: listener.num_ready == 2)
+        assert (listener.num_deaths, supervisor.num_restarts) == (1, 1)
+
+    with_supervisor("", body)
+
+
+def test_an_engine_that_cannot_be_spawned_again_is_dead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no more processes")
+
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        monkeypatch.setattr(_Life, "spawn", fail)
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: supervisor.state == "dead")
+        # Once that it will come again, and once that it will not: nobody waits for ever.
+        await until(lambda: listener.num_deaths == 2)
+        with pytest.raises(EngineStartError):
+            await supervisor.wait_ready()
+
+    with_supervisor("", body)
+    assert "no more processes" in caplog.text
+
+
+@pytest.mark.parametrize("mood", ["", "dies at start"])
+def test_the_start_ends_with_an_event(mood: str) -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        assert supervisor.state == "starting"
+        await supervisor.wait_started()
+        assert supervisor.state == ("dead" if mood else "ready")
+
+    with_supervisor(mood, body)
+
+
+def test_no_orphan_and_no_folder_when_the_parent_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # a short path: sockets lie there
+        monkeypatch.setenv("TMPDIR", folder)
+        with start_parent(tmp_path, KILLED_PARENT) as parent:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            assert list(Path(folder).iterdir())
+            parent.kill()
+        deadline = time.monotonic() + DEADLINE_S
+        while is_alive(pid) and not is_zombie(pid):
+            assert time.monotonic() < deadline, "P1 outlived its parent"
+            time.sleep(0.05)
+        assert list(Path(folder).iterdir()) == []
+
+
+KILLED_PARENT = """
+import time
+from mmjax.frontend.supervisor import Supervisor
+from tests.frontend.test_supervisor import ECHO, engine_config
+
+if __name__ == "__main__":
+    print(Supervisor(engine_config(), main=ECHO).pid, flush=True)
+    time.sleep(600)
+"""
 
 
 def is_zombie(pid: int) -> bool:

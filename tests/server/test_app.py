@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from mmjax.errors import CapacityError
+from mmjax.frontend.output_processor import OutputProcessor
+from mmjax.server.streaming import EventStream
 from tests.kit import draw
 from tests.server.conftest import MakeServer, Server
 
@@ -199,6 +202,54 @@ def test_states(make_server: MakeServer) -> None:
     assert server.http.get("/ready").status_code == 503
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_nothing_of_a_stream_is_sent_before_its_first_token(
+    make_server: MakeServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    process = OutputProcessor.process
+
+    def note_tokens(self: OutputProcessor, deltas: Any) -> Any:
+        order.append("token")
+        return process(self, deltas)
+
+    async def send_and_note(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        async def note(message: Any) -> None:
+            order.append(message["type"])
+            await send(message)
+
+        await respond(self, scope, receive, note)
+
+    respond = EventStream.__call__
+    monkeypatch.setattr(OutputProcessor, "process", note_tokens)
+    monkeypatch.setattr(EventStream, "__call__", send_and_note)
+    server = make_server(sse_keep_alive_interval_s=0.01)
+    server.supervisor.delay_s = 0.05
+    text: dict[str, Any] = {"prompt": "a"}
+    if "chat" in path:
+        text = {"messages": [{"role": "user", "content": "a"}]}
+    response = server.http.post(path, json={**text, "stream": True, "max_tokens": 3})
+    assert events_of(response)
+    assert order[:3] == ["token", "http.response.start", "http.response.body"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_what_the_engine_refuses_of_a_stream_is_a_status(server: Server, path: str) -> None:
+    def refuse(request: Any) -> None:
+        raise CapacityError("full", param="prompt", retry_after_s=7.0)
+
+    server.supervisor.engine.add_request = refuse
+    body: dict[str, Any] = {"prompt": "a"}
+    if "chat" in path:
+        body = {"messages": [{"role": "user", "content": "a"}], "n": 2}
+    response = server.http.post(path, json={**body, "stream": True})
+    assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+    error = response.json()["error"]
+    param = "messages" if "chat" in path else "prompt"
+    assert (error["code"], error["param"]) == ("rate_limit_exceeded", param)
+    assert server.engine_client.num_requests == 0
+
+
 def test_streams_are_kept_alive(make_server: MakeServer) -> None:
     server = make_server(sse_keep_alive_interval_s=0.02)
     server.supervisor.delay_s = 0.1
@@ -248,9 +299,10 @@ async def post_and_leave(server: Server, path: str, body: dict[str, Any]) -> lis
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_leaving_aborts(make_server: MakeServer, path: str, stream: bool) -> None:
+@pytest.mark.parametrize("delay_s", [0.01, 1000.0], ids=["amid the answer", "before it"])
+def test_leaving_aborts(make_server: MakeServer, path: str, stream: bool, delay_s: float) -> None:
     server = make_server()
-    server.supervisor.delay_s = 0.01
+    server.supervisor.delay_s = delay_s
     body: dict[str, Any] = {"stream": stream, "ignore_eos": True, "max_tokens": 200, "n": 2}
     if "chat" in path:
         body["messages"] = [{"role": "user", "content": "red"}]
@@ -264,4 +316,5 @@ def test_leaving_aborts(make_server: MakeServer, path: str, stream: bool) -> Non
     assert len(engine.aborted) == (2 if "chat" in path else 4)
     assert not engine.running
     assert server.engine_client.num_requests == 0
-    assert server.chat().status_code == 200
+    if delay_s < 1:
+        assert server.chat().status_code == 200

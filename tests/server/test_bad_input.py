@@ -14,7 +14,7 @@ from mmjax.config import SchedulerConfig
 from tests.echo_engine import REFUSED_TOKEN
 from tests.kit import IMAGE_SOFT, IMAGE_START
 from tests.server.conftest import MakeServer, Server
-from tests.server.test_app import data_url, events_of, image_message
+from tests.server.test_app import data_url, image_message
 
 SECRETS = re.compile(r"0x[0-9a-f]{6,}|Traceback|File \"|<_io|/site-packages/|/tmp/|\bobject at\b")
 
@@ -216,10 +216,9 @@ def test_what_the_engine_refuses(server: Server) -> None:
     refused = {"prompt": [5, REFUSED_TOKEN]}
     error = error_of(server.http.post("/v1/completions", json=refused))
     assert error["param"] == "prompt"
-    # In a stream the status is gone: the error is an event, and the stream still ends.
+    # A stream has sent nothing before its first token: the status is still free.
     response = server.http.post("/v1/completions", json={**refused, "stream": True})
-    (event,) = events_of(response)
-    assert event["error"]["param"] == "prompt"
+    assert error_of(response)["param"] == "prompt"
 
 
 def test_faults_of_ours_tell_nothing(
@@ -244,11 +243,26 @@ def test_faults_of_ours_tell_nothing(
 
 def test_overload(make_server: MakeServer) -> None:
     server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
-    response = server.chat(n=3)
-    error = error_of(response, 429)
-    assert error["code"] == "rate_limit_exceeded"
-    assert int(response.headers["retry-after"]) >= 1
+    server.engine_client._admit(1)
+    for fields in ({}, {"stream": True}):
+        response = server.chat(n=2, **fields)
+        error = error_of(response, 429)
+        assert error["code"] == "rate_limit_exceeded"
+        assert int(response.headers["retry-after"]) >= 1
+    server.engine_client._leave_processing(1)
     assert server.chat(n=2).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_no_idle_server_could_take_is_400(make_server: MakeServer, stream: bool) -> None:
+    server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2))
+    error = error_of(server.chat(n=4, stream=stream), 400)
+    assert error["param"] == "n"
+    assert "takes 3 sequences" in error["message"]
+    for body, param in (({"prompt": ["a"] * 2, "n": 2}, "prompt"), ({"prompt": "a", "n": 4}, "n")):
+        response = server.http.post("/v1/completions", json={**body, "stream": stream})
+        assert error_of(response, 400)["param"] == param
+    assert server.chat(n=3).status_code == 200
 
 
 def test_trust_flags_open_what_they_name(make_server: MakeServer) -> None:

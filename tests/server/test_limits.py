@@ -59,6 +59,18 @@ def test_a_stream_beyond_its_time_ends_with_an_error_event(slow: Server) -> None
     assert not slow.supervisor.engine.running
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_that_waited_too_long_for_its_first_token_is_408(
+    make_server: MakeServer, path: str
+) -> None:
+    server = make_server(supervisor=EchoSupervisor(delay_s=0.3))
+    body = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    response = server.http.post(path, json={**body, "stream": True, "timeout": 0.05})
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "request_timeout"
+    assert server.engine_client.num_requests == 0
+
+
 def test_a_request_in_time_is_answered(slow: Server) -> None:
     assert slow.chat(max_tokens=1).status_code == 200
 
