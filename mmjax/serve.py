@@ -15,6 +15,7 @@ from typing import Any
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_logging, get_logger
+from mmjax.server.allocator import return_large_blocks
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; return the exit status."""
     flags = parse_flags(argv)
     configure_logging(flags.log_level, process="P0")
+    return_large_blocks()
     try:
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
