@@ -86,6 +86,16 @@ class RequestTimeoutError(RequestError):
         )
 
 
+class RequestCancelledError(RequestError):
+    """The client left while its request was processed; nobody reads the answer."""
+
+    status = 499  # nginx's, for a client that closed the connection
+    code = "request_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("the client left; nothing more is done for this request")
+
+
 class EngineUnavailableError(RequestError):
     """The engine process restarts, or could not be brought back."""
 

@@ -4,9 +4,8 @@ import asyncio
 import copy
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
@@ -24,7 +23,9 @@ from mmjax.frontend.outputs import RequestOutput
 from mmjax.frontend.prompts import PromptType
 from mmjax.frontend.requests import Delivery, ProcessedRequest
 from mmjax.frontend.supervisor import EngineLink
+from mmjax.frontend.work_lanes import WorkLanes
 from mmjax.logger import get_logger
+from mmjax.processing.decoding import Cancellation, DecodeControl
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
@@ -81,8 +82,8 @@ class _Ticket:
     """A request on its way through the threads."""
 
     is_stream: bool
-    is_cancelled: bool = False
-    """Whether nobody waits for it any more."""
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """Set when nobody waits for it any more."""
     handle: RequestStream | None = None
 
 
@@ -105,7 +106,7 @@ class AsyncEngineClient:
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self._capacity = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
+        self._lanes = WorkLanes(num_workers)
         self._streams: dict[str, RequestStream] = {}
         self._num_processing = 0
         self._max_start_wait_s = max_start_wait_s
@@ -123,7 +124,7 @@ class AsyncEngineClient:
         """End P1 and the threads."""
         await self._outbox.close()
         await self.supervisor.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
         self._courier.close()
         self.input_processor.close()
 
@@ -165,9 +166,10 @@ class AsyncEngineClient:
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._process, ticket, prompt, prepare, loop)
+            job = partial(self._process, ticket, _make_once(prompt), prepare, loop)
+            await self._lanes.run(job, ticket.cancellation)
         except BaseException:
-            ticket.is_cancelled = True
+            ticket.cancellation.set()
             if ticket.handle is not None:
                 self.abort(request_id)
             raise
@@ -182,10 +184,12 @@ class AsyncEngineClient:
         """Process a prompt, and describe it; counts against the same capacity as a request."""
         self._admit(1)
         self._num_processing += 1
-        job = partial(_explain, self.input_processor, prompt, id_domain)
+        job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
+        cancellation = Cancellation()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+            return await self._lanes.run(job, cancellation)
         finally:
+            cancellation.set()
             self._num_processing -= 1
 
     async def generate(
@@ -274,22 +278,25 @@ class AsyncEngineClient:
     def _process(
         self,
         ticket: _Ticket,
-        prompt: PromptSource,
+        make_prompt: Callable[[], PromptType],
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
+        control: DecodeControl,
     ) -> None:
         """Process a prompt, in a thread; its messages go to the loop as they are committed."""
-        if ticket.is_cancelled:
-            return
-        request = prepare(prompt=prompt() if callable(prompt) else prompt)
-        if not ticket.is_cancelled:
+        request = prepare(prompt=make_prompt(), control=control)
+        if not ticket.cancellation.is_set:
             self.input_processor.ledger.commit(
                 request, partial(call_in_loop, loop, self._land, ticket)
             )
 
     def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
         """Take a message from a thread; with the first one, the request begins."""
-        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
+        if (
+            ticket.handle is None
+            and not ticket.cancellation.is_set
+            and self.supervisor.state != "dead"
+        ):
             request = delivery.request
             ticket.handle = RequestStream(self, request)
             self._num_processing -= 1
@@ -355,11 +362,18 @@ def _internal_error() -> RequestError:
     return error
 
 
+def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
+    """Return what makes the prompt at its first call, and gives the same one ever after."""
+    return cache(prompt) if callable(prompt) else lambda: prompt
+
+
 def _explain(
-    input_processor: InputProcessor, prompt: PromptSource, id_domain: str | None
+    input_processor: InputProcessor,
+    make_prompt: Callable[[], PromptType],
+    id_domain: str | None,
+    control: DecodeControl,
 ) -> Explanation:
-    made = prompt() if callable(prompt) else prompt
-    return input_processor.explain(made, id_domain=id_domain)
+    return input_processor.explain(make_prompt(), id_domain=id_domain, control=control)
 
 
 def _error_of(failure: RequestFailed) -> RequestError:

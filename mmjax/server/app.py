@@ -19,6 +19,7 @@ from mmjax.server.generation import GenerationService
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware
 from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.responses import ModelCard, ModelList
+from mmjax.server.streaming import CLIENT_GONE_STATUS, ClientGone
 
 
 def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> FastAPI:
@@ -44,6 +45,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     )
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)
+    app.add_exception_handler(ClientGone, _answer_nobody)
     _add_generation_routes(app, GenerationService(client, chat, config))
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
@@ -59,6 +61,10 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
             allow_headers=["authorization", "content-type"],
         )
     return app
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE_STATUS)
 
 
 def _add_generation_routes(app: FastAPI, service: GenerationService) -> None:

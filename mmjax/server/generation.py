@@ -32,10 +32,14 @@ from mmjax.server.responses import (
     chat_chunk_choice,
     text_choice,
 )
-from mmjax.server.streaming import ClientGone, EventStream, collect, merge
-
-_CLIENT_GONE_STATUS = 499
-"""nginx's status for it; nobody reads it."""
+from mmjax.server.streaming import (
+    CLIENT_GONE_STATUS,
+    ClientGone,
+    EventStream,
+    collect,
+    merge,
+    while_connected,
+)
 
 
 class GenerationService:
@@ -60,6 +64,7 @@ class GenerationService:
         make_prompt = partial(self._chat_prompt, body)
         try:
             streams = await self._submit(
+                request,
                 answer_id,
                 [make_prompt],
                 params,
@@ -78,7 +83,7 @@ class GenerationService:
             return self._event_stream(events, streams)
         outputs, usage = await _gather(request, streams)
         if outputs is None:
-            return Response(status_code=_CLIENT_GONE_STATUS)
+            return Response(status_code=CLIENT_GONE_STATUS)
         answer = new_answer(
             choices=[chat_choice(item, options) for item in outputs[0].outputs],
             usage=usage.usage(),
@@ -90,9 +95,10 @@ class GenerationService:
         """Answer with what processing makes of a conversation: no model runs."""
         self._check(request, body)
         try:
-            explanation = await self._client.explain(
+            explaining = self._client.explain(
                 partial(self._chat_prompt, body), id_domain=self._id_domain(request)
             )
+            explanation = await while_connected(request, explaining)
         except RequestError as error:
             error.param = _param_of_messages(error)
             raise
@@ -149,6 +155,7 @@ class GenerationService:
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         streams = await self._submit(
+            request,
             answer_id,
             prompts,
             params,
@@ -164,7 +171,7 @@ class GenerationService:
             return self._event_stream(events, streams)
         outputs, usage = await _gather(request, streams)
         if outputs is None:
-            return Response(status_code=_CLIENT_GONE_STATUS)
+            return Response(status_code=CLIENT_GONE_STATUS)
         choices = [
             text_choice(item, options, index=number * body.n + item.index, offset=0)
             for number, output in enumerate(outputs)
@@ -238,6 +245,7 @@ class GenerationService:
 
     async def _submit(
         self,
+        request: Request,
         answer_id: str,
         prompts: Sequence[PromptSource],
         params: SamplingParams,
@@ -247,22 +255,36 @@ class GenerationService:
         id_domain: str | None,
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
-        """Add one request for each prompt; where one is refused, none runs."""
-        added = await asyncio.gather(
-            *(
-                self._client.add_request(
-                    answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-                    prompt,
-                    params,
-                    stream=is_stream,
-                    continues_prompt=continues_prompt,
-                    id_domain=id_domain,
-                    **limits,
+        """Add one request for each prompt; where one is refused, none runs.
+
+        Nor where the client leaves meanwhile: ClientGone.
+        """
+
+        async def add_all() -> list[RequestStream | BaseException]:
+            adding = [
+                asyncio.create_task(
+                    self._client.add_request(
+                        answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                        prompt,
+                        params,
+                        stream=is_stream,
+                        continues_prompt=continues_prompt,
+                        id_domain=id_domain,
+                        **limits,
+                    )
                 )
                 for number, prompt in enumerate(prompts)
-            ),
-            return_exceptions=True,
-        )
+            ]
+            try:
+                return await asyncio.gather(*adding, return_exceptions=True)
+            except asyncio.CancelledError:
+                # Some may have begun already: nobody would read them.
+                for item in await asyncio.gather(*adding, return_exceptions=True):
+                    if isinstance(item, RequestStream):
+                        item.close()
+                raise
+
+        added = await while_connected(request, add_all())
         streams = [item for item in added if isinstance(item, RequestStream)]
         failures = [item for item in added if isinstance(item, BaseException)]
         if failures:

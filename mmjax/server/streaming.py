@@ -1,8 +1,8 @@
 """Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +19,14 @@ logger = get_logger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+T = TypeVar("T")
+
+
+CLIENT_GONE_STATUS = 499
+"""nginx's status for a client that left; nobody reads it."""
+
+T = TypeVar("T")
 
 
 class ClientGone(Exception):
@@ -149,17 +157,22 @@ async def collect(
         finally:
             await outputs.aclose()
 
-    reading = asyncio.create_task(read())
+    await while_connected(request, read())
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` does; cancel it and raise ClientGone when the client leaves."""
+    working = asyncio.create_task(work)
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done():
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             raise ClientGone
-        reading.result()
+        return working.result()
     finally:
-        for task in (reading, leaving):
+        for task in (working, leaving):
             task.cancel()
-        await asyncio.gather(reading, leaving, return_exceptions=True)
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _wait_for_disconnect(request: Request) -> None:
