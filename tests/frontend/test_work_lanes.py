@@ -4,12 +4,22 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
+from mmjax.config import SchedulerConfig
 from mmjax.errors import RequestCancelledError
+from mmjax.frontend import work_lanes
+from mmjax.frontend.client import AsyncEngineClient
+from mmjax.frontend.input_processor import InputProcessor
 from mmjax.frontend.work_lanes import MAX_LIGHT_BYTES, WorkLanes
-from mmjax.processing.decoding import Cancellation, DecodeControl
+from mmjax.processing import encoded, item_processing
+from mmjax.processing.decoding import Cancellation, DecodeControl, split_by_bytes
+from mmjax.sampling_params import SamplingParams
+from tests.echo_engine import EchoSupervisor
+from tests.kit import draw
+from tests.processing.test_media import encode
 
 
 def with_lanes(body: Callable[[WorkLanes], Awaitable[None]], num_workers: int = 2) -> None:
@@ -113,3 +123,52 @@ def test_errors_come_through() -> None:
                 await lanes.run(partial(fail, num_bytes), Cancellation())
 
     with_lanes(body)
+
+
+def test_a_text_passes_pictures_whose_client_leaves(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests with six pictures each hold no text up, and stop where they are cancelled."""
+    monkeypatch.setattr(work_lanes, "MAX_LIGHT_BYTES", 0)
+    one_by_one = partial(split_by_bytes, max_bytes=1)
+    monkeypatch.setattr(item_processing, "split_by_bytes", one_by_one)
+    decoded: list[bytes] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    load = encoded.load_image_bytes
+
+    def wait_and_load(data: bytes, *args: Any, **kwargs: Any) -> Any:
+        decoded.append(data)
+        has_begun.set()
+        assert may_go_on.wait(60)
+        return load(data, *args, **kwargs)
+
+    monkeypatch.setattr(encoded, "load_image_bytes", wait_and_load)
+
+    def prompt(seed: int) -> Any:
+        files = [encode(draw(20, 20, seed=seed + index)) for index in range(6)]
+        return {"prompt": "<start_of_image>" * 6, "multi_modal_data": {"image": files}}
+
+    async def body() -> None:
+        client = AsyncEngineClient(input_processor, EchoSupervisor(), SchedulerConfig())
+        await client.start()
+        params = SamplingParams(max_tokens=8)
+        heavy = [
+            asyncio.create_task(client.add_request(f"h{seed}", prompt(seed), params))
+            for seed in (10, 20)
+        ]
+        await wait_for(has_begun)
+        for number in range(5):
+            stream = await client.add_request(f"t{number}", "a red circle", params)
+            assert [output async for output in stream][-1].finished
+        assert len(decoded) == 1
+        for task in heavy:
+            task.cancel()
+        await asyncio.gather(*heavy, return_exceptions=True)
+        assert client.num_requests == 0
+        may_go_on.set()
+        # One that comes now finds the lane free: nothing of the others is decoded.
+        await (await client.add_request("p", prompt(30), params)).__anext__()
+        assert len(decoded) == 1 + 6
+        await client.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
