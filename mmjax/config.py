@@ -55,6 +55,12 @@ class MultiModalConfig:
     """An image with more pixels is refused before it is decoded."""
     max_image_bytes: int = 64 * 2**20
     """An encoded image with more bytes is refused."""
+    max_media_request_decode_bytes: int = 715_827_880
+    """What one request's images may take in memory, decoded, at 4 bytes a pixel; a request with
+    more is refused before any is decoded. (vLLM's default: what Pillow takes for a bomb.)"""
+    max_media_decode_bytes: int = 512 * 2**20
+    """What the images of all requests may take at once, decoded; those that come next wait. A
+    larger image is decoded alone."""
     trust_request_mm_kwargs: bool = False
     """Whether HTTP clients may send `mm_processor_kwargs`."""
     trust_media_ids: bool = False
@@ -80,6 +86,9 @@ class MultiModalConfig:
             raise ConfigError(
                 f"`mm_shm_cache_max_object_size_mb` is {max_object_size_mb}; give at least 1"
             )
+        for name in ("max_media_request_decode_bytes", "max_media_decode_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
         is_set = max_object_size_mb != DEFAULT_SHM_OBJECT_SIZE_MB
         if is_set and self.mm_processor_cache_type != "shm":
             raise ConfigError(

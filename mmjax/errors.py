@@ -111,6 +111,16 @@ class ShuttingDownError(RequestError):
         super().__init__("the server is shutting down; send the request again in a moment")
 
 
+class RequestCancelledError(RequestError):
+    """The client left while its request was processed; nobody reads the answer."""
+
+    status = 499  # nginx's, for a client that closed the connection
+    code = "request_cancelled"
+
+    def __init__(self) -> None:
+        super().__init__("the client left; nothing more is done for this request")
+
+
 class EngineUnavailableError(RequestError):
     """The engine process restarts, or could not be brought back."""
 

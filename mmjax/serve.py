@@ -16,6 +16,7 @@ from typing import Any
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_http_logging, configure_logging, get_logger
+from mmjax.server.allocator import return_large_blocks
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         flags = parse_flags(argv)
         configure_logging(flags.log_level, process="P0")
+        return_large_blocks()
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
         shutdown.timeout_s = server_config.shutdown_timeout_s

@@ -5,9 +5,8 @@ import copy
 import math
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
@@ -27,7 +26,9 @@ from mmjax.frontend.outputs import RequestOutput
 from mmjax.frontend.prompts import PromptType
 from mmjax.frontend.requests import Delivery, ProcessedRequest
 from mmjax.frontend.supervisor import EngineLink
+from mmjax.frontend.work_lanes import WorkLanes
 from mmjax.logger import get_logger
+from mmjax.processing.decoding import Cancellation, DecodeControl
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
@@ -85,8 +86,8 @@ class _Ticket:
 
     is_stream: bool
     num_seqs: int
-    is_cancelled: bool = False
-    """Whether nobody waits for it any more."""
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """Set when nobody waits for it any more."""
     handle: RequestStream | None = None
 
 
@@ -109,7 +110,7 @@ class AsyncEngineClient:
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self._capacity = scheduler.max_num_unfinished_seqs
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
+        self._lanes = WorkLanes(num_workers)
         self._streams: dict[str, RequestStream] = {}
         self._num_processing = 0
         self._num_processing_seqs = 0
@@ -128,7 +129,7 @@ class AsyncEngineClient:
         """End P1 and the threads."""
         await self._outbox.close()
         await self.supervisor.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
         self._courier.close()
         # A thread may still hold the caches' locks.
         await asyncio.to_thread(self.input_processor.close)
@@ -191,9 +192,10 @@ class AsyncEngineClient:
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._pool, self._process, ticket, prompt, prepare, loop)
+            job = partial(self._process, ticket, _make_once(prompt), prepare, loop)
+            await self._lanes.run(job, ticket.cancellation)
         except BaseException:
-            ticket.is_cancelled = True
+            ticket.cancellation.set()
             if ticket.handle is not None:
                 self.abort(request_id)
             raise
@@ -207,10 +209,12 @@ class AsyncEngineClient:
     async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
         """Process a prompt, and describe it; counts against the same capacity as a request."""
         self._admit(1)
-        job = partial(_explain, self.input_processor, prompt, id_domain)
+        job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
+        cancellation = Cancellation()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, job)
+            return await self._lanes.run(job, cancellation)
         finally:
+            cancellation.set()
             self._leave_processing(1)
 
     async def generate(
@@ -299,22 +303,25 @@ class AsyncEngineClient:
     def _process(
         self,
         ticket: _Ticket,
-        prompt: PromptSource,
+        make_prompt: Callable[[], PromptType],
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
+        control: DecodeControl,
     ) -> None:
         """Process a prompt, in a thread; its messages go to the loop as they are committed."""
-        if ticket.is_cancelled:
-            return
-        request = prepare(prompt=prompt() if callable(prompt) else prompt)
-        if not ticket.is_cancelled:
+        request = prepare(prompt=make_prompt(), control=control)
+        if not ticket.cancellation.is_set:
             self.input_processor.ledger.commit(
                 request, partial(call_in_loop, loop, self._land, ticket)
             )
 
     def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
         """Take a message from a thread; with the first one, the request begins."""
-        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
+        if (
+            ticket.handle is None
+            and not ticket.cancellation.is_set
+            and self.supervisor.state != "dead"
+        ):
             request = delivery.request
             ticket.handle = RequestStream(self, request)
             self._leave_processing(ticket.num_seqs)
@@ -393,11 +400,18 @@ def _internal_error() -> RequestError:
     return InternalError("the engine failed on this request; the log says why")
 
 
+def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
+    """Return what makes the prompt at its first call, and gives the same one ever after."""
+    return cache(prompt) if callable(prompt) else lambda: prompt
+
+
 def _explain(
-    input_processor: InputProcessor, prompt: PromptSource, id_domain: str | None
+    input_processor: InputProcessor,
+    make_prompt: Callable[[], PromptType],
+    id_domain: str | None,
+    control: DecodeControl,
 ) -> Explanation:
-    made = prompt() if callable(prompt) else prompt
-    return input_processor.explain(made, id_domain=id_domain)
+    return input_processor.explain(make_prompt(), id_domain=id_domain, control=control)
 
 
 def _error_of(failure: RequestFailed) -> RequestError:

@@ -22,6 +22,7 @@ from mmjax.frontend.processor_pool import ProcessorPool
 from mmjax.frontend.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
 from mmjax.frontend.requests import ProcessedRequest
 from mmjax.model_source import load_generation_defaults
+from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
@@ -122,17 +123,22 @@ class InputProcessor:
         lora_name: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        control: DecodeControl | None = None,
     ) -> ProcessedRequest:
         """Tokenize, process the media, check the limits, and fan out into `n` messages.
 
-        Changes no cache. `id_domain` says whose media ids these are.
+        Changes no cache. `id_domain` says whose media ids these are; `control` is asked before
+        anything is decoded.
         """
         params = sampling_params or self.default_sampling_params()
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         self._check_stop_token_ids(params)
         prepared = self.prepare_inputs(
-            parts, id_domain=id_domain, request_id=self._unshared_id(request_id)
+            parts,
+            id_domain=id_domain,
+            request_id=self._unshared_id(request_id),
+            control=control,
         )
         self._check_prompts(prepared)
         token_ids = list(prepared.prompt_token_ids)
@@ -156,6 +162,7 @@ class InputProcessor:
         *,
         id_domain: str | None = None,
         request_id: str | None = None,
+        control: DecodeControl | None = None,
     ) -> PreparedInputs:
         """Process a prompt alone: no sampling, no limits of the engine. Changes no cache.
 
@@ -174,6 +181,7 @@ class InputProcessor:
                 id_domain=id_domain,
                 cache_salt=prompt.cache_salt,
                 request_id=request_id,
+                control=control,
             )
 
     def _unshared_id(self, request_id: str) -> str | None:
@@ -183,14 +191,20 @@ class InputProcessor:
         # A caller may use an id again, and the engine keep an item of that name.
         return f"{request_id}.{next(self._counter)}"
 
-    def explain(self, prompt: PromptType, *, id_domain: str | None = None) -> Explanation:
+    def explain(
+        self,
+        prompt: PromptType,
+        *,
+        id_domain: str | None = None,
+        control: DecodeControl | None = None,
+    ) -> Explanation:
         """Process a prompt as a request's, and describe it. Changes no cache; asks no engine.
 
         A prompt that no request could have is refused as the request would be.
         """
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
-        prepared = self.prepare_inputs(parts, id_domain=id_domain)
+        prepared = self.prepare_inputs(parts, id_domain=id_domain, control=control)
         self._check_prompts(prepared)
         with self._pool.borrow() as processor:
             return explain_prompt(processor, prepared, self.cache)

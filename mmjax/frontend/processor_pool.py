@@ -46,6 +46,7 @@ class ProcessorPool:
         tokenizer = copy.deepcopy(self.tokenizer)
         processor = create_processor(self._model_config, tokenizer, cache=self._cache)
         processor.item_hasher = self.first.item_hasher
+        processor.decode_budget = self.first.decode_budget
         with self._lock:
             self.num_instances += 1
         return processor

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.hooks import InfoT
 from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems, MultiModalUUIDDict
 from mmjax.processing.prepared import PreparedInputs
@@ -39,6 +40,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
         id_domain: str | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        control: DecodeControl | None = None,
     ) -> PreparedInputs:
         """Prepare the encoder's prompt, and tokenize the decoder's without special tokens.
 
@@ -58,6 +60,7 @@ class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
             id_domain=id_domain,
             cache_salt=cache_salt,
             request_id=request_id,
+            control=control,
         )
         if decoder_prompt is None:
             decoder_prompt = self.create_decoder_prompt(prompt, mm_items)

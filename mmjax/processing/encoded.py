@@ -8,17 +8,19 @@ from collections.abc import Callable
 
 from mmjax.errors import RequestError
 from mmjax.processing.media import (
+    ImageHeader,
     MediaLimits,
     MediaWithBytes,
     check_image_bytes,
     load_image_bytes,
+    read_image_header,
 )
 
 
 class EncodedImage:
     """One picture as a file's bytes; many threads may share it."""
 
-    __slots__ = ("_explain", "_lock", "_media", "limits", "original_bytes", "param")
+    __slots__ = ("_explain", "_header", "_lock", "_media", "limits", "original_bytes", "param")
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class EncodedImage:
         self._explain = explain
         self._lock = threading.Lock()
         self._media: MediaWithBytes | None = None
+        self._header: ImageHeader | None = None
         try:
             check_image_bytes(len(original_bytes), limits, param=param)
         except RequestError as error:
@@ -49,6 +52,23 @@ class EncodedImage:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
+
+    def read_header(self) -> ImageHeader:
+        """Return what the file says of the picture, read once; MediaError where it is none."""
+        with self._lock:
+            if self._header is None:
+                try:
+                    self._header = read_image_header(
+                        self.original_bytes, self.limits, param=self.param
+                    )
+                except RequestError as error:
+                    raise self._explained(error) from error
+            return self._header
+
+    @property
+    def num_bytes_to_decode(self) -> int:
+        """Return the memory that decoding takes; 0 while the pixels are there."""
+        return 0 if self._media is not None else self.read_header().num_decoded_bytes
 
     def decode(self) -> MediaWithBytes:
         """Return the picture, upright in RGB, decoded once; MediaError where it is none.

@@ -140,7 +140,7 @@ class MultiModalHasher:
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:
         """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
         # No file holds such an object: it can only stand in a table that was asked for before.
-        if getattr(image, "_exif", image) is None:
+        if not has_parsed_exif(image):
             return None
         try:
             image_id = image.getexif().get(ExifTags.Base.ImageID)
@@ -167,7 +167,8 @@ class MultiModalHasher:
         elif isinstance(obj, MediaWithBytes):
             cls._write_media(stream, obj)
         elif isinstance(obj, EncodedImage):
-            cls._write_media(stream, obj.decode())
+            # The header says all: a picture whose tensors are cached is never decoded.
+            cls._write_file(stream, obj.original_bytes, obj.read_header().io_config)
         elif isinstance(obj, Mapping):
             cls._write_mapping(stream, obj)
         elif isinstance(obj, Image.Image):
@@ -198,11 +199,13 @@ class MultiModalHasher:
             # Decoded frames may be fewer than the file holds: they are then the content.
             _write_array(stream, obj.media)
             return
-        if obj.io_config is None:
-            cls._write_item(stream, "image", obj.original_bytes)
-        else:
-            parts = {"io_config": obj.io_config, "data": obj.original_bytes}
-            cls._write_item(stream, "image", parts)
+        cls._write_file(stream, obj.original_bytes, obj.io_config)
+
+    @classmethod
+    def _write_file(cls, stream: _Stream, data: bytes, io_config: Mapping[str, Any] | None) -> None:
+        # One that is empty alters nothing, as None does.
+        content = {"io_config": io_config, "data": data} if io_config else data
+        cls._write_item(stream, "image", content)
 
     @classmethod
     def _write_image(cls, stream: _Stream, image: Image.Image) -> None:
@@ -219,6 +222,14 @@ class MultiModalHasher:
         if "transparency" in image.info:
             parts["transparency"] = image.info["transparency"]
         cls._write_item(stream, "image", parts)
+
+
+def has_parsed_exif(image: Image.Image) -> bool:
+    """Return whether somebody has asked for the picture's EXIF; True where Pillow does not tell.
+
+    Pillow keeps that in a private attribute, which is read here alone.
+    """
+    return getattr(image, "_exif", image) is not None
 
 
 class ContentHasher(MultiModalHasher):

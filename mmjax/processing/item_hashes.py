@@ -47,6 +47,16 @@ class _Entry(NamedTuple):
         return f"{request_id}-{self.modality}-{self.place}"
 
 
+class HashedItems(NamedTuple):
+    """The hashes of a request's items, and what its ids claim."""
+
+    by_modality: dict[str, list[str]]
+    """One hash per item."""
+    id_domain: str | None
+    claims: Sequence[MediaClaim]
+    """For `ItemHasher.bind`, once the items have proved sound."""
+
+
 class ItemHasher:
     """Computes the `mm_hash` of a model's items; many threads may share it, and should."""
 
@@ -60,7 +70,7 @@ class ItemHasher:
         self._known: RecentMap[tuple[str, bytes, str, bool], str] = RecentMap(max_remembered)
         self._media_ids = MediaIds(max_remembered)
 
-    def hash_items(
+    def identify(
         self,
         mm_items: MultiModalDataItems,
         mm_uuids: Mapping[str, Sequence[str | None]],
@@ -69,8 +79,10 @@ class ItemHasher:
         id_domain: str | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
-    ) -> dict[str, list[str]]:
-        """Return per modality one hash per item; each has data, a uuid, or both.
+    ) -> HashedItems:
+        """Return one hash per item; each has data, a uuid, or both. Decodes no picture.
+
+        Claims are checked, not yet bound: a picture that turns out to be broken takes no id.
 
         Args:
             mm_items: The parsed items.
@@ -83,15 +95,33 @@ class ItemHasher:
                 then named after the request, and not hashed.
         """
         entries = self._to_entries(mm_items, mm_uuids, mm_kwargs)
+        claims: list[MediaClaim] = []
         if id_domain is None:
             hashes = [self._hash_trusted(entry, request_id) for entry in entries]
         else:
-            hashes = self._hash_claimed(entries, id_domain, request_id)
+            hashes = self._hash_claimed(entries, id_domain, request_id, claims)
         by_modality: dict[str, list[str]] = {modality: [] for modality in mm_items}
         for entry, mm_hash in zip(entries, hashes, strict=True):
             name = mm_hash if cache_salt is None else self._salt(mm_hash, cache_salt)
             by_modality[entry.modality].append(name)
-        return by_modality
+        return HashedItems(by_modality, id_domain, claims)
+
+    def hash_items(
+        self,
+        mm_items: MultiModalDataItems,
+        mm_uuids: Mapping[str, Sequence[str | None]],
+        mm_kwargs: Mapping[str, object],
+        **names: str | None,
+    ) -> dict[str, list[str]]:
+        """`identify`, and `bind` at once; return per modality one hash per item."""
+        hashed = self.identify(mm_items, mm_uuids, mm_kwargs, **names)
+        self.bind(hashed)
+        return hashed.by_modality
+
+    def bind(self, hashed: HashedItems) -> None:
+        """Note what the ids of a request stand for; MediaIdConflictError notes none."""
+        if hashed.id_domain is not None:
+            self._media_ids.bind(hashed.id_domain, hashed.claims)
 
     def _salt(self, mm_hash: str, cache_salt: str) -> str:
         return self._hasher.hash_kwargs(cache_salt=cache_salt, mm_hash=mm_hash)
@@ -146,10 +176,13 @@ class ItemHasher:
     # ---- ids that are claims --------------------------------------------------------------------
 
     def _hash_claimed(
-        self, entries: Sequence[_Entry], domain: str, request_id: str | None
+        self,
+        entries: Sequence[_Entry],
+        domain: str,
+        request_id: str | None,
+        claims: list[MediaClaim],
     ) -> list[str]:
         hashes: list[str | None] = []
-        claims: list[MediaClaim] = []
         for entry in entries:
             if entry.uuid is not None:
                 check_media_id(entry.uuid, entry.modality, entry.place)
@@ -163,16 +196,19 @@ class ItemHasher:
                     digest = digest or self._digest_decoded(entry)
                     claims.append(MediaClaim(entry.modality, entry.place, entry.uuid, digest))
                 hashes.append(self._hash_content(entry, digest, is_trusted=False))
-        self._media_ids.bind(domain, claims)
+        bound = self._media_ids.check(domain, claims)
         # Last: an id may stand beside its content in the same request.
         return [
-            self._look_up(entry, domain) if mm_hash is None else mm_hash
+            self._look_up(entry, domain, bound) if mm_hash is None else mm_hash
             for entry, mm_hash in zip(entries, hashes, strict=True)
         ]
 
-    def _look_up(self, entry: _Entry, domain: str) -> str:
+    def _look_up(
+        self, entry: _Entry, domain: str, bound: Mapping[tuple[str, str, str], bytes]
+    ) -> str:
         modality, place, _, uuid, factors = entry
-        digest = self._media_ids.find(domain, modality, uuid or "")
+        digest = bound.get((domain, modality, str(uuid)))
+        digest = digest or self._media_ids.find(domain, modality, uuid or "")
         mm_hash = None
         if digest is not None:
             mm_hash = self._known.get((modality, digest, factors.key, False))

@@ -1,18 +1,25 @@
 """The items of a request -> their tensors and prompt updates, each from the cache or from HF.
 
+What HF gets is cut into batches of so many decoded bytes: of 16 large pictures one is there in
+full at a time. An item's tensors are the same whatever its batch holds; that is what keeping them
+by their own hashes rests on as well.
+
 `BaseMultiModalProcessor` stands on it; families override what `ProcessorHooks` names.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from transformers import BatchFeature
 
 from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
+from mmjax.processing.decoding import MAX_BATCH_BYTES, DecodeBudget, split_by_bytes
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hooks import InfoT, ProcessorHooks
 from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.media import BYTES_PER_PIXEL
 from mmjax.processing.parse import ModalityDataItems, MultiModalDataItems
 from mmjax.processing.prepared import ProcessedItem, ProcessorCall
 from mmjax.processing.prompt_updates import MultiModalPromptUpdates, ResolvedPromptUpdate
@@ -29,8 +36,16 @@ class ProcessedPrompt(NamedTuple):
     """Whether the HF processor has updated the prompt itself."""
 
 
+class _Row(NamedTuple):
+    """Where an item to be processed stands in its request, and what it is to be called."""
+
+    modality: str
+    place: int
+    mm_hash: str
+
+
 class ItemProcessing(ProcessorHooks[InfoT]):
-    """Asks the cache what it holds, and HF for the rest in one batch; changes no cache."""
+    """Asks the cache what it holds, and HF for the rest; changes no cache."""
 
     def __init__(
         self,
@@ -41,22 +56,30 @@ class ItemProcessing(ProcessorHooks[InfoT]):
     ) -> None:
         super().__init__(info, dummy_inputs)
         self.cache = cache
+        self.decode_budget = DecodeBudget(info.ctx.get_mm_config().max_media_decode_bytes)
+        """Processors of one model share one."""
 
     def _cached_apply_hf_processor(
         self, prompt: str | list[int], call: ProcessorCall
     ) -> ProcessedPrompt:
-        """Process what the cache lacks, in one batch; the rest have their updates there."""
+        """Process what the cache lacks; the rest have their updates there."""
         cache = self.cache
         if cache is None or any(items.get_passthrough_data() for items in call.mm_items.values()):
             return self._apply_hf_processor(prompt, call)
-        known, missing = _look_up(cache, call.hashes)
-        mm_missing = self._select(call.mm_items, missing)
-        token_ids, hf_inputs, _ = self._apply_hf_processor_main(
-            prompt, call._replace(mm_items=mm_missing), enable_hf_prompt_update=False
+        return self._apply_in_batches(prompt, call, *_look_up(cache, call.hashes))
+
+    def _apply_in_batches(
+        self,
+        prompt: str | list[int],
+        call: ProcessorCall,
+        known: dict[str, Sequence[ResolvedPromptUpdate]],
+        missing: Mapping[str, Mapping[str, int]],
+    ) -> ProcessedPrompt:
+        """Process the missing items apart from the prompt, whose updates are then ours to do."""
+        token_ids, _, _ = self._apply_hf_processor_main(
+            prompt, call._replace(mm_items=MultiModalDataItems()), enable_hf_prompt_update=False
         )
-        fresh = self._to_fresh(
-            missing, self._split_into_items(mm_missing, hf_inputs, call.mm_kwargs)
-        )
+        fresh = self._process_missing(missing, call)
         known.update({mm_hash: alternatives for mm_hash, (_, alternatives) in fresh.items()})
         updates = {
             modality: [
@@ -66,6 +89,53 @@ class ItemProcessing(ProcessorHooks[InfoT]):
             for modality, hashes in call.hashes.items()
         }
         return ProcessedPrompt(token_ids, updates, fresh, is_update_applied=False)
+
+    def _process_missing(
+        self, missing: Mapping[str, Mapping[str, int]], call: ProcessorCall
+    ) -> dict[str, ProcessedItem]:
+        """Process items (per modality: hash -> index), and forget each batch's pixels.
+
+        Whether the request may have all of them is settled before the first is decoded.
+        """
+        rows = [
+            _Row(modality, index, mm_hash)
+            for modality, indices in missing.items()
+            for mm_hash, index in indices.items()
+        ]
+        sizes = self._admit(rows, call)
+        fresh: dict[str, ProcessedItem] = {}
+        for batch, num_bytes in split_by_bytes(zip(rows, sizes, strict=True)):
+            call.control.cancellation.check()
+            with self.decode_budget.hold(num_bytes, call.control.cancellation):
+                batch_rows: dict[str, dict[str, int]] = {}
+                for modality, place, mm_hash in batch:
+                    batch_rows.setdefault(modality, {})[mm_hash] = place
+                mm_items = _select(call.mm_items, batch_rows)
+                hf_inputs = self._apply_hf_processor_mm_only(mm_items, call)
+                processed = self._split_into_items(mm_items, hf_inputs, call.mm_kwargs)
+                fresh |= self._to_fresh(batch_rows, processed)
+                mm_items.drop_decoded()
+                del hf_inputs, processed
+        return fresh
+
+    def _admit(self, rows: Sequence[_Row], call: ProcessorCall) -> list[int]:
+        """Return how many bytes each item decodes to; refuse too many, and items without data."""
+        for modality, place, _ in rows:
+            _check_data(modality, call.mm_items[modality], [place])
+        sizes = [call.mm_items[row.modality].count_bytes_to_decode(row.place) for row in rows]
+        limit = self.info.ctx.get_mm_config().max_media_request_decode_bytes
+        for row, total in zip(rows, accumulate(sizes), strict=True):
+            if total > limit:
+                param = call.mm_items[row.modality].get_param(row.place)
+                raise RequestValueError(
+                    f"the media up to `{param}` take {total} bytes when they are decoded "
+                    f"({BYTES_PER_PIXEL} for a pixel), at most {limit} are accepted of one "
+                    "request; send fewer or smaller ones, or set "
+                    "`--max-media-request-decode-bytes` higher",
+                    param=param,
+                )
+        call.control.admit(sum(sizes))
+        return sizes
 
     def _to_fresh(
         self,
@@ -79,27 +149,23 @@ class ItemProcessing(ProcessorHooks[InfoT]):
                 _add_fresh(fresh, mm_hash, (item.own_arrays(), alternatives))
         return fresh
 
-    def _select(
-        self, mm_items: MultiModalDataItems, rows: Mapping[str, Mapping[str, int]]
-    ) -> MultiModalDataItems:
-        """Return the items at `rows` (per modality: hash -> index), all of which must have data."""
-        for modality, indices in rows.items():
-            _check_data(modality, mm_items[modality], indices.values())
-        return MultiModalDataItems(
-            {
-                modality: mm_items[modality].select(list(indices.values()))
-                for modality, indices in rows.items()
-            }
-        )
-
     def _apply_hf_processor(self, prompt: str | list[int], call: ProcessorCall) -> ProcessedPrompt:
         """Process all items, without asking a cache."""
-        for modality, items in call.mm_items.items():
-            _check_data(modality, items, range(len(items)))
-        token_ids, hf_inputs, is_update_applied = self._apply_hf_processor_main(
-            prompt, call, enable_hf_prompt_update=True
-        )
-        processed = self._split_into_items(call.mm_items, hf_inputs, call.mm_kwargs)
+        rows = [
+            _Row(modality, index, mm_hash)
+            for modality, hashes in call.hashes.items()
+            for index, mm_hash in enumerate(hashes)
+        ]
+        num_bytes = sum(self._admit(rows, call))
+        if num_bytes > MAX_BATCH_BYTES:
+            _, missing = _look_up(None, call.hashes)
+            return self._apply_in_batches(prompt, call, {}, missing)
+        with self.decode_budget.hold(num_bytes, call.control.cancellation):
+            token_ids, hf_inputs, is_update_applied = self._apply_hf_processor_main(
+                prompt, call, enable_hf_prompt_update=True
+            )
+            processed = self._split_into_items(call.mm_items, hf_inputs, call.mm_kwargs)
+            call.mm_items.drop_decoded()
         fresh: dict[str, ProcessedItem] = {}
         for modality, items in processed.items():
             for mm_hash, (item, alternatives) in zip(call.hashes[modality], items, strict=True):
@@ -139,17 +205,28 @@ class ItemProcessing(ProcessorHooks[InfoT]):
         }
 
 
+def _select(
+    mm_items: MultiModalDataItems, rows: Mapping[str, Mapping[str, int]]
+) -> MultiModalDataItems:
+    """Return the items at `rows` (per modality: hash -> index)."""
+    return MultiModalDataItems(
+        {
+            modality: mm_items[modality].select(list(indices.values()))
+            for modality, indices in rows.items()
+        }
+    )
+
+
 def _look_up(
-    cache: ProcessorCache, hashes_by_modality: Mapping[str, Sequence[str]]
+    cache: ProcessorCache | None, hashes_by_modality: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, Sequence[ResolvedPromptUpdate]], dict[str, dict[str, int]]]:
     """Return the held items' updates, and per modality the others: hash -> first index."""
     known: dict[str, Sequence[ResolvedPromptUpdate]] = {}
     missing: dict[str, dict[str, int]] = {}
     for modality, hashes in hashes_by_modality.items():
-        for index, (mm_hash, is_held) in enumerate(
-            zip(hashes, cache.is_cached(hashes), strict=True)
-        ):
-            updates = cache.peek_prompt_updates(mm_hash) if is_held else None
+        are_held = [False] * len(hashes) if cache is None else cache.is_cached(hashes)
+        for index, (mm_hash, is_held) in enumerate(zip(hashes, are_held, strict=True)):
+            updates = cache.peek_prompt_updates(mm_hash) if cache and is_held else None
             if updates is None:
                 missing.setdefault(modality, {}).setdefault(mm_hash, index)
             else:

@@ -62,11 +62,21 @@ class ModalityDataItems(ABC):
     def get_all_items_for_hash(self) -> list[Any]:
         return [self.get_item_for_hash(index) for index in range(self.get_count())]
 
+    def count_bytes_to_decode(self, index: int) -> int:
+        """Return the memory that decoding an item takes; 0 where there is nothing to decode."""
+        return sum(image.num_bytes_to_decode for image in _encoded(self.get_item_for_hash(index)))
+
+    def get_param(self, index: int) -> str:
+        """Return the field of the request that an item stood in."""
+        images = _encoded(self.get_item_for_hash(index))
+        named = next((image.param for image in images if image.param), None)
+        return named or f"multi_modal_data.{self.modality}[{index}]"
+
     def drop_decoded(self) -> None:
         """Forget what can be decoded again."""
         for item in self.get_all_items_for_hash():
-            if isinstance(item, EncodedImage):
-                item.drop_pixels()
+            for image in _encoded(item):
+                image.drop_pixels()
 
     @abstractmethod
     def select(self, indices: Sequence[int]) -> "ModalityDataItems":
@@ -188,6 +198,12 @@ class VideoProcessorItems(ProcessorBatchItems):
 def _is_pair(item: Any) -> bool:
     """Whether a video's item is `(frames, metadata)`."""
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Mapping)
+
+
+def _encoded(item: Any) -> list[EncodedImage]:
+    """Return the encoded pictures in an item: itself, or a value of a vision chunk."""
+    values = item.values() if isinstance(item, Mapping) else (item,)
+    return [value for value in values if isinstance(value, EncodedImage)]
 
 
 def _unwrap(item: Any) -> Any:

@@ -7,10 +7,11 @@ import base64
 import binascii
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,7 +25,11 @@ logger = get_logger(__name__)
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that may be decoded; Pillow knows more, and some of them start other programs."""
 
+BYTES_PER_PIXEL = 4
+"""Of a decoded picture: Pillow pads RGB to four bytes."""
+
 _WHITE = (255, 255, 255)
+_TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +94,66 @@ def _torch_as_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(bits).view(dtype)
 
 
+class ImageHeader(NamedTuple):
+    """What a file says of its picture before the pixels are decoded."""
+
+    width: int
+    height: int
+    has_transparency: bool
+
+    @property
+    def num_decoded_bytes(self) -> int:
+        """Return the memory that the pixels take once they are decoded."""
+        return self.width * self.height * BYTES_PER_PIXEL
+
+    @property
+    def io_config(self) -> Mapping[str, Any] | None:
+        """Return how decoding alters the pixels; see `MediaWithBytes`."""
+        if not self.has_transparency:
+            return None
+        return {"image_mode": "RGB", "rgba_background_color": _WHITE}
+
+
+def read_image_header(
+    data: bytes, limits: MediaLimits, *, param: str | None = "image"
+) -> ImageHeader:
+    """Read a picture's header alone; refuse what `limits` does, and what is no picture."""
+    with _named_faults(len(data), limits, param):
+        return _open_image(data, limits, param)[1]
+
+
 def load_image_bytes(
     data: bytes, limits: MediaLimits, *, param: str | None = "image"
 ) -> MediaWithBytes:
-    """Decode a picture's first frame to upright RGB, transparency composited on white."""
+    """Decode a picture's first frame to upright RGB, transparency composited on white.
+
+    JPEGs are decoded whole, too: what `Image.draft` gives is scaled by another filter than the
+    HF processors', so the pixels would differ.
+    """
     check_image_bytes(len(data), limits, param=param)
+    with _named_faults(len(data), limits, param):
+        image, header = _open_image(data, limits, param)
+        return MediaWithBytes(convert_to_rgb(image), bytes(data), header.io_config)
+
+
+def _open_image(
+    data: bytes, limits: MediaLimits, param: str | None
+) -> tuple[Image.Image, ImageHeader]:
+    """Read the header, and hold it to the limits; no pixel is decoded."""
+    image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    check_image_size(image.size, limits, param=param)
+    tags = getattr(image, "tag_v2", None)
+    if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the picture
+        tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
+        check_image_size(tile, limits, param=param)
+    return image, ImageHeader(*image.size, _has_transparency(image))
+
+
+@contextmanager
+def _named_faults(num_bytes: int, limits: MediaLimits, param: str | None) -> Iterator[None]:
+    """Turn whatever Pillow raises over a file into the request's error."""
     try:
-        image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)  # reads the header only
-        check_image_size(image.size, limits, param=param)
-        rgb = convert_to_rgb(image)
+        yield
     except RequestValueError:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -109,14 +165,10 @@ def load_image_bytes(
     except Exception as error:
         formats = ", ".join(IMAGE_FORMATS)
         raise MediaError(
-            f"Failed to load image of {len(data)} bytes: {_reason(error)}; "
+            f"Failed to load image of {num_bytes} bytes: {_reason(error)}; "
             f"send a whole file of one of {formats}",
             param=param,
         ) from error
-    io_config = None
-    if _has_transparency(image):
-        io_config = {"image_mode": "RGB", "rgba_background_color": _WHITE}
-    return MediaWithBytes(rgb, bytes(data), io_config)
 
 
 def _reason(error: Exception) -> str:

@@ -70,19 +70,23 @@ class MediaIds:
         """Return the digest of the content that came with an id in this domain."""
         return self._contents.get((domain, modality, str(uuid)))
 
+    def check(self, domain: str, claims: Iterable[MediaClaim]) -> dict[tuple[str, str, str], bytes]:
+        """Return what ids would stand for; MediaIdConflictError where one means something else."""
+        bound: dict[tuple[str, str, str], bytes] = {}
+        for claim in claims:
+            key = (domain, claim.modality, str(claim.uuid))
+            known = bound.get(key) or self._contents.get(key)
+            if known is not None and known != claim.content:
+                raise MediaIdConflictError(
+                    f"the uuid {str(claim.uuid)!r} of {claim.modality} {claim.place} came "
+                    "with another content before; give other content another uuid",
+                    param=param_of(claim.uuid),
+                )
+            bound[key] = claim.content
+        return bound
+
     def bind(self, domain: str, claims: Iterable[MediaClaim]) -> None:
         """Note what ids stand for; where one stands for another content already, note none."""
         with self._lock:
-            bound: dict[tuple[str, str, str], bytes] = {}
-            for claim in claims:
-                key = (domain, claim.modality, str(claim.uuid))
-                known = bound.get(key) or self._contents.get(key)
-                if known is not None and known != claim.content:
-                    raise MediaIdConflictError(
-                        f"the uuid {str(claim.uuid)!r} of {claim.modality} {claim.place} came "
-                        "with another content before; give other content another uuid",
-                        param=param_of(claim.uuid),
-                    )
-                bound[key] = claim.content
-            for key, content in bound.items():
+            for key, content in self.check(domain, claims).items():
                 self._contents.put(key, content)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.processing.parse import MultiModalDataItems
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
@@ -22,6 +23,7 @@ class ProcessorCall(NamedTuple):
     hashes: Mapping[str, list[str]]
     mm_kwargs: Mapping[str, object]
     tok_kwargs: Mapping[str, object]
+    control: DecodeControl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

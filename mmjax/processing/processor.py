@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
+from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hf_kwargs import check_request_kwargs
 from mmjax.processing.hooks import InfoT
@@ -110,6 +111,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         id_domain: str | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        control: DecodeControl | None = None,
     ) -> PreparedInputs:
         """Do a request's work, without changing the cache.
 
@@ -126,6 +128,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             cache_salt: Whose caches these are: items of different salts have different names.
             request_id: Given where nothing is kept by its content: an item without a uuid is
                 then named after the request, and not hashed.
+            control: Asked before anything is decoded, and between one batch and the next.
         """
         if decoder_prompt is not None:
             raise RequestValueError(
@@ -140,10 +143,12 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
-        hashes = self.item_hasher.hash_items(mm_items, uuids, mm_kwargs, **names)
-        call = ProcessorCall(mm_items, hashes, mm_kwargs, dict(tokenization_kwargs or {}))
+        hashed = self.item_hasher.identify(mm_items, uuids, mm_kwargs, **names)
+        hashes, tok_kwargs = hashed.by_modality, dict(tokenization_kwargs or {})
+        call = ProcessorCall(mm_items, hashes, mm_kwargs, tok_kwargs, control or DecodeControl())
 
         processed = self._cached_apply_hf_processor(prompt, call)
+        self.item_hasher.bind(hashed)
         token_ids, placeholders = self._maybe_apply_prompt_updates(mm_items, processed)
         ranges = {
             modality: [placeholder.to_range() for placeholder in found]
@@ -183,10 +188,9 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             for index, mm_hash in enumerate(hashes):
                 if mm_hash in wanted:
                     rows.setdefault(modality, {}).setdefault(mm_hash, index)
-        mm_items = self._select(call.mm_items, rows)
-        hf_inputs = self._apply_hf_processor_mm_only(mm_items, call)
-        fresh = self._to_fresh(rows, self._split_into_items(mm_items, hf_inputs, call.mm_kwargs))
-        mm_items.drop_decoded()
+        # It was admitted before; whether it is still wanted counts on.
+        control = DecodeControl(call.control.cancellation)
+        fresh = self._process_missing(rows, call._replace(control=control))
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
     def _to_mm_items(

@@ -11,7 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mmjax.errors import BodyTimeoutError, CapacityError, RequestError, ShuttingDownError
+from mmjax.errors import (
+    BodyTimeoutError,
+    CapacityError,
+    RequestCancelledError,
+    RequestError,
+    ShuttingDownError,
+)
 from mmjax.logger import REQUEST_ID, get_logger
 
 logger = get_logger(__name__)
@@ -31,9 +37,6 @@ _HTTP_MESSAGES: Mapping[int, str] = {
     413: "the body is larger than this server takes; send smaller or fewer images",
 }
 _RETRY_AFTER_S = 5
-CLIENT_GONE_STATUS = 499
-"""nginx's status for it; nobody reads it."""
-
 _MAX_LOGGED_CHARS = 200
 _QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 
@@ -156,7 +159,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def _client_gone(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_GONE_STATUS)
+        return error_response(RequestCancelledError())
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> Response:

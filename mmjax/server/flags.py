@@ -135,6 +135,8 @@ def _to_model_config(flags: argparse.Namespace) -> ModelConfig:
             mm_hasher_algorithm=flags.mm_hasher_algorithm,
             max_image_pixels=flags.max_image_pixels,
             max_image_bytes=flags.max_image_bytes,
+            max_media_request_decode_bytes=flags.max_media_request_decode_bytes,
+            max_media_decode_bytes=flags.max_media_decode_bytes,
             trust_request_mm_kwargs=flags.trust_request_mm_kwargs,
             trust_media_ids=flags.trust_media_ids,
             enable_mm_embeds=flags.enable_mm_embeds,
@@ -363,6 +365,18 @@ def _add_media_flags(group: Any) -> None:
         type=_positive,
         default=defaults.max_image_bytes,
         help="of one, encoded",
+    )
+    add(
+        "--max-media-request-decode-bytes",
+        type=_positive,
+        default=defaults.max_media_request_decode_bytes,
+        help="of one request's images, decoded (4 a pixel); more get 400",
+    )
+    add(
+        "--max-media-decode-bytes",
+        type=_positive,
+        default=defaults.max_media_decode_bytes,
+        help="of all images decoded at once; more wait",
     )
     add(
         "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"

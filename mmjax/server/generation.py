@@ -33,7 +33,7 @@ from mmjax.server.responses import (
     chat_chunk_choice,
     text_choice,
 )
-from mmjax.server.streaming import EventStream, begin, collect
+from mmjax.server.streaming import EventStream, begin, collect, while_connected
 
 
 class GenerationService:
@@ -60,6 +60,7 @@ class GenerationService:
         options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
         with _errors_of_messages():
             streams = await self._submit(
+                request,
                 answer_id,
                 [make_prompt],
                 params,
@@ -84,9 +85,10 @@ class GenerationService:
         """Answer with what processing makes of a conversation: no model runs."""
         self._check(request, body)
         with _errors_of_messages():
-            explanation = await self._client.explain(
+            explaining = self._client.explain(
                 partial(self._chat_prompt, body), id_domain=self._id_domain(request)
             )
+            explanation = await while_connected(request, explaining)
         if len(self._config.api_keys) > 1:
             explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._model_name}
@@ -139,6 +141,7 @@ class GenerationService:
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         streams = await self._submit(
+            request,
             answer_id,
             prompts,
             params,
@@ -227,6 +230,7 @@ class GenerationService:
 
     async def _submit(
         self,
+        request: Request,
         answer_id: str,
         prompts: Sequence[PromptSource],
         params: SamplingParams,
@@ -236,23 +240,37 @@ class GenerationService:
         id_domain: str | None,
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
-        """Add one request for each prompt; where one is refused, none runs."""
+        """Add one request for each prompt; where one is refused, none runs.
+
+        Nor where the client leaves meanwhile: RequestCancelledError.
+        """
         self._client.check_size(len(prompts), params.n)
-        added = await asyncio.gather(
-            *(
-                self._client.add_request(
-                    answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-                    prompt,
-                    params,
-                    stream=is_stream,
-                    continues_prompt=continues_prompt,
-                    id_domain=id_domain,
-                    **limits,
+
+        async def add_all() -> list[RequestStream | BaseException]:
+            adding = [
+                asyncio.create_task(
+                    self._client.add_request(
+                        answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                        prompt,
+                        params,
+                        stream=is_stream,
+                        continues_prompt=continues_prompt,
+                        id_domain=id_domain,
+                        **limits,
+                    )
                 )
                 for number, prompt in enumerate(prompts)
-            ),
-            return_exceptions=True,
-        )
+            ]
+            try:
+                return await asyncio.gather(*adding, return_exceptions=True)
+            except asyncio.CancelledError:
+                # Some may have begun already: nobody would read them.
+                for item in await asyncio.gather(*adding, return_exceptions=True):
+                    if isinstance(item, RequestStream):
+                        item.close()
+                raise
+
+        added = await while_connected(request, add_all())
         streams = [item for item in added if isinstance(item, RequestStream)]
         failures = [item for item in added if isinstance(item, BaseException)]
         if failures:

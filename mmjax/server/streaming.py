@@ -1,7 +1,7 @@
 """Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mmjax.errors import RequestError
+from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.client import RequestStream
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.logger import get_logger
@@ -21,13 +21,6 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-
-
-class ClientGone(RequestError):
-    """The client closed the connection before its answer was whole: nobody reads the status."""
-
-    status = 499  # nginx's
-    code = "client_closed_request"
 
 
 class EventStream(StreamingResponse):
@@ -144,7 +137,7 @@ async def _pump(
 async def collect(
     request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
 ) -> None:
-    """Give every output to `take`; abort all and raise ClientGone when the client leaves."""
+    """Give every output to `take`; where the client leaves, abort all: RequestCancelledError."""
 
     async def read() -> None:
         outputs = merge(streams)
@@ -154,7 +147,7 @@ async def collect(
         finally:
             await outputs.aclose()
 
-    await _while_connected(request, read())
+    await while_connected(request, read())
 
 
 async def begin(
@@ -162,12 +155,16 @@ async def begin(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Wait for the first output of all `streams`, and return `merge(streams)`, which begins so.
 
-    An error before that is raised here, where it can still be the response's status; ClientGone,
-    and all aborted, when the client leaves.
+    An error before that is raised here, where it can still be the response's status;
+    RequestCancelledError, and all aborted, when the client leaves.
     """
     outputs = merge(streams)
+
+    async def read_first() -> tuple[int, RequestOutput]:
+        return await anext(outputs)
+
     try:
-        first = await _while_connected(request, anext(outputs))
+        first = await while_connected(request, read_first())
     except BaseException:
         await outputs.aclose()
         raise
@@ -185,14 +182,14 @@ async def _join(
         await rest.aclose()
 
 
-async def _while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return what `work` gives; cancel it and raise ClientGone when the client leaves."""
-    working = asyncio.ensure_future(work)
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` gives; cancel it where the client leaves, with RequestCancelledError."""
+    working = asyncio.create_task(work)
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGone("the client closed the connection before its answer was whole")
+            raise RequestCancelledError
         return working.result()
     finally:
         for task in (working, leaving):

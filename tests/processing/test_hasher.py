@@ -26,7 +26,7 @@ from PIL import ExifTags, Image
 from mmjax.errors import RequestError
 from mmjax.processing import MediaLimits, MediaWithBytes, MultiModalHasher
 from mmjax.processing.encoded import EncodedImage
-from mmjax.processing.hasher import LARGE_CHUNK, ContentHasher
+from mmjax.processing.hasher import LARGE_CHUNK, ContentHasher, has_parsed_exif
 from tests.kit import draw
 from tests.processing.test_media import encode
 
@@ -442,3 +442,21 @@ def test_an_unknown_type_is_refused(value: object):
     with pytest.raises(TypeError, match="cannot hash") as caught:
         digest(value)
     assert isinstance(caught.value, RequestError)
+
+
+def test_an_io_config_that_says_nothing_counts_as_none():
+    data = encode(draw(4, 4))
+    assert digest(MediaWithBytes(draw(4, 4), data, {})) == digest(MediaWithBytes(draw(4, 4), data))
+    said = MediaWithBytes(draw(4, 4), data, {"image_mode": "RGB"})
+    assert digest(said) != digest(MediaWithBytes(draw(4, 4), data))
+
+
+def test_pillow_still_keeps_parsed_exif_where_we_look():
+    """`has_parsed_exif` reads a private attribute: a Pillow without it must be looked at."""
+    image = draw(2, 2)
+    assert "_exif" in vars(image), "Pillow keeps EXIF elsewhere: mend hasher.has_parsed_exif"
+    assert not has_parsed_exif(image)
+    image.getexif()
+    assert has_parsed_exif(image), "Pillow keeps parsed EXIF elsewhere: mend has_parsed_exif"
+    with Image.open(BytesIO(encode(draw(2, 2)))) as opened:
+        assert not has_parsed_exif(opened)

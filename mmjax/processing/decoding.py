@@ -1,0 +1,135 @@
+"""When a request's pictures are decoded: how much at once, on whose turn, and until when.
+
+Knows neither pictures nor requests: sizes are numbers of decoded bytes.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from mmjax.errors import RequestCancelledError
+
+MAX_BATCH_BYTES = 64 * 2**20
+"""Pictures are decoded, and given to HF's processor, so much at a time; a larger one alone."""
+
+T = TypeVar("T")
+
+
+class Cancellation:
+    """Whether a request is still wanted; set in one thread, obeyed in another."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        """Say that nobody wants the request any more."""
+        with self._lock:
+            self.is_set = True
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+    def check(self) -> None:
+        """Raise RequestCancelledError if nobody wants the request any more."""
+        if self.is_set:
+            raise RequestCancelledError
+
+    @contextmanager
+    def calling(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Have `callback` called when this is set meanwhile; it must not wait."""
+        with self._lock:
+            self._callbacks.append(callback)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._callbacks.remove(callback)
+
+
+class DecodeControl:
+    """How one request's decoding is held up: here not at all."""
+
+    def __init__(self, cancellation: Cancellation | None = None) -> None:
+        self.cancellation = cancellation or Cancellation()
+
+    def admit(self, num_bytes: int) -> None:
+        """Learn how much is about to be decoded in all; what this raises, `prepare` raises."""
+
+
+class DecodeBudget:
+    """Decoded bytes that may be there at once, over all requests; many threads share it.
+
+    Who asks for more than there is waits for its turn: first come, first served.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        """In use."""
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @contextmanager
+    def hold(self, num_bytes: int, cancellation: Cancellation) -> Iterator[None]:
+        """Wait for `num_bytes` (for all there is, where it is less), and give them back at the end.
+
+        RequestCancelledError as soon as the request is cancelled.
+        """
+        if num_bytes == 0:  # nothing to decode: no turn to wait for
+            yield
+            return
+        taken = min(num_bytes, self.max_bytes)
+        self._take(taken, cancellation)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_bytes -= taken
+                self._changed.notify_all()
+
+    def _take(self, num_bytes: int, cancellation: Cancellation) -> None:
+        turn = object()
+
+        def is_next() -> bool:
+            fits = self.num_bytes + num_bytes <= self.max_bytes
+            return cancellation.is_set or (self._waiting[0] is turn and fits)
+
+        with cancellation.calling(self._wake), self._changed:
+            self._waiting.append(turn)
+            try:
+                self._changed.wait_for(is_next)
+                cancellation.check()
+                self.num_bytes += num_bytes
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def split_by_bytes(
+    sizes: Iterable[tuple[T, int]], max_bytes: int = MAX_BATCH_BYTES
+) -> list[tuple[list[T], int]]:
+    """Divide in order into batches of at most `max_bytes`, with each batch's bytes.
+
+    What is larger is a batch alone: `[(a, 3), (b, 4), (c, 9), (d, 1)], 8` -> `ab, c, d`.
+    """
+    batches: list[tuple[list[T], int]] = []
+    for item, size in sizes:
+        if batches and batches[-1][1] + size <= max_bytes:
+            members, total = batches[-1]
+            members.append(item)
+            batches[-1] = (members, total + size)
+        else:
+            batches.append(([item], size))
+    return batches
