@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -363,6 +364,44 @@ def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[
         core.add_request(request)
     core.step()
     assert core.recover() == [request.request_id for request in batch]
+    assert answer(core, message("a", MIXED[5])) == expected[5]
+
+
+def test_recovery_gives_its_memory_back_before_it_takes_new(
+    core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KV cache fills the device: while the old one lives, there is no room for another."""
+    runner = core._runner
+    old = jax.tree.leaves((runner._state, runner._pool))
+    shapes = {(leaf.shape, leaf.dtype) for leaf in old}
+    make_arrays = runner._programs.make_arrays
+    alive: list[int] = []
+
+    def count_and_make(num_blocks: int) -> Any:
+        live = (leaf for leaf in jax.live_arrays() if (leaf.shape, leaf.dtype) in shapes)
+        alive.append(sum(leaf.nbytes for leaf in live) - others)
+        return make_arrays(num_blocks)
+
+    # Other tests' engines hold arrays of these shapes, too.
+    others = sum(
+        leaf.nbytes
+        for leaf in jax.live_arrays()
+        if (leaf.shape, leaf.dtype) in shapes and not any(leaf is one for one in old)
+    )
+    monkeypatch.setattr(runner._programs, "make_arrays", count_and_make)
+
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("the device says no")
+
+    core.add_request(message("lost", MIXED[0]))
+    monkeypatch.setattr(runner._programs, "sample", fail)
+    try:
+        core.step()
+    except RuntimeError:
+        # As the loop does it: the error, and with it the frames of the step, are still there.
+        core.recover()
+    monkeypatch.undo()
+    assert alive == [0]
     assert answer(core, message("a", MIXED[5])) == expected[5]
 
 
