@@ -54,7 +54,8 @@ class MultiModalModel(Protocol):
     encoder_spec: EncoderSpec | PackedEncoderSpec
     kv_cache_spec: KVCacheSpec
     has_bidirectional_spans: bool
-    """Whether an item's embeddings see each other both ways: a step then holds an item whole."""
+    """Whether a run of an item's embeddings (those without a mark between them) see each other both
+    ways: a step then holds each run whole. Of units, none is longer than a unit."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None: ...
 

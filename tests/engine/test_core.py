@@ -405,6 +405,34 @@ def test_recovery_gives_its_memory_back_before_it_takes_new(
     assert answer(core, message("a", MIXED[5])) == expected[5]
 
 
+# ---- steps that hold a run of embeddings and no more ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow() -> EngineCore:
+    """A step as long as a crop's embeddings: the marks around them go in other steps."""
+    return tiny_engine(
+        max_num_batched_tokens=TOKENS_PER_IMAGE,
+        max_num_encoder_input_tokens=3 * TOKENS_PER_IMAGE,
+        encoder_cache_size=3 * TOKENS_PER_IMAGE,
+    )
+
+
+def test_a_picture_needs_a_step_for_its_embeddings_alone(
+    narrow: EngineCore, expected: list[list[int]]
+) -> None:
+    assert [answer(narrow, request) for request in requests("narrow")] == expected
+    for request in (batch := requests("together")):
+        narrow.add_request(request)
+    news = drain(narrow)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
+def test_a_step_that_holds_no_picture_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"takes 4 tokens.*`--max-num-batched-tokens` is 3"):
+        tiny_engine(max_num_seqs=2, max_num_batched_tokens=TOKENS_PER_IMAGE - 1)
+
+
 # ---- the start -----------------------------------------------------------------------------------
 
 
