@@ -188,8 +188,8 @@ class SchedulerConfig:
     """Encoder outputs (embeddings) that one step may compute; None: `max_num_batched_tokens`.
     Never less than the largest item has."""
     disable_chunked_mm_input: bool = False
-    """Whether each run of an item's embeddings goes in one step; always so where they see each other
-    both ways. A run ends at a mark: between rows, between crops."""
+    """Whether each run of an item's embeddings (up to a mark between rows, between crops) goes in
+    one step; always so where they see each other both ways."""
     max_num_queued_reqs: int = 1024
     """More requests than this waiting: a new one gets 429."""
     enable_chunked_prefill: bool = True

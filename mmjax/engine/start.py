@@ -24,7 +24,12 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, get_max_encoder_len
+from mmjax.models.interface import (
+    EncoderSpec,
+    PackedEncoderSpec,
+    get_max_encoder_len,
+    require_units,
+)
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv, round_up
@@ -133,8 +138,7 @@ class EngineStart:
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
             self._keeps_runs_whole = False
-            assert isinstance(self._encoder_spec, EncoderSpec), "such an encoder takes units"
-            per_unit = self._encoder_spec.tokens_per_unit
+            per_unit = require_units(self._encoder_spec).tokens_per_unit
             largest = {"encoder": round_up(self._max_encoder_len, per_unit)}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,

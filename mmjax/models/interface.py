@@ -111,6 +111,16 @@ class EncoderDecoderModel(MultiModalModel, Protocol):
         ...
 
 
+def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
+    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
+    if isinstance(spec, EncoderSpec):
+        return spec
+    raise TypeError(
+        f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
+        "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
+    )
+
+
 def get_max_encoder_len(model: Any) -> int:
     """Return a model's `max_encoder_len`; 0 for a decoder alone."""
     return getattr(model, "max_encoder_len", 0)

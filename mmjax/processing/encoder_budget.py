@@ -39,7 +39,7 @@ def compute_mm_encoder_budget(
         logger.warning("no modality needs an encoder: its budget and its cache are 0")
         return 0, 0
     max_tokens = scheduler_config.max_num_batched_tokens
-    modality, largest = max(mm_max_toks_per_item.items(), key=lambda item: (item[1], item[0]))
+    largest = max(mm_max_toks_per_item.values())
     if disable_chunked_mm_input:
         _check_runs(longest_runs or mm_max_toks_per_item, max_tokens)
     compute = scheduler_config.max_num_encoder_input_tokens

@@ -18,7 +18,7 @@ from mmjax.errors import (
     RequestError,
     RequestValueError,
 )
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
@@ -245,7 +245,7 @@ def with_feature(feature: MultiModalFeatureSpec) -> EngineCoreRequest:
 @pytest.mark.parametrize(
     ("feature", "words"),
     [
-        (broken_feature(data=type(image_feature(1, 0).data)()), "lacks what the model encodes"),
+        (broken_feature(data=MultiModalKwargsItem()), "lacks what the model encodes"),
         (broken_feature(data=image_feature(1, 0, units=2).data), "2.* units of 4"),
     ],
     ids=["no pixels", "too many units"],

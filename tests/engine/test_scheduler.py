@@ -381,7 +381,7 @@ def random_request(rng: random.Random, number: int) -> Request:
     for _ in range(rng.randrange(4)):
         length, kind = rng.randint(2, 10), rng.randrange(3)
         # Few identifiers, so that requests share; the size is a function of the identifier.
-        mask = [place % (2 + length // 2) != kind for place in range(length)] if kind else None
+        mask = [int(place % (2 + length // 2) != kind) for place in range(length)] if kind else None
         items.append(make_item(offset, length, f"{length}-{kind}", mask))
         offset += length + rng.randrange(4)
     num_tokens = min(offset + rng.randint(1, 12), MAX_MODEL_LEN - 8)
