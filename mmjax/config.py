@@ -197,8 +197,8 @@ class SchedulerConfig:
     """Encoder outputs (embeddings) that one step may compute; None: `max_num_batched_tokens`.
     Never less than the largest item has."""
     disable_chunked_mm_input: bool = False
-    """Whether an item's tokens go in one step; always so where its embeddings see each other both
-    ways."""
+    """Whether each run of an item's embeddings (up to a mark between rows, between crops) goes in
+    one step; always so where they see each other both ways."""
     max_num_queued_reqs: int = 1024
     """Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429."""
     enable_chunked_prefill: bool = True

@@ -353,7 +353,11 @@ class _Inbox:
     def _send_again(self, delivery: Delivery, miss: MultiModalCacheMissError) -> None:
         message_id = delivery.message.request_id
         num_misses = self._num_misses[message_id] = self._num_misses.get(message_id, 0) + 1
-        assert num_misses <= MAX_MISSES, f"the engine lacks items that came along: {miss}"
+        if num_misses > MAX_MISSES:
+            raise RuntimeError(
+                f"request {message_id} came {num_misses} times with all of its tensors, and still "
+                f"the engine has {miss}; switch the cache off with `mm_processor_cache_gb=0`"
+            ) from miss
         self._ledger.invalidate(miss.mm_hashes)
         self._ledger.commit(
             delivery.request,

@@ -52,10 +52,12 @@ def _follow(engine: EngineConfig) -> int:
     """Be the engine's part on another host; requests come to process 0 alone."""
     # On use only: it brings jax along.
     from mmjax.engine.process import follow_engine
+    from mmjax.frontend.worst_case import with_encoder_budget
     from mmjax.models.registry import require_model
 
     require_model(engine.model.architecture)
-    follow_engine(engine)
+    # As process 0 does: shapes follow from it, and must be the same.
+    follow_engine(with_encoder_budget(engine))
     return 0
 
 

@@ -58,11 +58,11 @@ def item_tokens(features: Sequence[MultiModalFeatureSpec]) -> list[int]:
     """Return token ids that depend on every bit of the items and on their places."""
     digest = hashlib.sha256()
     for feature in features:
-        assert feature.data is not None
+        assert feature.tensors is not None
         position = feature.mm_position
         digest.update(repr((feature.modality, position.offset, position.length)).encode())
-        for key in sorted(feature.data):
-            _add_to(digest, key, feature.data[key].data)
+        for key in sorted(feature.tensors):
+            _add_to(digest, key, feature.tensors[key].data)
     return [100 + byte for byte in digest.digest()[:8]]
 
 

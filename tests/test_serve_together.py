@@ -1,32 +1,66 @@
 """`python -m mmjax.serve` in two processes, as two hosts would run it: one answers, one follows."""
 
+import json
 import signal
 import socket
 from pathlib import Path
 
 import pytest
 
-from mmjax import LLM, SamplingParams
+from mmjax import LLM, SamplingParams, serve
+from mmjax.config import EngineConfig
+from mmjax.engine.mesh import settings_digest
 from tests.kit import draw
 from tests.test_serve import SMALL, Served, ask, image_message
 
 SETTINGS = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 
 
-def serve_together(checkpoint: Path, *, second: tuple[str, ...] = ()) -> tuple[Served, Served]:
+def serve_together(
+    checkpoint: Path, *, more: tuple[str, ...] = (), second: tuple[str, ...] = ()
+) -> tuple[Served, Served]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     flags = (
-        *(str(checkpoint), *SMALL, "--tensor-parallel-size", "2"),
+        *(str(checkpoint), *SMALL, *more, "--tensor-parallel-size", "2"),
         *("--distributed-coordinator", f"127.0.0.1:{port}", "--distributed-num-processes", "2"),
     )
     return Served(*flags), Served(*flags, "--distributed-process-id", "1", *second)
 
 
+CROPS = ("--mm-processor-kwargs", '{"do_pan_and_scan": true, "pan_and_scan_max_num_crops": 8}')
+
+
+class _StartedError(Exception):
+    """In the place of a start: what `serve` would have started is known by then."""
+
+
+def test_leader_and_follower_start_with_the_same_settings(
+    tiny_gemma3: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else they refuse each other, whatever the operator gives to both."""
+    configs: list[EngineConfig] = []
+
+    def note(config: EngineConfig) -> None:
+        configs.append(config)
+        raise _StartedError
+
+    monkeypatch.setattr("mmjax.frontend.supervisor.Supervisor", note)
+    monkeypatch.setattr("mmjax.engine.process.follow_engine", note)
+    flags = [str(tiny_gemma3), *SMALL, *CROPS, "--tensor-parallel-size", "2", "--port", "0"]
+    flags += ["--distributed-coordinator", "127.0.0.1:1", "--distributed-num-processes", "2"]
+    for process_id in ("0", "1"):
+        with pytest.raises(_StartedError):
+            serve.main([*flags, "--distributed-process-id", process_id])
+    leader, follower = configs
+    assert leader.scheduler.max_num_encoder_input_tokens is not None, "the processor was asked"
+    assert settings_digest(leader) == settings_digest(follower)
+
+
 @pytest.mark.slow
 def test_two_processes_serve_as_one_device(tiny_gemma3: Path):
-    first, second = serve_together(tiny_gemma3)
+    first, second = serve_together(tiny_gemma3, more=CROPS)
     try:
         url = first.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n").group(1)
         answers = [ask(url, seed).choices[0].message.content for seed in range(3)]
@@ -38,7 +72,10 @@ def test_two_processes_serve_as_one_device(tiny_gemma3: Path):
     finally:
         first.end()
         second.end()
-    with LLM(str(tiny_gemma3), **SETTINGS, use_tqdm_on_load=False) as alone:
+    kwargs = json.loads(CROPS[1])
+    with LLM(
+        str(tiny_gemma3), **SETTINGS, mm_processor_kwargs=kwargs, use_tqdm_on_load=False
+    ) as alone:
         greedy = SamplingParams(temperature=0.0, max_tokens=8)
         outputs = alone.chat([[image_message(seed)] for seed in range(3)], greedy, use_tqdm=False)
     assert answers == [output.outputs[0].text for output in outputs]

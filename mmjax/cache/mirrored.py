@@ -132,8 +132,8 @@ class MultiModalReceiverCache(BaseMultiModalReceiverCache):
         keys = [feature.mm_hash or feature.identifier for feature in features]
         fresh: dict[str, MultiModalKwargsItem] = {}
         for key, feature in zip(keys, features, strict=True):
-            if feature.data is not None:
-                fresh.setdefault(key, feature.data)
+            if (item := feature.tensors) is not None:
+                fresh.setdefault(key, item)
         with self._lock:
             resolved, missing = self._touch_and_resolve(keys, fresh)
             for key, item in fresh.items():

@@ -16,13 +16,13 @@ from mmjax.errors import MultiModalCacheMissError
 from mmjax.logger import get_logger
 from mmjax.processing.commit import commit_items
 from mmjax.processing.fields import MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.processing.inputs import ItemData, MultiModalFeatureSpec
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
 
 logger = get_logger(__name__)
 
-SentItem = tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]
+SentItem = tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]
 """What goes to P1 in place of the tensors (None: P1 holds them), and the prompt update."""
 
 

@@ -25,8 +25,8 @@ class AdmissionLimits:
     max_num_batched_tokens: int
     encoder_budget: int
     """Embeddings that one step may compute, and the encoder cache may hold: the smaller."""
-    keeps_items_whole: bool
-    """Whether an item's places must all lie in one step."""
+    keeps_runs_whole: bool
+    """Whether a run of embeddings must lie in one step."""
     enable_chunked_prefill: bool = True
     """Whether a prompt's places need not all lie in one step."""
     max_encoder_len: int = 0
@@ -108,11 +108,14 @@ class AdmissionLimits:
     def _check_item(self, item: EncoderItem, num_prompt_tokens: int) -> None:
         _check_place(item, num_prompt_tokens)
         self.check_num_embeds(item)
-        length = item.end - item.start
-        if self.keeps_items_whole and length > self.max_num_batched_tokens:
+        if not self.keeps_runs_whole:
+            return
+        longest = item.mm_position.get_longest_run()
+        if longest > self.max_num_batched_tokens:
             raise RequestValueError(
-                f"an item takes {length} tokens, which this model computes in one step; a step "
-                f"holds {self.max_num_batched_tokens}: raise `max_num_batched_tokens`",
+                f"an item has a run of {longest} embeddings, which this engine computes in one "
+                f"step; a step holds {self.max_num_batched_tokens}: use a smaller picture, or "
+                "raise `max_num_batched_tokens`",
                 param="multi_modal_data",
             )
 

@@ -220,10 +220,11 @@ class EngineCore:
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
         """Cut a feature into units, and check them against what `encode` was compiled for."""
-        assert feature.data is not None, "resolved already"
+        item = feature.tensors
+        assert item is not None, "resolved already"
         spec = self._encoder_spec
         try:
-            units = self._model_class.encoder_units(feature.data.get_data())
+            units = self._model_class.encoder_units(item.get_data())
             arrays = {
                 name: np.asarray(units[name], dtype) for name, (_, dtype) in spec.inputs.items()
             }

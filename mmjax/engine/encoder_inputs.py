@@ -9,7 +9,7 @@ import numpy as np
 from mmjax.engine.admission import AdmissionLimits
 from mmjax.engine.request import EncoderInput, EncoderItem
 from mmjax.errors import RequestRuntimeError, RequestValueError
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
+from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, require_units
 from mmjax.processing.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 
@@ -19,9 +19,8 @@ class EncoderInputs:
     def __init__(
         self, model_class: Any, spec: EncoderSpec | PackedEncoderSpec, limits: AdmissionLimits
     ) -> None:
-        assert isinstance(spec, EncoderSpec), "the encoder of an encoder-decoder takes units"
         self._model_class = model_class
-        self._spec = spec
+        self._spec = require_units(spec)
         self._limits = limits
         self._numbers = count()
 
@@ -56,7 +55,8 @@ class EncoderInputs:
     def _to_units(
         self, token_ids: Sequence[int], features: Sequence[MultiModalFeatureSpec]
     ) -> tuple[Mapping[str, np.ndarray], int]:
-        tensors = [feature.data.get_data() for feature in features if feature.data is not None]
+        items = [feature.tensors for feature in features]
+        tensors = [item.get_data() for item in items if item is not None]
         assert len(tensors) == len(features), "resolved already"
         inputs = self._spec.inputs
         try:

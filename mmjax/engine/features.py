@@ -19,12 +19,12 @@ def resolve_features(
     missing: dict[str, None] = {}
     for feature in resolved:
         key = feature.mm_hash or feature.identifier
-        if feature.data is None:
-            feature.data = first.get(key)
-        if feature.data is None:
+        item = first.get(key) if feature.data is None else feature.tensors
+        feature.data = item
+        if item is None:
             missing[key] = None
         else:
-            first.setdefault(key, feature.data)
+            first.setdefault(key, item)
     if missing:
         raise MultiModalCacheMissError(list(missing))
     return resolved

@@ -211,7 +211,7 @@ def join_processes(config: EngineConfig) -> None:
         jax.distributed.initialize(
             parallel.coordinator_address, parallel.num_processes, parallel.process_id
         )
-    digests = multihost_utils.process_allgather(np.uint32(_digest(config)))
+    digests = multihost_utils.process_allgather(np.uint32(settings_digest(config)))
     strangers = np.flatnonzero(digests != digests[0]).tolist()
     if strangers:
         raise ConfigError(
@@ -220,7 +220,7 @@ def join_processes(config: EngineConfig) -> None:
         )
 
 
-def _digest(config: EngineConfig) -> int:
+def settings_digest(config: EngineConfig) -> int:
     """Return a number of what decides the processes' shapes, and of nothing of one host's own."""
     model = config.model
     settings = (

@@ -214,6 +214,13 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes += self._block_hasher.hash_new_blocks(self)
 
+    def last_cut(self, end: int) -> int:
+        """Return the last place up to `end` that does not lie inside a run of embeddings."""
+        if not 0 < end < self.num_prompt_tokens:
+            return end
+        run_end = self.span_ends[end - 1]
+        return end if run_end <= end else int(np.argmax(self.span_ends == run_end))
+
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
         """Return the items that overlap the places [start, end), in order."""
         if start >= self.items_end:

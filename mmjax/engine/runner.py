@@ -72,12 +72,19 @@ class ModelRunner:
         )
         self._is_leading = False
         """Whether other processes wait to be told of every call, to make it as well."""
-        self.reset()
+        self._make_arrays()
 
     def reset(self) -> None:
-        """Make all caches anew: at the start, and after a step that failed half-way."""
+        """Make all caches anew, after a step that failed half-way."""
         self._tell(Call.RESET)
         self.rows.reset()
+        # The device has no room for both. Whoever still refers to the old ones (the frames of an
+        # error do) holds arrays without memory.
+        for array in jax.tree.leaves((self._state, self._pool, self._previous)):
+            array.delete()
+        self._make_arrays()
+
+    def _make_arrays(self) -> None:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
 
     # ---- one step ------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class Scheduler:
         max_num_encoder_input_tokens: int,
         max_num_queued_reqs: int = 1024,
         max_num_encoder_states: int = 0,
-        keeps_items_whole: bool = False,
+        keeps_runs_whole: bool = False,
         enable_chunked_prefill: bool = True,
     ) -> None:
         self.kv_cache = kv_cache
@@ -60,7 +60,7 @@ class Scheduler:
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
         self._windows = WindowFitter(
-            kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_items_whole=keeps_items_whole
+            kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
         )
         self._enable_chunked_prefill = enable_chunked_prefill
         self._requests: dict[str, Request] = {}

@@ -24,7 +24,12 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, get_max_encoder_len
+from mmjax.models.interface import (
+    EncoderSpec,
+    PackedEncoderSpec,
+    get_max_encoder_len,
+    require_units,
+)
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv, round_up
@@ -125,22 +130,21 @@ class EngineStart:
         """Settle what does not depend on memory."""
         schedule = self.config.scheduler
         self._has_spans = model.has_bidirectional_spans
-        self._keeps_items_whole = self._has_spans or schedule.disable_chunked_mm_input
+        self._keeps_runs_whole = self._has_spans or schedule.disable_chunked_mm_input
         if self._has_spans and not schedule.disable_chunked_mm_input:
-            logger.info("an item's tokens go in one step: its embeddings see each other both ways")
+            logger.info("a picture's embeddings go in one step: they see each other both ways")
         largest = {"image": largest_item(self._encoder_spec, self.config.model.max_model_len)}
         self._max_encoder_len = get_max_encoder_len(model)
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
-            self._keeps_items_whole = False
-            assert isinstance(self._encoder_spec, EncoderSpec), "such an encoder takes units"
-            per_unit = self._encoder_spec.tokens_per_unit
+            self._keeps_runs_whole = False
+            per_unit = require_units(self._encoder_spec).tokens_per_unit
             largest = {"encoder": round_up(self._max_encoder_len, per_unit)}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,
             largest,
             encoder_cache_size=self.config.cache.encoder_cache_size,
-            disable_chunked_mm_input=self._keeps_items_whole,
+            disable_chunked_mm_input=self._keeps_runs_whole,
         )
         self._encoder_cache = EncoderCacheManager(max(1, encoder_rows))
 
@@ -203,7 +207,7 @@ class EngineStart:
             block_size=cache.block_size,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
-            keeps_items_whole=self._keeps_items_whole,
+            keeps_runs_whole=self._keeps_runs_whole,
             enable_chunked_prefill=schedule.enable_chunked_prefill,
             max_encoder_len=self._max_encoder_len,
         )
@@ -220,7 +224,7 @@ class EngineStart:
             max_num_encoder_input_tokens=self._encoder_budget,
             max_num_queued_reqs=schedule.max_num_queued_reqs,
             max_num_encoder_states=programs.buckets.num_states,
-            keeps_items_whole=self._keeps_items_whole,
+            keeps_runs_whole=self._keeps_runs_whole,
             enable_chunked_prefill=schedule.enable_chunked_prefill,
         )
         self._runner = ModelRunner(

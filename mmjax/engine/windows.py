@@ -16,11 +16,11 @@ class WindowFitter:
         *,
         kv_cache: KVCacheManager,
         encoder_cache: EncoderCacheManager,
-        keeps_items_whole: bool,
+        keeps_runs_whole: bool,
     ) -> None:
         self._kv_cache = kv_cache
         self._encoder_cache = encoder_cache
-        self._keeps_items_whole = keeps_items_whole
+        self._keeps_runs_whole = keeps_runs_whole
 
     def start(self, request: Request, states_left: int) -> bool:
         """Give the request the cached blocks of its beginning, and those of its encoder's states.
@@ -46,8 +46,9 @@ class WindowFitter:
     ) -> tuple[int, list[EncoderItem]]:
         """Return how many tokens the request may compute, and the items to encode for them.
 
-        An item that sees itself in both directions is computed whole, or to its end where its
-        beginning was found.
+        A run of embeddings that see each other both ways is computed whole, or to its end where
+        its beginning was found: that was computed with the whole in view, and the rest sees it.
+        Marks around it, and an item's other runs, may go in other steps.
         Items that are cached, also by an earlier request of this step, are referenced here.
         The encoder of an encoder-decoder is such an item, of the request's first window.
         """
@@ -64,10 +65,8 @@ class WindowFitter:
                 num_new_embeds = item.num_embeds
         if start >= request.items_end:
             return end - start, list(new.values())
+        end = self._cut(request, start, end)
         for item in request.items_between(start, end):
-            if self._keeps_items_whole and end < item.end:
-                # What was found of it was computed with the whole in view; the rest sees that.
-                return max(0, item.start - start), list(new.values())
             first, last = item.mm_position.get_embeds_indices_in_range(
                 max(0, start - item.start), min(end, item.end) - item.start
             )
@@ -78,10 +77,14 @@ class WindowFitter:
             if not self._encoder_cache.can_allocate(
                 item.num_embeds, embeds_left - num_new_embeds, num_new_embeds
             ):
-                return max(0, item.start - start), list(new.values())
+                return self._cut(request, start, item.start) - start, list(new.values())
             new[item.identifier] = item
             num_new_embeds += item.num_embeds
         return end - start, list(new.values())
+
+    def _cut(self, request: Request, start: int, end: int) -> int:
+        """Return the last place in [start, end] where a window from `start` may end."""
+        return max(start, request.last_cut(end) if self._keeps_runs_whole else end)
 
     def let_go_of_items(self, request: Request, start: int, end: int) -> None:
         """Let go of the items that lie behind a window.

@@ -2,9 +2,9 @@
 
 from mmjax.errors import RequestValueError
 from mmjax.processing.inputs import (
+    ItemData,
     MultiModalFeatureSpec,
     MultiModalInputs,
-    MultiModalKwargsItem,
     MultiModalKwargsItems,
 )
 from mmjax.processing.prepared import PreparedInputs
@@ -31,7 +31,7 @@ def build_features(
     """Return the items, sorted by their place in the prompt; tensors that repeat come once."""
     _check_hashes(inputs)
     features = inputs.to_features()
-    sent: dict[str, MultiModalKwargsItem] = {}
+    sent: dict[str, ItemData] = {}
     for feature in features:
         mm_hash = feature.mm_hash or feature.identifier
         feature.identifier = mm_identifier(

@@ -54,7 +54,8 @@ class MultiModalModel(Protocol):
     encoder_spec: EncoderSpec | PackedEncoderSpec
     kv_cache_spec: KVCacheSpec
     has_bidirectional_spans: bool
-    """Whether an item's embeddings see each other both ways: a step then holds an item whole."""
+    """Whether a run of an item's embeddings (those without a mark between them) see each other both
+    ways: a step then holds each run whole. Of units, none is longer than a unit."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None: ...
 
@@ -108,6 +109,16 @@ class EncoderDecoderModel(MultiModalModel, Protocol):
         The prompt is as long as the client made it; units have the shapes of `spec`.
         """
         ...
+
+
+def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
+    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
+    if isinstance(spec, EncoderSpec):
+        return spec
+    raise TypeError(
+        f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
+        "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
+    )
 
 
 def get_max_encoder_len(model: Any) -> int:

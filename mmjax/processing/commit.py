@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from mmjax.errors import MultiModalCacheMissError
-from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.processing.inputs import ItemData
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
 
@@ -32,7 +32,7 @@ class ProcessorCache(Protocol):
 
     def get_and_update_item(
         self, mm_item: ProcessedItem | None, mm_hash: str
-    ) -> tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]:
+    ) -> tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]:
         """Return the held item, or store `mm_item`; MultiModalCacheMissError without both.
 
         The returned item is None where the engine's side holds the tensors.
@@ -41,14 +41,14 @@ class ProcessorCache(Protocol):
 
     def get_and_update(
         self, mm_items: Sequence[ProcessedItem | None], mm_hashes: Sequence[str]
-    ) -> Sequence[tuple[MultiModalKwargsItem | None, Sequence[ResolvedPromptUpdate]]]:
+    ) -> Sequence[tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]]:
         """Do `commit_items` for one request, as one change that no other thread comes between."""
         ...
 
 
 def commit_items(
     cache: ProcessorCache, mm_hashes: Sequence[str], fresh: Mapping[str, ProcessedItem]
-) -> list[MultiModalKwargsItem | None]:
+) -> list[ItemData | None]:
     """Bring one request's items to the cache, and return what the engine gets of each.
 
     Args:
@@ -64,11 +64,11 @@ def commit_items(
     # First every touch: storing a fresh item must not evict one that this request needs.
     for mm_hash in mm_hashes:
         cache.touch_sender_cache_item(mm_hash)
-    rows: list[MultiModalKwargsItem | None] = [None] * len(mm_hashes)
+    rows: list[ItemData | None] = [None] * len(mm_hashes)
     for row, mm_hash in enumerate(mm_hashes):
         if is_held[mm_hash]:
             rows[row], _ = cache.get_and_update_item(fresh.get(mm_hash), mm_hash)
-    stored: dict[str, MultiModalKwargsItem | None] = {}
+    stored: dict[str, ItemData | None] = {}
     for row, mm_hash in enumerate(mm_hashes):
         if mm_hash in stored:
             rows[row] = stored[mm_hash]
@@ -80,9 +80,7 @@ def commit_items(
     return rows
 
 
-def _repeat(
-    cache: ProcessorCache, mm_hash: str, item: MultiModalKwargsItem | None
-) -> MultiModalKwargsItem | None:
+def _repeat(cache: ProcessorCache, mm_hash: str, item: ItemData | None) -> ItemData | None:
     """Return what a second occurrence carries: as any hit, or the tensors if none was stored."""
     # The item is the newest already, so that this changes no order.
     (is_stored,) = cache.is_cached([mm_hash])

@@ -179,12 +179,13 @@ class DictEmbeddingItems(ModalityDataItems):
             )
         try:
             declared = {key: config[key] for key in config if key in data}
-            items = MultiModalKwargsItems.from_hf_inputs(data, declared).get(self.modality, [])
+            items = MultiModalKwargsItems.from_hf_inputs(data, declared)
             for key, one in declared.items():
                 _check_covered(key, one, data[key])
         except _MISFITS as error:
             raise self._misfit(error) from error
-        return config, [item for item in items if item is not None]
+        count = len(items.get(self.modality, ()))
+        return config, [items.get_item(self.modality, index) for index in range(count)]
 
     def _misfit(self, error: Exception) -> RequestValueError:
         return RequestValueError(

@@ -20,34 +20,55 @@ def compute_mm_encoder_budget(
     *,
     encoder_cache_size: int | None = None,
     disable_chunked_mm_input: bool = False,
+    longest_runs: Mapping[str, int] | None = None,
 ) -> tuple[int, int]:
     """Return (embeddings that one step may compute, embeddings that are kept).
 
     Each has room for the largest item. Both are `max_num_batched_tokens` unless the operator says
-    otherwise.
+    otherwise. ConfigError where the engine would refuse every such item.
 
     Args:
         scheduler_config: How much work a step may hold.
         mm_max_toks_per_item: Per modality, the embeddings of its largest item.
         encoder_cache_size: As the operator sets it.
-        disable_chunked_mm_input: Whether an item's tokens go in one step, as attention in both
-            directions over a picture demands.
+        disable_chunked_mm_input: Whether a run of an item's embeddings goes in one step, as
+            attention in both directions over a picture demands.
+        longest_runs: Per modality, the longest run of such an item; None: it is all one run.
     """
     if not mm_max_toks_per_item:
         logger.warning("no modality needs an encoder: its budget and its cache are 0")
         return 0, 0
     max_tokens = scheduler_config.max_num_batched_tokens
-    modality, largest = max(mm_max_toks_per_item.items(), key=lambda item: (item[1], item[0]))
-    if disable_chunked_mm_input and largest > max_tokens:
-        raise ConfigError(
-            f"one {modality} takes {largest} tokens, which must go in one step, but "
-            f"`max_num_batched_tokens` is {max_tokens}; set it to {largest} or more"
-        )
+    largest = max(mm_max_toks_per_item.values())
+    if disable_chunked_mm_input:
+        _check_runs(longest_runs or mm_max_toks_per_item, max_tokens)
     compute = scheduler_config.max_num_encoder_input_tokens
     return (
         max(max_tokens if compute is None else compute, largest),
         max(max_tokens if encoder_cache_size is None else encoder_cache_size, largest),
     )
+
+
+def _check_runs(longest_runs: Mapping[str, int], max_tokens: int) -> None:
+    """Demand of the longest runs what the engine demands of each item that comes."""
+    modality, longest = max(longest_runs.items(), key=lambda item: (item[1], item[0]))
+    if longest > max_tokens:
+        raise ConfigError(
+            f"one {modality} takes {longest} tokens, which must go in one step, but "
+            f"`--max-num-batched-tokens` is {max_tokens}; set it to {longest} or more"
+        )
+
+
+def measure_longest_runs(processor: BaseMultiModalProcessor[Any]) -> Mapping[str, int]:
+    """Process the largest items, and return the longest run of embeddings of each modality."""
+    counts = {modality: 1 for modality, limit in processor.info.allowed_mm_limits.items() if limit}
+    if not counts:
+        return {}
+    ranges_by_modality = processor.get_dummy_mm_inputs(counts).mm_placeholders
+    return {
+        modality: max(placeholder.get_longest_run() for placeholder in ranges)
+        for modality, ranges in ranges_by_modality.items()
+    }
 
 
 class MultiModalBudget:
@@ -79,6 +100,7 @@ class MultiModalBudget:
             all_tokens,
             encoder_cache_size=None if cache_config is None else cache_config.encoder_cache_size,
             disable_chunked_mm_input=disable_chunked_mm_input,
+            longest_runs=measure_longest_runs(processor) if disable_chunked_mm_input else None,
         )
         items = {m: self._get_max_items(m, n) for m, n in self.mm_max_toks_per_item.items()}
         self.mm_max_items_per_prompt = {m: per_prompt for m, (per_prompt, _) in items.items()}

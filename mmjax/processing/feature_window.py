@@ -40,15 +40,14 @@ def strip_covered_mm_data(
     """
     return [
         replace(feature, data=_strip(feature.data, uses_mrope))
-        if feature.data is not None and _get_end(feature) <= num_computed_tokens
+        if isinstance(feature.data, MultiModalKwargsItem)
+        and _get_end(feature) <= num_computed_tokens
         else feature
         for feature in mm_features
     ]
 
 
 def _strip(item: MultiModalKwargsItem, uses_mrope: bool) -> MultiModalKwargsItem | None:
-    if "address" in item and "monotonic_id" in item:
-        return item
     if not uses_mrope:
         return None
     kept = {key: elem for key, elem in item.items() if elem.field.keep_on_cpu}

@@ -5,7 +5,7 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -20,6 +20,7 @@ from mmjax.processing.fields import (
     tensors_as_numpy,
 )
 from mmjax.processing.placeholder_range import PlaceholderRange
+from mmjax.processing.shared_item import SharedItem
 
 MultiModalPlaceholders = Mapping[str, Sequence[PlaceholderRange]]
 
@@ -58,10 +59,15 @@ def _own(data: NestedTensors) -> NestedTensors:
     return data if is_whole else data.copy()
 
 
+ItemData = MultiModalKwargsItem | SharedItem
+"""What the engine gets of an item: its tensors, or where they lie."""
+
+
 class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):
     """The processed items of one request, by modality, in the user's order.
 
-    An entry is None where a cache on the engine's side holds the tensors.
+    An entry is None where a cache on the engine's side holds the tensors, or where they lie in
+    shared memory.
     """
 
     @staticmethod
@@ -93,24 +99,36 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
             raise KeyError(f"modality `{modality}` not found; available: {available}")
         return self.data[modality]
 
+    def get_item(self, modality: str, index: int) -> MultiModalKwargsItem:
+        """Return an item's tensors; raise RuntimeError where they are not here."""
+        return _require_tensors(self[modality][index], f"mm_items[{modality!r}][{index}]")
+
     def require_data(self) -> "MultiModalKwargsItems":
         """Return self; raise RuntimeError where an item has no tensors."""
         for modality, items in self.items():
             for index, item in enumerate(items):
-                if item is None:
-                    raise RuntimeError(f"Found empty mm_items[{modality!r}][{index}]")
+                _require_tensors(item, f"mm_items[{modality!r}][{index}]")
         return self
 
     def get_data(self) -> dict[str, NestedTensors]:
         """Merge each modality into one batch; return a flat dict over modalities."""
         batches: dict[str, NestedTensors] = {}
-        for modality, items in self.require_data().items():
-            groups = list(group_and_batch_mm_items([item for item in items if item is not None]))
+        for modality, items in self.items():
+            own = [self.get_item(modality, index) for index in range(len(items))]
+            groups = list(group_and_batch_mm_items(own))
             if len(groups) > 1:
                 raise RuntimeError(f"{modality} items cannot be merged into a single batch")
             for _, kwargs in groups:
                 batches.update(kwargs)
         return batches
+
+
+def _require_tensors(item: ItemData | None, name: str) -> MultiModalKwargsItem:
+    if item is None:
+        raise RuntimeError(f"Found empty {name}")
+    if isinstance(item, SharedItem):
+        raise RuntimeError(f"{name} lies in shared memory, and its handle was not opened")
+    return item
 
 
 def _items_of_modality(
@@ -129,13 +147,18 @@ def _items_of_modality(
 class MultiModalFeatureSpec:
     """One item of one request as the engine gets it."""
 
-    data: MultiModalKwargsItem | None
+    data: ItemData | None
     """None where a cache on the engine's side holds the tensors under `mm_hash`."""
     modality: str
     identifier: str
     """Names the item's encoder output (differs from `mm_hash` only under a tower's LoRA)."""
     mm_position: PlaceholderRange
     mm_hash: str | None = None
+
+    @property
+    def tensors(self) -> MultiModalKwargsItem | None:
+        """What `data` holds once it is resolved; RuntimeError where it is still a handle."""
+        return None if self.data is None else _require_tensors(self.data, self.identifier)
 
     @staticmethod
     def gather_kwargs(
@@ -144,9 +167,10 @@ class MultiModalFeatureSpec:
         """Collect each key's tensors over `features`, skipping absent items and keys."""
         gathered: dict[str, list[NestedTensors]] = {key: [] for key in keys}
         for feature in features:
+            item = feature.tensors
             for key, tensors in gathered.items():
-                if feature.data is not None and key in feature.data:
-                    tensors.append(feature.data[key].data)
+                if item is not None and key in item:
+                    tensors.append(item[key].data)
         return gathered
 
 
@@ -166,12 +190,14 @@ class MultiModalInputs:
     cache_salt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     """With every placeholder in place, where the model has an encoder for text; None elsewhere."""
+    shared_items: Mapping[tuple[str, int], SharedItem] = field(default_factory=dict)
+    """By modality and index, where the tensors lie in shared memory."""
 
     def to_features(self) -> list[MultiModalFeatureSpec]:
         """Return the items as features, sorted by their place in the prompt."""
         return [
             MultiModalFeatureSpec(
-                data=self.mm_kwargs[modality][index],
+                data=self.shared_items.get((modality, index), self.mm_kwargs[modality][index]),
                 modality=modality,
                 identifier=self.mm_hashes[modality][index],
                 mm_position=self.mm_placeholders[modality][index],

@@ -197,9 +197,8 @@ class ItemProcessing(ProcessorHooks[InfoT]):
         validate_mm_updates(updates, counts)
         return {
             modality: [
-                (item, alternatives)
-                for item, alternatives in zip(kwargs[modality], updates[modality], strict=True)
-                if item is not None
+                (kwargs.get_item(modality, index), alternatives)
+                for index, alternatives in enumerate(updates[modality])
             ]
             for modality in counts
         }

@@ -56,6 +56,11 @@ class PlaceholderRange:
             for start, end in zip(starts, ends, strict=True)
         ]
 
+    def get_longest_run(self) -> int:
+        """Return the length of the longest run of positions that take embeddings."""
+        runs = self.extract_embeds_range()
+        return max((last + 1 - first for first, last in runs), default=0)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlaceholderRange):
             return NotImplemented

@@ -23,8 +23,8 @@ from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hf_kwargs import check_request_kwargs
 from mmjax.processing.hooks import InfoT
 from mmjax.processing.inputs import (
+    ItemData,
     MultiModalInputs,
-    MultiModalKwargsItem,
     MultiModalKwargsItems,
     argsort_mm_positions,
 )
@@ -39,6 +39,7 @@ from mmjax.processing.parse import (
 )
 from mmjax.processing.prepared import PreparedInputs, ProcessorCall
 from mmjax.processing.prompt_updates import PlaceholderFeaturesInfo
+from mmjax.processing.shared_item import SharedItem
 from mmjax.processing.uuids import complete_mm_data
 from mmjax.processing.validation import (
     validate_mm_placeholders,
@@ -173,7 +174,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         places = argsort_mm_positions(prepared.mm_placeholders)
         hashes = [prepared.mm_hashes[modality][index] for modality, index in places]
         if self.cache is None:
-            rows: list[MultiModalKwargsItem | None] = [prepared.fresh[h][0] for h in hashes]
+            rows: list[ItemData | None] = [prepared.fresh[h][0] for h in hashes]
         else:
             given = [prepared.fresh.get(mm_hash) for mm_hash in hashes]
             rows = [item for item, _ in self.cache.get_and_update(given, hashes)]
@@ -266,17 +267,19 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
 
 def _to_inputs(
-    prepared: PreparedInputs, items: Mapping[tuple[str, int], MultiModalKwargsItem | None]
+    prepared: PreparedInputs, items: Mapping[tuple[str, int], ItemData | None]
 ) -> MultiModalInputs:
+    tensors = {place: item for place, item in items.items() if not isinstance(item, SharedItem)}
     return MultiModalInputs(
         prompt_token_ids=prepared.prompt_token_ids,
         encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
         mm_kwargs=MultiModalKwargsItems(
             {
-                modality: [items[modality, index] for index in range(len(hashes))]
+                modality: [tensors.get((modality, index)) for index in range(len(hashes))]
                 for modality, hashes in prepared.mm_hashes.items()
             }
         ),
+        shared_items={place: item for place, item in items.items() if isinstance(item, SharedItem)},
         mm_hashes=prepared.mm_hashes,
         mm_placeholders=prepared.mm_placeholders,
         prompt=prepared.prompt,

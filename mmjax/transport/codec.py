@@ -7,6 +7,7 @@ Every type on the wire is declared in wire.py or messages.py, and nothing else c
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -20,10 +21,12 @@ from mmjax.processing.fields import (
     MultiModalSharedField,
 )
 from mmjax.processing.inputs import (
+    ItemData,
     MultiModalFeatureSpec,
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from mmjax.processing.shared_item import SharedItem
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,
@@ -46,9 +49,10 @@ from mmjax.transport.wire import (
     WireFlat,
     WireList,
     WireShared,
+    WireSharedItem,
 )
 
-VERSION = 2
+VERSION = 3
 """The first byte of every message; a reader refuses any other."""
 
 Buffer = bytes | memoryview
@@ -118,9 +122,8 @@ def _pack_request(request: EngineCoreRequest, frames: _Frames) -> WireEngineCore
 
 def _pack_feature(feature: MultiModalFeatureSpec, frames: _Frames) -> WireFeature:
     position = feature.mm_position
-    data = feature.data
     return WireFeature(
-        data=None if data is None else {key: _pack_elem(data[key], frames) for key in data},
+        data=_pack_item(feature.data, frames),
         modality=feature.modality,
         identifier=feature.identifier,
         offset=position.offset,
@@ -128,6 +131,16 @@ def _pack_feature(feature: MultiModalFeatureSpec, frames: _Frames) -> WireFeatur
         is_embed=None if position.is_embed is None else frames.add(position.is_embed),
         mm_hash=feature.mm_hash,
     )
+
+
+def _pack_item(
+    item: ItemData | None, frames: _Frames
+) -> dict[str, WireElem] | WireSharedItem | None:
+    if item is None:
+        return None
+    if isinstance(item, SharedItem):
+        return WireSharedItem(**asdict(item))
+    return {key: _pack_elem(item[key], frames) for key in item}
 
 
 def _pack_elem(elem: MultiModalFieldElem, frames: _Frames) -> WireElem:
@@ -197,9 +210,8 @@ def _unpack_feature(wire: WireFeature, frames: Sequence[Buffer]) -> MultiModalFe
         raise FrameError(f"placeholder at {wire.offset} of length {wire.length}")
     if is_embed is not None and (is_embed.dtype != np.bool_ or is_embed.shape != (wire.length,)):
         raise FrameError(f"`is_embed` must be bool ({wire.length},), not {is_embed.shape}")
-    data = wire.data
     return MultiModalFeatureSpec(
-        data=None if data is None else _unpack_item(data, frames),
+        data=_unpack_item(wire.data, frames),
         modality=wire.modality,
         identifier=wire.identifier,
         mm_position=PlaceholderRange(offset=wire.offset, length=wire.length, is_embed=is_embed),
@@ -207,7 +219,13 @@ def _unpack_feature(wire: WireFeature, frames: Sequence[Buffer]) -> MultiModalFe
     )
 
 
-def _unpack_item(data: Mapping[str, WireElem], frames: Sequence[Buffer]) -> MultiModalKwargsItem:
+def _unpack_item(
+    data: Mapping[str, WireElem] | WireSharedItem | None, frames: Sequence[Buffer]
+) -> ItemData | None:
+    if data is None:
+        return None
+    if isinstance(data, WireSharedItem):
+        return SharedItem(**msgspec.structs.asdict(data))
     return MultiModalKwargsItem({key: _unpack_elem(elem, frames) for key, elem in data.items()})
 
 

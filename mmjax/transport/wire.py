@@ -66,10 +66,23 @@ class WireElem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     field: WireBatched | WireFlat | WireShared
 
 
+class WireSharedItem(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """`SharedItem`."""
+
+    mm_hash: str
+    address: int
+    object_id: int
+    epoch: int
+    lease_number: int
+    size: int
+    layout: bytes
+    signature: bytes
+
+
 class WireFeature(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`MultiModalFeatureSpec`: one item and its place in the prompt."""
 
-    data: dict[str, WireElem] | None
+    data: dict[str, WireElem] | WireSharedItem | None
     modality: str
     identifier: str
     offset: int

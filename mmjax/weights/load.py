@@ -162,7 +162,11 @@ def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> ja
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         # Devices that hold the same part (replicas over "data") ask for it one by one.
-        assert index is not None, "every index is addressable in one process"
+        if index is None:
+            raise RuntimeError(
+                f"`{name}` was asked for a part without bounds under {sharding}; weights are read "
+                "in parts that this process's devices hold"
+            )
         bounds = [part.indices(size)[:2] for part, size in zip(index, tensor.shape, strict=True)]
         key = tuple(bounds)
         if key not in parts:

@@ -15,6 +15,8 @@ from mmjax.processing import (
     PromptReplacement,
 )
 from mmjax.processing.fields import MultiModalBatchedField
+from mmjax.processing.inputs import ItemData
+from mmjax.processing.shared_item import SharedItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
@@ -29,14 +31,14 @@ def make_item(num_bytes: int = ONE_PAGE, value: int = 7) -> MultiModalKwargsItem
     return MultiModalKwargsItem({"x": MultiModalFieldElem(data, MultiModalBatchedField())})
 
 
-def put(sender: ShmObjectStoreSenderCache, mm_hash: str, **kwargs: int) -> MultiModalKwargsItem:
+def put(sender: ShmObjectStoreSenderCache, mm_hash: str, **kwargs: int) -> ItemData:
     item, updates = sender.get_and_update_item((make_item(**kwargs), UPDATES), mm_hash)
     assert updates is UPDATES
     assert item is not None
     return item
 
 
-def feature(data: MultiModalKwargsItem | None, mm_hash: str | None = "a") -> MultiModalFeatureSpec:
+def feature(data: ItemData | None, mm_hash: str | None = "a") -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=data,
         modality="image",
@@ -46,13 +48,15 @@ def feature(data: MultiModalKwargsItem | None, mm_hash: str | None = "a") -> Mul
     )
 
 
-def read(receiver: ShmObjectStoreReceiverCache, item: MultiModalKwargsItem | None):
-    (resolved,) = receiver.get_and_update_features([feature(item)])
-    assert resolved.data is not None
-    return resolved.data
+def read(receiver: ShmObjectStoreReceiverCache, item: ItemData | None) -> MultiModalKwargsItem:
+    """Read an item under its own hash."""
+    mm_hash = item.mm_hash if isinstance(item, SharedItem) else "a"
+    (resolved,) = receiver.get_and_update_features([feature(item, mm_hash)])
+    assert resolved.tensors is not None
+    return resolved.tensors
 
 
-def over_the_bridge(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
+def over_the_bridge(item: ItemData) -> ItemData:
     message = EngineCoreRequest(
         request_id="r",
         prompt_token_ids=[1],
@@ -66,8 +70,12 @@ def over_the_bridge(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
     return data
 
 
-def forge(handle: MultiModalKwargsItem, name: str) -> MultiModalKwargsItem:
+def forge(handle: ItemData, name: str) -> SharedItem:
     """Change one bit of one field."""
-    value = handle[name].data.copy()
-    value.reshape(-1).view(np.uint8)[0] ^= 1
-    return MultiModalKwargsItem({**handle, name: replace(handle[name], data=value)})
+    assert isinstance(handle, SharedItem)
+    value = getattr(handle, name)
+    if isinstance(value, int):
+        return replace(handle, **{name: value ^ 1})
+    raw = bytearray(value.encode() if isinstance(value, str) else value)
+    raw[0] ^= 1
+    return replace(handle, **{name: raw.decode() if isinstance(value, str) else bytes(raw)})

@@ -28,6 +28,7 @@ from mmjax.processing import (
     PromptReplacement,
 )
 from mmjax.processing.fields import MultiModalBatchedField
+from mmjax.processing.inputs import ItemData
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
@@ -41,7 +42,7 @@ def processed(nbytes: int, token: int = 2):
 
 
 def feature(
-    mm_hash: str | None, data: MultiModalKwargsItem | None = None, identifier: str = "?"
+    mm_hash: str | None, data: ItemData | None = None, identifier: str = "?"
 ) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=data,
@@ -67,8 +68,8 @@ def over_the_wire(item: MultiModalKwargsItem) -> MultiModalKwargsItem:
     message = decode(frames)
     assert isinstance(message, EngineCoreRequest)
     (received,) = message.mm_features
-    assert received.data is not None
-    return received.data
+    assert received.tensors is not None
+    return received.tensors
 
 
 # ---- P0 ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mmjax.cache import CacheInfo, MultiModalCacheMissError
-from mmjax.cache.shm.handle import ShmHandleError, is_handle
+from mmjax.cache.shm.handle import ShmHandleError
 from mmjax.cache.shm.layout import ALIGNMENT
 from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.shm.segment import HEADER, PAGE, Segment
@@ -24,6 +24,7 @@ from mmjax.processing.fields import (
     MultiModalFlatField,
     MultiModalSharedField,
 )
+from mmjax.processing.shared_item import SharedItem
 from tests.cache.shm_kit import UPDATES, feature, forge, make_item, over_the_bridge, put, read
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")
@@ -71,7 +72,7 @@ def test_an_item_comes_as_it_went(pair, item):
     sent = MultiModalKwargsItem({k: MultiModalFieldElem(d, f) for k, (d, f) in item.items()})
     sender.clear_cache()
     handle, _ = sender.get_and_update_item((sent, UPDATES), "a")
-    assert is_handle(handle)
+    assert isinstance(handle, SharedItem)
     got = read(receiver, over_the_bridge(handle))
     assert list(got) == list(sent)
     for key, elem in got.items():
@@ -134,9 +135,9 @@ def test_hits_misses_and_statistics(sender):
         sender.get_and_update_item(None, "a")
     assert caught.value.mm_hashes == ["a"]
     first = put(sender, "a")
-    assert is_handle(first)
+    assert isinstance(first, SharedItem)
     again, updates = sender.get_and_update_item(None, "a")
-    assert is_handle(again)
+    assert isinstance(again, SharedItem)
     assert updates is UPDATES
     assert again != first  # each is given back by itself
     assert sender.is_cached(["a", "b"]) == [True, False]
@@ -179,7 +180,7 @@ def test_what_is_on_its_way_or_read_stays(sender, receiver):
     assert put(sender, "e") == make_item()  # no room: by message
     assert not sender.is_cached_item("e")
     del live
-    assert is_handle(put(sender, "e"))
+    assert isinstance(put(sender, "e"), SharedItem)
     assert sender.is_cached("abcde") == [False, True, True, True, True]
     got = [read(receiver, handles[name]) for name in "bcd"]
     assert got == [make_item()] * 3
@@ -220,9 +221,9 @@ def test_too_large_an_item_goes_by_message(sender, receiver, caplog):
 def test_an_item_larger_than_the_ring_goes_by_message(tmp_path, caplog):
     sender = ShmObjectStoreSenderCache(2 * PAGE + 1, directory=tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert not is_handle(put(sender, "a", num_bytes=2 * PAGE))
+        assert not isinstance(put(sender, "a", num_bytes=2 * PAGE), SharedItem)
     assert "`--mm-processor-cache-gb`" in caplog.text
-    assert is_handle(put(sender, "b", num_bytes=2 * PAGE - HEADER))
+    assert isinstance(put(sender, "b", num_bytes=2 * PAGE - HEADER), SharedItem)
     sender.close()
 
 
@@ -233,10 +234,10 @@ def test_what_is_invalidated_is_still_read_to_its_end(sender, receiver):
     assert not sender.is_cached_item("a")
     live = read(receiver, handle)
     assert live == make_item()
-    assert is_handle(put(sender, "a", value=8))
+    assert isinstance(put(sender, "a", value=8), SharedItem)
     sender.clear_cache()
     assert sender.currsize == 2 * PAGE
-    assert is_handle(put(sender, "b", num_bytes=2 * PAGE - HEADER))
+    assert isinstance(put(sender, "b", num_bytes=2 * PAGE - HEADER), SharedItem)
     assert live == make_item()
     assert sender.is_cached("ab") == [False, True]
 
@@ -248,9 +249,9 @@ def test_a_handle_that_was_not_sent_is_taken_back(sender):
         sender.withdraw(handles[0])
     sender.withdraw(make_item())  # went by message: nothing to take back
     assert sender.num_in_use == 3
-    assert is_handle(put(sender, "e"))
+    assert isinstance(put(sender, "e"), SharedItem)
     with pytest.raises(ShmHandleError):
-        sender.withdraw(forge(handles[1], "monotonic_id"))
+        sender.withdraw(forge(handles[1], "object_id"))
 
 
 def test_where_memory_ends_the_ring_ends(tmp_path, monkeypatch, caplog):
@@ -285,7 +286,7 @@ def test_a_copy_that_fails_leaves_its_room(sender, monkeypatch):
         with pytest.raises(MemoryError):
             put(sender, "a")
     assert (sender.num_in_use, sender.currsize) == (0, 0)
-    assert is_handle(put(sender, "a"))
+    assert isinstance(put(sender, "a"), SharedItem)
 
 
 def test_threads_may_store_and_look_up_at_once(tmp_path):

@@ -9,7 +9,7 @@ import logging
 import random
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mmjax.cache.processor_cache import ProcessedItem
-from mmjax.cache.shm.handle import ShmHandleError, is_handle
+from mmjax.cache.shm.handle import ShmHandleError
 from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.shm.segment import HEADER, PAGE
 from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
@@ -33,11 +33,13 @@ from mmjax.processing import (
     PromptReplacement,
 )
 from mmjax.processing.fields import MultiModalBatchedField, MultiModalSharedField
+from mmjax.processing.inputs import ItemData
+from mmjax.processing.shared_item import SharedItem
 
 CAPACITY = 12 * PAGE
 MAX_OBJECT_BYTES = 6 * PAGE
 NUM_HASHES = 16
-HANDLE_FIELDS = ("address", "monotonic_id", "lease", "layout", "signature")
+HANDLE_FIELDS = tuple(one.name for one in fields(SharedItem))
 OVERSIZE = "15"
 """The item with this hash is larger than an object may be."""
 
@@ -71,7 +73,7 @@ class Message:
     hashes: list[str]
     features: list[MultiModalFeatureSpec]
     epoch: int
-    handles: list[MultiModalKwargsItem] = field(default_factory=list)
+    handles: list[SharedItem] = field(default_factory=list)
 
 
 class World:
@@ -115,16 +117,16 @@ class World:
         for (item, updates), mm_hash in zip(sent, hashes, strict=True):
             assert updates is UPDATES[mm_hash]
             assert item is not None
-            if not is_handle(item):
+            if not isinstance(item, SharedItem):
                 self.counts["inline"] += 1
                 assert item is ITEMS[mm_hash]
             features.append(self.feature(mm_hash, item))
-        handles = [item for item, _ in sent if item is not None and is_handle(item)]
+        handles = [item for item, _ in sent if item is not None and isinstance(item, SharedItem)]
         self.channel.append(Message(list(hashes), features, self.epoch, handles))
         self.counts["commit"] += 1
 
     @staticmethod
-    def feature(mm_hash: str, item: MultiModalKwargsItem | None) -> MultiModalFeatureSpec:
+    def feature(mm_hash: str, item: ItemData | None) -> MultiModalFeatureSpec:
         return MultiModalFeatureSpec(
             data=item,
             modality="image",
@@ -141,7 +143,7 @@ class World:
         stale = {
             feature.mm_hash
             for feature, handle in zip(message.features, self.as_sent(message), strict=True)
-            if is_handle(handle) and message.epoch != self.epoch
+            if isinstance(handle, SharedItem) and message.epoch != self.epoch
         }
         assert set(missing) == stale
         if missing:
@@ -153,7 +155,7 @@ class World:
             self.live.append(message)
             self.check(message)
 
-    def as_sent(self, message: Message) -> Iterator[MultiModalKwargsItem]:
+    def as_sent(self, message: Message) -> Iterator[ItemData]:
         handles = iter(message.handles)
         for feature in message.features:
             data = feature.data
@@ -176,18 +178,25 @@ class World:
     def repeat(self, index: int) -> None:
         """A message comes a second time, during its request or after it."""
         message = [*self.live, *self.last][index]
-        for handle, mm_hash in zip(message.handles, message.hashes, strict=False):
-            assert self.read([self.feature(mm_hash, handle)])
+        for handle in message.handles:
+            assert self.read([self.feature(handle.mm_hash, handle)])
         self.counts["repeat"] += 1
 
     def forge(self, index: int, name: str, position: int) -> None:
         """Somebody changes a handle on its way; the true one then comes too."""
         item = self.channel[index].handles[0]
-        values = item[name].data.copy()
-        values.reshape(-1).view(np.uint8)[position % values.nbytes] ^= 1 + position % 255
-        forged = MultiModalKwargsItem({**item, name: replace(item[name], data=values)})
+        value = getattr(item, name)
+        if isinstance(value, bytes):
+            raw = bytearray(value)
+            raw[position % len(raw)] ^= 1 + position % 255
+            value = bytes(raw)
+        elif isinstance(value, int):
+            value ^= 1 << position % 64
+        else:
+            value += chr(ord("a") + position % 26)
+        forged = replace(item, **{name: value})
         with pytest.raises(ShmHandleError, match="SHM handle signature"):
-            self.receivers[-1].get_and_update_features([self.feature("x", forged)])
+            self.receivers[-1].get_and_update_features([self.feature(forged.mm_hash, forged)])
         self.counts["forge"] += 1
 
     def withdraw(self) -> None:
@@ -223,9 +232,8 @@ class World:
     def check(self, message: Message) -> None:
         for feature in message.features:
             assert feature.data == ITEMS[str(feature.mm_hash)]
-            assert feature.data is not None
+            assert isinstance(feature.data, MultiModalKwargsItem)
             array = feature.data["pixel_values"].data
-            assert is_handle(feature.data) is False
             if feature.data is not ITEMS[str(feature.mm_hash)]:
                 assert not array.flags.writeable
 
@@ -234,7 +242,7 @@ class World:
             self.check(message)
         assert self.sender.currsize <= CAPACITY
         present = [one for one in (*self.live, *self.channel) if one.epoch == self.epoch]
-        ids = {int(h["monotonic_id"].data) for one in present for h in one.handles}
+        ids = {h.object_id for one in present for h in one.handles}
         assert self.sender.num_in_use == len(ids)
         assert not self.sender.is_cached_item(OVERSIZE)
         for mm_hash, updates in UPDATES.items():
@@ -253,7 +261,7 @@ class World:
         for number in range(CAPACITY // PAGE):
             item, _ = self.sender.get_and_update_item((page, []), f"page {number}")
             assert item is not None
-            assert is_handle(item)
+            assert isinstance(item, SharedItem)
         assert self.sender.currsize == CAPACITY
         self.bury()
         self.receivers[-1].close()

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from mmjax.cache.shm.files import create_file, new_segment_name, remove_file, remove_leftovers
-from mmjax.cache.shm.handle import is_handle
 from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.shm.segment import PAGE
 from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
-from mmjax.processing import MultiModalKwargsItem
+from mmjax.processing.inputs import ItemData
+from mmjax.processing.shared_item import SharedItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
@@ -40,7 +40,7 @@ def read_and_hold(name: str, directory: Path, pipe: Connection) -> None:
         message = decode(frames)
         assert isinstance(message, EngineCoreRequest)
         features = receiver.get_and_update_features(message.mm_features)
-        arrays = [one.data["x"].data for one in features if one.data is not None]
+        arrays = [one.tensors["x"].data for one in features if one.tensors is not None]
         pipe.send([(int(array[0]), int(array[-1]), array.size) for array in arrays])
         held.append(features)
 
@@ -57,11 +57,14 @@ class Reader:
         theirs.close()
         assert self.pipe.recv() == "attached"
 
-    def send(self, items: list[MultiModalKwargsItem]) -> list[tuple[int, int, int]]:
+    def send(self, items: list[ItemData]) -> list[tuple[int, int, int]]:
         message = EngineCoreRequest(
             request_id="r",
             prompt_token_ids=[1],
-            mm_features=[feature(item, str(n)) for n, item in enumerate(items)],
+            mm_features=[
+                feature(item, item.mm_hash if isinstance(item, SharedItem) else str(n))
+                for n, item in enumerate(items)
+            ],
             sampling_params=SamplingParams(),
         )
         self.pipe.send([bytes(frame) for frame in encode(message)])
@@ -91,7 +94,7 @@ def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
         assert sender.num_in_use == 4
         # All room is held: P0 goes on, by message.
         inline = put(sender, "4", value=4)
-        assert not is_handle(inline)
+        assert not isinstance(inline, SharedItem)
         assert reader.send([inline]) == [(4, 4, PAGE - 64)]
     assert sender.num_in_use == 4
     sender.reset_readers()
@@ -100,7 +103,7 @@ def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
         handles = [put(sender, str(value), value=99) for value in range(4)]
         assert reader.send(handles) == [(value, value, PAGE - 64) for value in range(4)]
     sender.reset_readers()
-    assert is_handle(put(sender, "5", value=5))
+    assert isinstance(put(sender, "5", value=5), SharedItem)
     assert sender.is_cached_item("0") is False
     sender.close()
     assert not list(tmp_path.iterdir())
@@ -112,6 +115,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.processing.shared_item import SharedItem
 from tests.cache.shm_kit import put
 sender = ShmObjectStoreSenderCache(2**20, name="victim", directory=Path(sys.argv[1]))
 put(sender, "a")
@@ -139,7 +143,7 @@ def test_a_dead_writers_file_goes_at_the_next_start_and_a_living_ones_stays(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["victim.ring"]
     # The reader that is left keeps nothing alive.
     sender = ShmObjectStoreSenderCache(PAGE, name="victim", directory=tmp_path)
-    assert is_handle(put(sender, "a"))
+    assert isinstance(put(sender, "a"), SharedItem)
     reader.close()
     sender.close()
     gc.collect()

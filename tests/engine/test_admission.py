@@ -18,7 +18,7 @@ LIMITS: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 16,
     "encoder_budget": 8,
-    "keeps_items_whole": True,
+    "keeps_runs_whole": True,
 }
 
 
@@ -37,7 +37,6 @@ def item(offset: int, length: int, num_embeds: int | None = None) -> EncoderItem
         ([2**40], [], "prompt_token_ids", "not in the vocabulary"),
         ([3] * 4, [item(2, 3)], "multi_modal_data", "4 tokens"),
         ([3] * 20, [item(0, 9)], "multi_modal_data", "9 embeddings"),
-        ([3] * 20, [item(0, 17, 4)], "multi_modal_data", "17 tokens"),
     ],
 )
 def test_an_impossible_prompt_is_refused(
@@ -53,9 +52,19 @@ def test_placeholder_ids_may_lie_outside_the_vocabulary() -> None:
     AdmissionLimits(**LIMITS).check_prompt([3, 262144, 262144, 3], [item(1, 2)])
 
 
-def test_an_item_may_be_cut_where_the_model_allows_it() -> None:
-    limits = AdmissionLimits(**{**LIMITS, "keeps_items_whole": False})
-    limits.check_prompt([3] * 20, [item(0, 17, 4)])
+def test_only_a_run_of_embeddings_must_fit_a_step() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "encoder_budget": 99})
+    limits.check_prompt([3] * 20, [item(0, 19, 16)])
+    with pytest.raises(RequestValueError, match=r"a run of 17 embeddings.*a step holds 16"):
+        limits.check_prompt([3] * 20, [item(0, 19, 17)])
+    mask = np.array([*[True] * 14, False, *[True] * 14])
+    halves = EncoderItem(identifier="x", mm_position=PlaceholderRange(0, 29, mask))
+    limits.check_prompt([3] * 30, [halves])
+
+
+def test_a_run_may_be_cut_where_the_model_allows_it() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "encoder_budget": 99, "keeps_runs_whole": False})
+    limits.check_prompt([3] * 20, [item(0, 19, 17)])
 
 
 def make_request(num_tokens: int, **sampling: Any) -> Request:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import msgspec
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mmjax.errors import (
     RequestError,
     RequestValueError,
 )
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
@@ -244,7 +245,7 @@ def with_feature(feature: MultiModalFeatureSpec) -> EngineCoreRequest:
 @pytest.mark.parametrize(
     ("feature", "words"),
     [
-        (broken_feature(data=type(image_feature(1, 0).data)()), "lacks what the model encodes"),
+        (broken_feature(data=MultiModalKwargsItem()), "lacks what the model encodes"),
         (broken_feature(data=image_feature(1, 0, units=2).data), "2.* units of 4"),
     ],
     ids=["no pixels", "too many units"],
@@ -364,6 +365,72 @@ def test_recovery_drops_all_and_serves_on(core: EngineCore, expected: list[list[
     core.step()
     assert core.recover() == [request.request_id for request in batch]
     assert answer(core, message("a", MIXED[5])) == expected[5]
+
+
+def test_recovery_gives_its_memory_back_before_it_takes_new(
+    core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A KV cache fills the device: while the old one lives, there is no room for another."""
+    runner = core._runner
+    old = jax.tree.leaves((runner._state, runner._pool))
+    shapes = {(leaf.shape, leaf.dtype) for leaf in old}
+    make_arrays = runner._programs.make_arrays
+    alive: list[int] = []
+
+    def count_and_make(num_blocks: int) -> Any:
+        live = (leaf for leaf in jax.live_arrays() if (leaf.shape, leaf.dtype) in shapes)
+        alive.append(sum(leaf.nbytes for leaf in live) - others)
+        return make_arrays(num_blocks)
+
+    # Other tests' engines hold arrays of these shapes, too.
+    others = sum(
+        leaf.nbytes
+        for leaf in jax.live_arrays()
+        if (leaf.shape, leaf.dtype) in shapes and not any(leaf is one for one in old)
+    )
+    monkeypatch.setattr(runner._programs, "make_arrays", count_and_make)
+
+    def fail(*_: object, **__: object) -> Any:
+        raise RuntimeError("the device says no")
+
+    core.add_request(message("lost", MIXED[0]))
+    monkeypatch.setattr(runner._programs, "sample", fail)
+    try:
+        core.step()
+    except RuntimeError:
+        # As the loop does it: the error, and with it the frames of the step, are still there.
+        core.recover()
+    monkeypatch.undo()
+    assert alive == [0]
+    assert answer(core, message("a", MIXED[5])) == expected[5]
+
+
+# ---- steps that hold a run of embeddings and no more ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def narrow() -> EngineCore:
+    """A step as long as a crop's embeddings: the marks around them go in other steps."""
+    return tiny_engine(
+        max_num_batched_tokens=TOKENS_PER_IMAGE,
+        max_num_encoder_input_tokens=3 * TOKENS_PER_IMAGE,
+        encoder_cache_size=3 * TOKENS_PER_IMAGE,
+    )
+
+
+def test_a_picture_needs_a_step_for_its_embeddings_alone(
+    narrow: EngineCore, expected: list[list[int]]
+) -> None:
+    assert [answer(narrow, request) for request in requests("narrow")] == expected
+    for request in (batch := requests("together")):
+        narrow.add_request(request)
+    news = drain(narrow)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+
+
+def test_a_step_that_holds_no_picture_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"takes 4 tokens.*`--max-num-batched-tokens` is 3"):
+        tiny_engine(max_num_seqs=2, max_num_batched_tokens=TOKENS_PER_IMAGE - 1)
 
 
 # ---- the start -----------------------------------------------------------------------------------

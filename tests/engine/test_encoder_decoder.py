@@ -11,6 +11,7 @@ import pytest
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestError
 from mmjax.layers.kv_cache import InterleavedCache
+from mmjax.processing.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import abort_every_other, answer, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
@@ -224,9 +225,7 @@ def test_a_bad_request_fails_alone(
 
 
 def test_an_item_that_lacks_what_the_encoder_reads_is_refused(core: EngineCore) -> None:
-    broken = with_picture(
-        data=type(picture_feature(1).data)(), identifier="broken", mm_hash="broken"
-    )
+    broken = with_picture(data=MultiModalKwargsItem(), identifier="broken", mm_hash="broken")
     broken = msgspec.structs.replace(broken, encoder_prompt_token_ids=text(1, 7))
     with pytest.raises(RequestError, match="lacks what the model encodes"):
         core.add_request(broken)

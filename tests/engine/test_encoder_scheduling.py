@@ -273,7 +273,7 @@ def test_what_never_fits_beside_its_encoder_is_refused() -> None:
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=16,
         encoder_budget=16,
-        keeps_items_whole=False,
+        keeps_runs_whole=False,
         max_encoder_len=MAX_ENCODER_LEN,
     )
     limits.check_request(make_request("a", 10, 12, max_tokens=11))

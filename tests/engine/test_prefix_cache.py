@@ -115,7 +115,7 @@ def test_salts_and_adapters_keep_callers_apart() -> None:
 
 
 def test_a_span_in_both_directions_may_be_found_in_part() -> None:
-    scheduler = make_scheduler(keeps_items_whole=True)
+    scheduler = make_scheduler(keeps_runs_whole=True)
     items = (item("cat", 5, 4), item("dog", 9, 8))
     run(scheduler, make_request("a", TEXT[:19], *items))
     # Found are 16 tokens, which end inside of the dog; they were computed with all of it in view.
@@ -127,7 +127,7 @@ def test_a_span_in_both_directions_may_be_found_in_part() -> None:
 
 
 def test_the_rest_of_a_span_that_was_found_in_part_is_computed_at_once() -> None:
-    scheduler = make_scheduler(keeps_items_whole=True, max_num_batched_tokens=10)
+    scheduler = make_scheduler(keeps_runs_whole=True, max_num_batched_tokens=10)
     picture = item("cat", 2, 9)
     run(scheduler, make_request("a", TEXT[:12], picture))
     scheduler.add_request(make_request("other", [9] * 9, max_tokens=1))

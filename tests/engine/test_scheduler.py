@@ -178,7 +178,7 @@ def test_an_item_is_encoded_whole_when_its_first_embedding_comes() -> None:
 
 
 def test_a_span_in_both_directions_is_never_cut() -> None:
-    scheduler = make_scheduler(keeps_items_whole=True)
+    scheduler = make_scheduler(keeps_runs_whole=True)
     scheduler.add_request(make_request("a", 30, (make_item(10, 12),)))
     first = step(scheduler)
     assert windows(first) == {"a": (0, 10)}
@@ -186,6 +186,27 @@ def test_a_span_in_both_directions_is_never_cut() -> None:
     second = step(scheduler)
     assert windows(second) == {"a": (10, 26)}
     assert encoded(second) == ["item at 10"]
+
+
+def test_marks_around_a_span_may_go_in_other_steps() -> None:
+    scheduler = make_scheduler(keeps_runs_whole=True)
+    mask = [0] * 3 + [1] * 16 + [0] * 2
+    scheduler.add_request(make_request("a", 30, (make_item(6, 21, mask=mask),)))
+    outputs = [step(scheduler) for _ in range(3)]
+    assert [windows(output)["a"] for output in outputs] == [(0, 9), (9, 25), (25, 30)]
+    assert [encoded(output) for output in outputs] == [[], ["item at 6"], []]
+    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+
+
+def test_an_item_is_cut_between_its_spans() -> None:
+    scheduler = make_scheduler(
+        keeps_runs_whole=True, encoder_cache_size=24, max_num_encoder_input_tokens=24
+    )
+    mask = [0, *[1] * 7, 0] * 3
+    scheduler.add_request(make_request("a", 36, (make_item(4, 27, mask=mask),)))
+    outputs = [step(scheduler) for _ in range(3)]
+    assert [windows(output)["a"] for output in outputs] == [(0, 14), (14, 30), (30, 36)]
+    assert [encoded(output) for output in outputs] == [["item at 4"], [], []]
 
 
 def test_places_without_embeddings_encode_nothing() -> None:
@@ -246,7 +267,7 @@ def test_evicted_outputs_are_reported_to_the_runner() -> None:
 
 
 def test_an_item_that_got_no_room_in_a_full_step_goes_first_in_the_next() -> None:
-    scheduler = make_scheduler(keeps_items_whole=True, max_num_seqs=3)
+    scheduler = make_scheduler(keeps_runs_whole=True, max_num_seqs=3)
     scheduler.add_request(make_request("talker", 1, max_tokens=30))
     step(scheduler)
     # 16 places fill a whole step, and `talker` takes one of it every time.
@@ -367,9 +388,10 @@ def random_request(rng: random.Random, number: int) -> Request:
     items = []
     offset = rng.randrange(6)
     for _ in range(rng.randrange(4)):
-        length = rng.randint(2, 10)
+        length, kind = rng.randint(2, 10), rng.randrange(3)
         # Few identifiers, so that requests share; the size is a function of the identifier.
-        items.append(make_item(offset, length, f"{length}-{rng.randrange(2)}"))
+        mask = [int(place % (2 + length // 2) != kind) for place in range(length)] if kind else None
+        items.append(make_item(offset, length, f"{length}-{kind}", mask))
         offset += length + rng.randrange(4)
     num_tokens = min(offset + rng.randint(1, 12), MAX_MODEL_LEN - 8)
     return make_request(
@@ -419,11 +441,14 @@ class Watcher:
         assert scheduled.start in (0, expected), "a place is skipped"
         self.computed[request.request_id] = scheduled.end
         for item in request.items_between(scheduled.start, scheduled.end):
-            assert item.identifier in self.in_pool, "an embedding is needed and not there"
-            if self.settings["keeps_items_whole"]:
-                is_found = scheduled.start == scheduled.request.num_cached_tokens
-                assert scheduled.start <= item.start or is_found
-                assert item.end <= scheduled.end
+            for first, last in item.mm_position.extract_embeds_range():
+                if first >= scheduled.end or last < scheduled.start:
+                    continue
+                assert item.identifier in self.in_pool, "an embedding is needed and not there"
+                if self.settings["keeps_runs_whole"]:
+                    is_found = scheduled.start == scheduled.request.num_cached_tokens
+                    assert scheduled.start <= first or is_found
+                    assert last < scheduled.end
         num_blocks = cdiv(scheduled.end, BLOCK_SIZE)
         return scheduled.block_table[:num_blocks].tolist()
 
@@ -435,7 +460,7 @@ def test_nothing_is_lost_in_random_workloads(seed: int) -> None:
         "max_num_seqs": rng.randint(1, 6),
         "max_num_batched_tokens": rng.randint(10, 30),
         "max_num_encoder_input_tokens": rng.randint(10, 24),
-        "keeps_items_whole": rng.random() < 0.5,
+        "keeps_runs_whole": rng.random() < 0.5,
     }
     scheduler = make_scheduler(
         num_blocks=rng.randint(16, 40), encoder_cache_size=rng.randint(10, 40), **settings

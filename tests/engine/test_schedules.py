@@ -100,7 +100,7 @@ class Bench:
         num_blocks = rng.choice([12, 14, 16, 20, 30, self.limits.num_blocks])
         encoder_rows = rng.choice([8, 12, 24, core._runner.rows.num_rows])
         max_num_seqs = rng.choice([1, 2, 3, 5, MAX_SEQS])
-        max_tokens = rng.choice([13, 16, 21, 40, MAX_TOKENS])
+        max_tokens = rng.choice([4, 5, 7, 13, 16, 21, 40, MAX_TOKENS])
         budget = rng.choice([8, 16, MAX_TOKENS])
         core._block_hasher = self.block_hasher if rng.random() < 0.7 else None
         self._limit(
@@ -136,14 +136,14 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_encoder_input_tokens=budget,
-            keeps_items_whole=not is_causal,
+            keeps_runs_whole=not is_causal,
         )
         core._limits = replace(
             self.limits,
             num_blocks=num_blocks,
             max_num_batched_tokens=max_num_batched_tokens,
             encoder_budget=min(encoder_rows, budget),
-            keeps_items_whole=not is_causal,
+            keeps_runs_whole=not is_causal,
         )
         runner.rows.reset()
         runner._builder.has_spans = not is_causal
@@ -280,7 +280,7 @@ def random_parts(rng: random.Random) -> Parts:
     """Text and pictures; few of each, so that beginnings and pictures are shared."""
     parts: list[Any] = [text(rng.randrange(4), rng.choice([1, 3, 9, 17, 30]))]
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
-        parts.append((rng.randrange(6), rng.choice([1, 1, 2])))
+        parts.append((rng.randrange(6), rng.choice([1, 1, 2, 3])))
         if rng.random() < 0.7:
             parts.append(text(rng.randrange(4), rng.choice([1, 3, 5, 12])))
     return tuple(parts)

@@ -234,8 +234,8 @@ def dense_logits(token_ids: Sequence[int], features: Sequence[MultiModalFeatureS
     embeds = np.zeros((DENSE_LENGTH, 32), np.float32)
     is_embed = np.zeros(DENSE_LENGTH, bool)
     for feature in features:
-        assert feature.data is not None
-        encoded = np.asarray(_encode(feature.data.get_data()["pixel_values"]))
+        assert feature.tensors is not None
+        encoded = np.asarray(_encode(feature.tensors.get_data()["pixel_values"]))
         encoded = encoded.reshape(-1, 32)
         for first, last in feature.mm_position.extract_embeds_range():
             run = slice(first, last + 1)

@@ -237,8 +237,8 @@ def _dense_states(request: EngineCoreRequest) -> np.ndarray:
     weights, ids = _weights(), np.array(request.encoder_prompt_token_ids)
     both = weights["embed"]["weight"][ids]
     for feature in request.mm_features:
-        assert feature.data is not None
-        pixels = feature.data.get_data()["pixels"].astype(np.float64)
+        assert feature.tensors is not None
+        pixels = feature.tensors.get_data()["pixels"].astype(np.float64)
         both[: len(pixels)] += pixels @ weights["eye"]["weight"].T
     return np.tanh(both @ weights["encoder"]["weight"].T)
 

@@ -1,5 +1,6 @@
 """The engine has room for the largest item that the processor can make."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,12 +34,14 @@ def test_the_largest_item_fits_a_step_and_the_cache(tiny_gemma3: Path) -> None:
     assert found.cache.encoder_cache_size == largest
 
 
-def test_an_item_that_must_go_in_one_step_must_fit_it(tiny_gemma3: Path) -> None:
+def test_only_a_run_of_embeddings_must_fit_a_step(tiny_gemma3: Path) -> None:
     scheduler = SchedulerConfig(
-        max_num_batched_tokens=8, max_num_seqs=2, disable_chunked_mm_input=True
+        max_num_batched_tokens=4, max_num_seqs=2, disable_chunked_mm_input=True
     )
     config = config_for(tiny_gemma3, scheduler=scheduler, mm_processor_kwargs=CROPS)
-    with pytest.raises(ConfigError, match="must go in one step"):
+    assert with_encoder_budget(config).scheduler.max_num_encoder_input_tokens == 5 * 4
+    config = replace(config, scheduler=replace(scheduler, max_num_batched_tokens=3))
+    with pytest.raises(ConfigError, match=r"takes 4 tokens.*`--max-num-batched-tokens` is 3"):
         with_encoder_budget(config)
 
 

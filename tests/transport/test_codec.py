@@ -111,7 +111,7 @@ def test_requests_come_back_equal(request: EngineCoreRequest) -> None:
 
 def _fields_of(feature: MultiModalFeatureSpec) -> dict[str, object]:
     """Fields themselves: an element's equality looks only at their classes."""
-    return {key: elem.field for key, elem in (feature.data or {}).items()}
+    return {key: elem.field for key, elem in (feature.tensors or {}).items()}
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def _request(array: np.ndarray) -> EngineCoreRequest:
 
 def _array_of(message: Message) -> np.ndarray:
     assert isinstance(message, EngineCoreRequest)
-    data = message.mm_features[0].data
+    data = message.mm_features[0].tensors
     assert data is not None
     return data["pixel_values"].data
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.cache.processor_cache import BaseMultiModalReceiverCache
-from mmjax.cache.shm.handle import Handle, ShmHandleError, is_handle, open_handle
+from mmjax.cache.shm.handle import ShmHandleError, check_handle
 from mmjax.cache.shm.layout import view_item
 from mmjax.cache.shm.segment import Segment
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.processing.shared_item import SharedItem
 
 MIN_NUM_READINGS = 1024
 """So many records of objects that may be gone by now are kept before any is dropped."""
@@ -75,27 +76,30 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
         """Put tensors in the place of handles; what has tensors, keeps them.
 
         A feature without either has those of an earlier one with the same hash. ShmHandleError
-        where P0 did not sign a handle. MultiModalCacheMissError names the items whose objects are
+        where P0 did not sign a handle, or signed it for
+        another hash. MultiModalCacheMissError names the items whose objects are
         gone; the other features are filled in by then.
         """
         found: dict[str, MultiModalKwargsItem] = {}
-        read: dict[Handle, MultiModalKwargsItem | None] = {}
+        read: dict[SharedItem, MultiModalKwargsItem | None] = {}
         missing: dict[str, None] = {}
         forgery = ""
         for feature in features:
             key = feature.mm_hash or feature.identifier
-            if feature.data is None:
-                feature.data = found.get(key)
-            elif is_handle(feature.data):
+            item = feature.data
+            if isinstance(item, SharedItem):
                 try:
-                    feature.data = self._read(feature.data, read)
+                    item = self._read(item, key, read)
                 except ShmHandleError as error:
                     # The others are taken all the same, so that they will be given back.
-                    feature.data, forgery = None, forgery or str(error)
-            if feature.data is None:
+                    item, forgery = None, forgery or str(error)
+            elif item is None:
+                item = found.get(key)
+            feature.data = item
+            if item is None:
                 missing[key] = None
             else:
-                found[key] = feature.data
+                found[key] = item
         if forgery:
             # Anew: an exception in a variable of ours would keep the others' views with it.
             raise ShmHandleError(forgery)
@@ -114,13 +118,13 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                 self._segment.close()
 
     def _read(
-        self, item: MultiModalKwargsItem, read: dict[Handle, MultiModalKwargsItem | None]
+        self, handle: SharedItem, key: str, read: dict[SharedItem, MultiModalKwargsItem | None]
     ) -> MultiModalKwargsItem | None:
         """Return views of an object; None where it is gone, or the handle came in a request before.
 
         Within one request, `read`, a handle may stand several times.
         """
-        handle = open_handle(item, self._key)
+        check_handle(handle, key, self._key)
         if handle not in read:
             with self._lock:
                 root = self._lease(handle)
@@ -128,7 +132,7 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
             read[handle] = None if root is None else view_item(handle.layout, root)
         return read[handle]
 
-    def _lease(self, handle: Handle) -> np.ndarray | None:
+    def _lease(self, handle: SharedItem) -> np.ndarray | None:
         """Return an object's bytes, to be given back when the last view of them is gone."""
         address, object_id, size = handle.address, handle.object_id, handle.size
         if self._is_closed or handle.epoch != self._segment.epoch:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 from mmjax.cache.lru import CacheInfo
 from mmjax.cache.processor_cache import BaseMultiModalProcessorCache, ProcessedItem, SentItem
 from mmjax.cache.shm.files import new_segment_name
-from mmjax.cache.shm.handle import is_handle
 from mmjax.cache.shm.layout import Plan, make_plan
 from mmjax.cache.shm.segment import PAGE
 from mmjax.cache.shm.writer import ObjectWriter, StoredObject
 from mmjax.errors import ConfigError, MultiModalCacheMissError
 from mmjax.logger import get_logger
-from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.processing.inputs import ItemData
 from mmjax.processing.prompt_updates import ResolvedPromptUpdate
+from mmjax.processing.shared_item import SharedItem
 
 logger = get_logger(__name__)
 
@@ -121,7 +121,7 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
             held = self._held.get(mm_hash)
             self._info = CacheInfo(self._info.hits + (held is not None), self._info.total + 1)
             if held is not None:
-                return self._writer.make_handle(held.stored), held.updates
+                return self._writer.make_handle(held.stored, mm_hash), held.updates
         if mm_item is None:
             raise MultiModalCacheMissError([mm_hash])
         item, updates = mm_item
@@ -140,10 +140,10 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
             for mm_hash in list(self._held):
                 self._forget(mm_hash)
 
-    def withdraw(self, item: MultiModalKwargsItem) -> None:
+    def withdraw(self, item: ItemData) -> None:
         """Take back what was made and will not be sent; a second time changes nothing."""
         with self._lock:
-            if is_handle(item) and not self._writer.is_closed:
+            if isinstance(item, SharedItem) and not self._writer.is_closed:
                 self._writer.withdraw(item)
 
     def reset_readers(self) -> None:
@@ -165,7 +165,7 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
 
     def _store(
         self, plan: Plan, updates: Sequence[ResolvedPromptUpdate], mm_hash: str
-    ) -> MultiModalKwargsItem | None:
+    ) -> SharedItem | None:
         """Write an item, and return its handle; None where there is no room."""
         with self._lock:
             reserved = None if self._writer.is_closed else self._writer.reserve(plan)
@@ -183,17 +183,17 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
         with self._lock:
             return self._publish(_Held(stored, updates), mm_hash)
 
-    def _publish(self, written: _Held, mm_hash: str) -> MultiModalKwargsItem | None:
+    def _publish(self, written: _Held, mm_hash: str) -> SharedItem | None:
         if self._writer.is_closed:
             return None
         held = self._held.get(mm_hash)
         if held is not None:  # another thread was faster
             self._writer.abandon(written.stored)
-            return self._writer.make_handle(held.stored)
+            return self._writer.make_handle(held.stored, mm_hash)
         self._writer.publish(written.stored)
         self._held[mm_hash] = written
         self._hash_by_object_id[written.stored.object_id] = mm_hash
-        return self._writer.make_handle(written.stored)
+        return self._writer.make_handle(written.stored, mm_hash)
 
     def _forget(self, mm_hash: str) -> None:
         stored = self._held.pop(mm_hash).stored

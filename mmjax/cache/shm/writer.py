@@ -1,19 +1,19 @@
 """Objects in shared memory, as their only writer sees them: room, handles, what is being read.
 
-Knows nothing of hashes or of prompts. Its caller sees to it that one thread at a time is here;
-`Plan.write` alone, between `reserve` and `publish`, needs no turn.
+Knows nothing of prompts, and of hashes only what a handle says. Its caller sees to it that one
+thread at a time is here; `Plan.write` alone, between `reserve` and `publish`, needs no turn.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 
-from mmjax.cache.shm.handle import Handle, open_handle, sign_handle
+from mmjax.cache.shm.handle import check_handle, sign_handle
 from mmjax.cache.shm.layout import Plan
 from mmjax.cache.shm.ring import Block, Ring
 from mmjax.cache.shm.segment import PAGE, Segment
 from mmjax.cache.shm.warming import PageWarmer
 from mmjax.logger import get_logger
-from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.processing.shared_item import SharedItem
 from mmjax.rounding import round_up
 
 logger = get_logger(__name__)
@@ -91,11 +91,12 @@ class ObjectWriter:
             self._segment.erase(stored.address)
             self.ring.remove(stored)
 
-    def make_handle(self, stored: StoredObject) -> MultiModalKwargsItem:
-        """Return a handle, which keeps the object until the reader has given it back."""
+    def make_handle(self, stored: StoredObject, mm_hash: str) -> SharedItem:
+        """Return a handle for an item; it keeps the object until the reader has given it back."""
         stored.num_handles += 1
         stored.is_spared = False
-        handle = Handle(
+        handle = SharedItem(
+            mm_hash=mm_hash,
             address=stored.address,
             object_id=stored.object_id,
             epoch=self._segment.epoch,
@@ -105,9 +106,9 @@ class ObjectWriter:
         )
         return sign_handle(handle, self._key)
 
-    def withdraw(self, item: MultiModalKwargsItem) -> None:
+    def withdraw(self, handle: SharedItem) -> None:
         """Take back a handle that no reader will get."""
-        handle = open_handle(item, self._key)
+        check_handle(handle, handle.mm_hash, self._key)
         if handle.epoch != self._segment.epoch:
             return
         for stored in self.ring:

@@ -202,8 +202,7 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
         image, newline, start = get_id(IMAGE_TOKEN), get_id(NEWLINE_TOKEN), get_id(START_TOKEN)
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            item = out_mm_kwargs["image"][item_idx]
-            assert item is not None
+            item = out_mm_kwargs.get_item("image", item_idx)
             rows, columns = item["image_grid_hw"].data.tolist()
             full = [*[image] * columns, newline] * rows + [start]
             return PromptUpdateDetails.select_token_id(full, image)

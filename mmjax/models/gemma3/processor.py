@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, RequestRuntimeError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
@@ -177,7 +177,13 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
             # HF counts the crops too, and drops the numbers.
             outputs["num_patches"] = np.array([pan_and_scan.count_crops(s) + 1 for s in sizes])
             num_patches, num_pixels = outputs["num_patches"].sum(), len(outputs["pixel_values"])
-            assert num_patches == num_pixels, f"{num_patches=} {num_pixels=}"
+            if num_patches != num_pixels:
+                raise RequestRuntimeError(
+                    f"pan-and-scan made {num_pixels} pictures and crops of {len(sizes)} pictures, "
+                    f"where {pan_and_scan} gives {num_patches}; change the `pan_and_scan_...` "
+                    "settings, or leave them out",
+                    param="mm_processor_kwargs",
+                )
         return outputs
 
     def _get_mm_fields_config(
@@ -200,8 +206,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         contents: dict[int, PromptUpdateDetails] = {}  # pictures with as many crops share one
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            item = out_mm_kwargs["image"][item_idx]
-            assert item is not None
+            item = out_mm_kwargs.get_item("image", item_idx)
             num_crops = int(item["num_patches"].data) - 1
             if num_crops not in contents:
                 text = processor.replace_image_token({"num_crops": [num_crops]}, 0)

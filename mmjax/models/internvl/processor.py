@@ -216,10 +216,10 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
         start, context, end = (self.info.get_token_id(token) for token in (START, CONTEXT, END))
 
         def count_embeds(modality: str, item_idx: int) -> int:
-            items, item = mm_items[modality], out_mm_kwargs[modality][item_idx]
+            items = mm_items[modality]
             if isinstance(items, EmbeddingItems):
                 return items.get_feature_size(item_idx)
-            assert item is not None
+            item = out_mm_kwargs.get_item(modality, item_idx)
             return int(item[f"{modality}_num_patches"].data) * num_tile_tokens
 
         def replace_image(item_idx: int) -> list[int]:

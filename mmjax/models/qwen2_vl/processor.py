@@ -196,8 +196,7 @@ class Qwen2VLMultiModalProcessor(PartsMultiModalProcessor[Qwen2VLProcessingInfo]
             pad_id = self.info.get_pad_id(modality)
 
             def get_replacement(item_idx: int) -> list[int]:
-                item = out_mm_kwargs[modality][item_idx]
-                assert item is not None
+                item = out_mm_kwargs.get_item(modality, item_idx)
                 num_patches = int(np.prod(item[f"{modality}_grid_thw"].data))
                 return [pad_id] * (num_patches // self.info.merge_size**2)
 
