@@ -37,7 +37,8 @@ class MultiModalConfig:
     limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
     """Items of a modality in one prompt: a number, or options that describe the largest item.
 
-    `{"image": 4, "video": {"count": 1, "num_frames": 32, "width": 512, "height": 512}}`.
+    `{"image": 4, "video": {"count": 1, "num_frames": 32, "width": 512, "height": 512}}`. Memory is
+    planned for items of that size; one with more embeddings is refused.
     """
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Defaults for the HF processor; a request's own win where they are trusted."""
@@ -62,7 +63,8 @@ class MultiModalConfig:
     """What the images of all requests may take at once, decoded; those that come next wait. A
     larger image is decoded alone."""
     trust_request_mm_kwargs: bool = False
-    """Whether HTTP clients may send `mm_processor_kwargs`."""
+    """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for what they may ask
+    for: as much as the checkpoint's own settings or the operator's, whichever is more."""
     trust_media_ids: bool = False
     """Whether an HTTP client's `uuid` of an image is its identity, for all clients; else it is a
     claim: good for one API key, and for the content that it came with."""

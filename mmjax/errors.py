@@ -171,6 +171,13 @@ class MultiModalCacheMissError(MMJaxError):
         self.mm_hashes = mm_hashes
 
 
+class ProcessingError(MMJaxError, RuntimeError, ValueError):
+    """A fault of a processor's, HF's or a family's own: the server's (500), never the client's.
+
+    Its text is for the log and for `LLM`'s caller. vLLM has a RuntimeError or a ValueError here.
+    """
+
+
 class CheckpointError(MMJaxError):
     """A checkpoint directory that cannot be served: a file, a key or a tensor is wrong."""
 

@@ -11,9 +11,14 @@ from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.chat_parts import ConversationMedia, PartReader, text_part
-from mmjax.frontend.chat_template import ChatTemplate, ContentFormat
+from mmjax.frontend.chat_template import ChatTemplate
 from mmjax.frontend.input_processor import MAX_CHARS_PER_TOKEN, InputProcessor, PromptDict
 from mmjax.models.registry import get_placeholder_str
+
+_REASONING = ("reasoning", "reasoning_content")
+"""Two names of one field: an answer has one, clients send either back, templates know either."""
+
+_READ_FIELDS = frozenset({"role", "content", "name", "refusal", *_REASONING})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class ChatParser:
         template = template or self.template
         media = ConversationMedia()
         conversation = [
-            self._message(message, f"messages[{index}]", template.content_format, media)
+            self._message(message, f"messages[{index}]", template, media)
             for index, message in enumerate(messages)
         ]
         text = template.render(
@@ -82,7 +87,7 @@ class ChatParser:
         self,
         message: Any,
         place: str,
-        content_format: ContentFormat,
+        template: ChatTemplate,
         media: ConversationMedia,
     ) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -92,6 +97,7 @@ class ChatParser:
             raise RequestValueError(f"`{place}.role` is missing", param=f"{place}.role")
         first_image = len(media.images) + 1
         kept = self._content(message.get("content"), f"{place}.content", media)
+        content_format = template.content_format
         allowed = self.placeholder("image", 1) if content_format == "string" else None
         for part in kept:
             self._check_text(part.get("text", ""), place, media, allowed=allowed)
@@ -100,6 +106,9 @@ class ChatParser:
         if message.get("name") is not None:
             rendered["name"] = message["name"]
             self._check_text(str(message["name"]), f"{place}.name", media)
+        for name, text in _read_extras(message, place, template.message_fields).items():
+            self._check_text(text, f"{place}.{name}", media)
+            rendered[name] = text
         if content_format == "openai":
             rendered["content"] = kept
         else:
@@ -179,6 +188,44 @@ class ChatParser:
                     "token of this model; change them",
                     param=f"{place}.content",
                 )
+
+
+def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) -> dict[str, str]:
+    """Return a message's reasoning and refusal for the template, which must know them.
+
+    What is empty says nothing, and is left out; another field that is not empty is refused.
+    """
+    given = {key: value for key, value in message.items() if not _is_empty(value)}
+    for key in given:
+        if key not in _READ_FIELDS:
+            shown = str(key)[:64]
+            raise RequestValueError(
+                f"`{place}.{shown}` has no effect here; leave it out", param=f"{place}.{shown}"
+            )
+    texts: dict[str, str] = {}
+    for name in (*_REASONING, "refusal"):
+        if name in given:
+            texts[name] = text_part(given[name], f"{place}.{name}")["text"]
+    if len({texts[name] for name in _REASONING if name in texts}) > 1:
+        raise RequestValueError(
+            f"`{place}` has `reasoning` and `reasoning_content`, and they differ; give one",
+            param=f"{place}.reasoning_content",
+        )
+    extras: dict[str, str] = {}
+    for name, text in texts.items():
+        wanted = [one for one in (_REASONING if name in _REASONING else (name,)) if one in known]
+        if not wanted:
+            raise RequestValueError(
+                f"`{place}.{name}` is given, but this model's chat template has no place for it; "
+                "leave it out, or put its text into `content`",
+                param=f"{place}.{name}",
+            )
+        extras |= dict.fromkeys(wanted, text)
+    return extras
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not len(value))
 
 
 class ControlTokens:

@@ -28,6 +28,8 @@ class ChatTemplate:
         self.content_format: ContentFormat = (
             "string" if source is None else detect_content_format(source)
         )
+        self.message_fields = frozenset() if source is None else find_member_names(source)
+        """Names that the template asks anything for: a message's field not among them is lost."""
 
     @staticmethod
     def from_config(model_config: ModelConfig, tokenizer: Any) -> "ChatTemplate":
@@ -121,16 +123,32 @@ def _read_directory(path: Path) -> str | None:
 
 def detect_content_format(source: str) -> ContentFormat:
     """Return "openai" if the template loops over some message's content, by its syntax tree."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        extensions=[jinja2.ext.loopcontrols, _GenerationTag]
-    )
-    try:
-        tree = environment.parse(source)
-    except jinja2.TemplateError:
+    tree = _parse(source)
+    if tree is None:
         return "string"
     contents = _ContentNames(tree)
     loops = tree.find_all(nodes.For)
     return "openai" if any(contents.is_content(loop.iter) for loop in loops) else "string"
+
+
+def find_member_names(source: str) -> frozenset[str]:
+    """Return the names of all members that a template asks for, of whatever it is."""
+    tree = _parse(source)
+    if tree is None:
+        return frozenset()
+    asked = (nodes.Getattr, nodes.Getitem, nodes.Call)
+    names = (_member(node)[1] for node in tree.find_all(asked))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _parse(source: str) -> nodes.Template | None:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag]
+    )
+    try:
+        return environment.parse(source)
+    except jinja2.TemplateError:
+        return None
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -171,7 +171,7 @@ class InputProcessor:
         text = (prompt.token_ids or []) if prompt.text is None else prompt.text
         has_specials = prompt.text is None or prompt.add_special_tokens
         with self._pool.borrow() as processor:
-            return processor.prepare(
+            prepared = processor.prepare(
                 text,
                 dict(prompt.mm_data),
                 mm_uuids=prompt.mm_uuids,
@@ -183,6 +183,8 @@ class InputProcessor:
                 request_id=request_id,
                 control=control,
             )
+            processor.validate_item_sizes(prepared)
+            return prepared
 
     def _unshared_id(self, request_id: str) -> str | None:
         """Return a name for items where no cache asks for their content, else None."""

@@ -11,13 +11,22 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
     """Return the same with room for the model's largest item in a step, and in the encoder cache.
 
     P1 loads no processor: by itself it has room for a unit of its tower. Where that is the largest
-    item, nobody is asked, which saves seconds of imports before P1 starts.
+    item, nobody is asked, which saves seconds of imports before P1 starts. ConfigError for settings
+    of media that the HF processor refuses.
     """
-    row = MODELS.get(config.model.architecture)
-    if row is not None and row.has_one_unit_items and not config.model.mm.mm_processor_kwargs:
+    row, mm = MODELS.get(config.model.architecture), config.model.mm
+    # A number of images needs no question; sizes do, and names that no model may know.
+    limits = mm.limit_mm_per_prompt
+    has_settings = bool(mm.mm_processor_kwargs or limits.keys() - {"image"})
+    has_settings |= any(mm.media_options(modality) for modality in limits)
+    has_one_unit_items = row is not None and row.has_one_unit_items
+    if has_one_unit_items and not has_settings and not mm.trust_request_mm_kwargs:
         return config
+    processor = create_processor(config.model)
+    if has_settings:
+        processor.check_settings()
     budget = MultiModalBudget(
-        create_processor(config.model),
+        processor,
         config.scheduler,
         config.cache,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,

@@ -10,9 +10,15 @@ from typing import Any, TypeVar
 from transformers import BatchFeature
 
 from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.errors import RequestError, RequestValueError
+from mmjax.errors import ConfigError, MMJaxError, ProcessingError, RequestError, RequestValueError
 from mmjax.logger import get_logger
 from mmjax.processing.hf_kwargs import check_sizes, merge_mm_kwargs
+from mmjax.processing.known_kwargs import (
+    KnownKwargs,
+    check_ceilings,
+    check_known_kwargs,
+    list_known_kwargs,
+)
 from mmjax.processing.media import MediaLimits
 from mmjax.processing.parse import (
     DictEmbeddingItems,
@@ -26,6 +32,9 @@ from mmjax.processing.parse import (
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+_MAX_KWARGS_SHOWN = 500
+"""Characters: an error is logged, and kwargs may be a client's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +86,22 @@ class InputProcessingContext:
         data: Mapping[str, object],
         kwargs: Mapping[str, object],
     ) -> BatchFeature:
-        """Call an HF processor; whatever it raises becomes a RequestValueError.
+        """Call an HF processor; whatever it raises becomes a ProcessingError.
 
-        Kwargs that it cannot take are dropped, with a warning.
+        What a client can get wrong is checked before, and refused by name. Kwargs that a call
+        cannot take (a tokenizer's, by a processor without one) are dropped, with a warning.
         """
         name = type(hf_processor).__name__
         merged = _only_accepted(hf_processor, self.merge_mm_kwargs(kwargs))
         try:
             return hf_processor(**data, **merged, return_tensors="np")
-        except RequestError:
+        except MMJaxError:
             raise
         # HF processors raise anything over data and kwargs that they cannot take.
         except Exception as error:
-            raise RequestValueError(
-                f"Failed to apply {name} on data={_describe(data)} with kwargs={merged}: {error}",
-                param="multi_modal_data",
+            shown = str(merged)[:_MAX_KWARGS_SHOWN]
+            raise ProcessingError(
+                f"Failed to apply {name} on data={_describe(data)} with kwargs={shown}: {error}"
             ) from error
 
 
@@ -166,11 +176,40 @@ class BaseProcessingInfo(ABC):
 
     @cached_property
     def _hf_processor(self) -> Any:
-        return self.load_hf_processor()
+        processor = self.load_hf_processor()
+        try:
+            check_known_kwargs(
+                self.ctx.get_mm_config().mm_processor_kwargs, self.get_known_mm_kwargs(processor)
+            )
+        except RequestError as error:
+            raise ConfigError(f"`--mm-processor-kwargs`: {error}") from error
+        return processor
 
     def load_hf_processor(self) -> Any:
         """Load the HF processor; families whose AutoProcessor needs more than we have override."""
         return self.ctx.get_hf_processor()
+
+    def get_known_mm_kwargs(self, hf_processor: Any) -> KnownKwargs | None:
+        """Return the kwargs that have an effect, by scope; others are refused. None: any name."""
+        return list_known_kwargs(hf_processor)
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the kwargs under which an item is largest, of those that a request may send.
+
+        Their numbers are ceilings where requests are trusted, and memory is planned for them.
+        """
+        return {}
+
+    def get_planned_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the kwargs under which memory is planned, over the operator's own."""
+        is_trusted = self.ctx.get_mm_config().trust_request_mm_kwargs
+        return self.get_largest_mm_kwargs() if is_trusted else {}
+
+    def check_mm_kwargs(self, mm_kwargs: Mapping[str, object]) -> None:
+        """Refuse a request's kwargs that nothing knows, or that nobody planned for."""
+        if mm_kwargs:
+            check_known_kwargs(mm_kwargs, self.get_known_mm_kwargs(self.get_hf_processor()))
+            check_ceilings(mm_kwargs, self.get_planned_mm_kwargs())
 
     @cached_property
     def vocab_size(self) -> int:

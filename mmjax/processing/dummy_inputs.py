@@ -80,7 +80,7 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
 
     def get_dummy_mm_kwargs(self) -> Mapping[str, object]:
         """Return the processor kwargs under which the items are largest."""
-        return {}
+        return self.info.get_planned_mm_kwargs()
 
     def get_mm_options(self, modality: str) -> BaseDummyOptions:
         """Return what the operator's `limit_mm_per_prompt` says of the largest item."""

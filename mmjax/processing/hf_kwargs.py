@@ -11,17 +11,27 @@ from mmjax.processing.media import MediaLimits
 
 HF_KWARGS_SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 
-_SERVERS_OWN = frozenset({"text", "images", "videos", "audio", "audios", "return_tensors"})
-_TOKENIZERS_OWN = frozenset(
+MM_KWARGS_PARAM = "mm_processor_kwargs"
+"""The field that errors name."""
+
+SERVERS_OWN_KWARGS = frozenset(
+    {
+        *("text", "images", "videos", "audio", "audios", "return_tensors", "video_metadata"),
+        *("return_metadata", "return_mm_token_type_ids", "return_text_replacement_offsets"),
+    }
+)
+TOKENIZERS_OWN_KWARGS = frozenset(
     {
         *("max_length", "pad_to_multiple_of", "padding", "return_overflowing_tokens"),
         *("split_special_tokens", "stride", "text_pair", "text_pair_target", "text_target"),
-        *("is_split_into_words", "truncation"),
+        *("is_split_into_words", "truncation", "add_special_tokens", "padding_side", "verbose"),
+        *("return_attention_mask", "return_length", "return_offsets_mapping"),
+        *("return_special_tokens_mask", "return_token_type_ids", "sanitize_control_tokens"),
     }
 )
-"""A prompt padded to 10^9 tokens does not raise: the tokenizer's allocator ends the process."""
+"""A prompt padded to 10^9 tokens does not raise: the tokenizer's allocator ends the process. And a
+prompt whose media are cached never comes by the HF processor: there they would change nothing."""
 _SIZES = ("size", "crop_size", "pad_size")
-_PARAM = "mm_processor_kwargs"
 
 
 def merge_mm_kwargs(*levels: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,20 +71,20 @@ def check_request_kwargs(mm_kwargs: Mapping[str, object]) -> None:
         elif scoped is not None:
             raise RequestTypeError(
                 f"mm_processor_kwargs has a `{type(scoped).__name__}` as `{scope}`; give a dict",
-                param=_PARAM,
+                param=MM_KWARGS_PARAM,
             )
 
 
 def _check_names(kwargs: Mapping[str, object], place: str) -> None:
-    for key in sorted(_SERVERS_OWN & kwargs.keys()):
+    for key in sorted(SERVERS_OWN_KWARGS & kwargs.keys()):
         raise RequestValueError(
             f"mm_processor_kwargs has `{place}{key}`, which the server sets itself; leave it out",
-            param=_PARAM,
+            param=MM_KWARGS_PARAM,
         )
-    for key in sorted(_TOKENIZERS_OWN & kwargs.keys()):
+    for key in sorted(TOKENIZERS_OWN_KWARGS & kwargs.keys()):
         raise RequestValueError(
             f"mm_processor_kwargs has `{place}{key}`, which is the tokenizer's; leave it out",
-            param=_PARAM,
+            param=MM_KWARGS_PARAM,
         )
 
 
@@ -102,7 +112,7 @@ def check_sizes(
                         f"`{key}` in mm_processor_kwargs makes {min(num_pixels, 10**18)} pixels "
                         f"of {shape[1]}x{shape[0]}, at most {most} are accepted; lower it, or "
                         "leave it out",
-                        param=_PARAM,
+                        param=MM_KWARGS_PARAM,
                     )
 
 

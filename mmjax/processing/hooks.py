@@ -28,7 +28,7 @@ from mmjax.processing.prompt_updates import (
     PromptUpdate,
     ResolvedPromptUpdate,
 )
-from mmjax.processing.validation import PromptUpdateError
+from mmjax.processing.validation import missing_placeholder_error
 
 InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)
 
@@ -195,10 +195,10 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         unapplied = _is_any_unapplied(result)
         if unapplied is not None:
             modality, index = unapplied
-            raise PromptUpdateError(
-                f"Failed to apply prompt replacement for mm_items[{modality!r}][{index}]; "
-                f"the prompt must have one placeholder for each {modality}",
-                param="prompt",
+            raise missing_placeholder_error(
+                self.info,
+                modality,
+                f"Failed to apply prompt replacement for mm_items[{modality!r}][{index}]",
             )
         return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
 

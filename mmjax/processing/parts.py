@@ -13,12 +13,10 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
-from mmjax.logger import get_logger
 from mmjax.processing.hooks import InfoT
+from mmjax.processing.known_kwargs import KnownKwargs, names_of
 from mmjax.processing.parse import MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +54,22 @@ class ProcessorOfParts:
                 outputs |= part(media, return_tensors=return_tensors, **scoped[scope])
         return BatchFeature(outputs)
 
-    def scope_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """Hand every flat kwarg to each part that knows it; those that none knows are dropped."""
+    @property
+    def known_kwargs(self) -> KnownKwargs:
+        """Each part's names, by scope."""
         # On use only: it brings an installed torch along.
         from transformers.processing_utils import TextKwargs
 
-        known = {
-            "text_kwargs": _names_of(TextKwargs),
-            "images_kwargs": _names_of(self.image_processor.valid_kwargs),
-            "videos_kwargs": _names_of(getattr(self.video_processor, "valid_kwargs", ())),
+        return {
+            "text_kwargs": names_of(TextKwargs),
+            "images_kwargs": names_of(self.image_processor.valid_kwargs),
+            "videos_kwargs": names_of(getattr(self.video_processor, "valid_kwargs", ())),
         }
+
+    def scope_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Hand every flat kwarg to each part that knows it; that one does is checked before."""
+        known = self.known_kwargs
         flat = {key: value for key, value in kwargs.items() if key not in known}
-        unknown = flat.keys() - set().union(*known.values())
-        if unknown:
-            logger.warning("processor kwargs %s are not known and ignored", sorted(unknown))
         return {
             scope: {
                 **self.defaults.get(scope, {}),
@@ -91,10 +91,6 @@ class PartsMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
         tokenization_kwargs: Mapping[str, object],
     ) -> bool:
         return False
-
-
-def _names_of(valid_kwargs: Any) -> frozenset[str]:
-    return frozenset(getattr(valid_kwargs, "__annotations__", valid_kwargs))
 
 
 def load_video_settings(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mmjax.processing.items import ImageSize
 from mmjax.rounding import cdiv
 
 MAX_ASPECT_RATIO = 200
-"""HF refuses longer pictures (`smart_resize`)."""
+"""HF refuses longer pictures (`smart_resize`); so do we, before it."""
 
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
 
@@ -40,6 +40,8 @@ class ImagePatcher:
 
     def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
         """Return `pixel_values` float[patches, values], `image_grid_thw` int64[images, 3]."""
+        for image in images:
+            check_aspect_ratio(ImageSize(*image.size), "image")
         return dict(self.hf(list(images), **self.resolve_kwargs(kwargs)))
 
     def resolve_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +127,7 @@ class VideoPatcher(ImagePatcher):
         }
 
     def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int]]:
+        check_aspect_ratio(ImageSize(width=video.shape[2], height=video.shape[1]), "video")
         resolved = self.resolve_kwargs(kwargs)
         is_capped = resolved.pop("cap_pixels_per_frame", None)
         if self.cap_pixels_per_frame if is_capped is None else is_capped:
@@ -162,6 +165,16 @@ class VideoPatcher(ImagePatcher):
         smallest = size["shortest_edge"]
         largest = max(min(size["longest_edge"], share), int(smallest * 1.05))
         return {"shortest_edge": smallest, "longest_edge": largest}
+
+
+def check_aspect_ratio(size: ImageSize, modality: str) -> None:
+    """Refuse a picture or a video so long that no grid of patches is as long."""
+    if max(size) > MAX_ASPECT_RATIO * min(size):
+        raise RequestValueError(
+            f"{modality} is {size.width}x{size.height} pixels; the longer side may be at most "
+            f"{MAX_ASPECT_RATIO} times the shorter: crop it",
+            param="multi_modal_data",
+        )
 
 
 def _bad_size(name: str, value: object, expected: str) -> RequestValueError:

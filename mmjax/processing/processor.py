@@ -14,13 +14,14 @@ batch of the items that the cache lacks), and the updates are applied here.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import ClassVar
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.hf_kwargs import check_request_kwargs
+from mmjax.processing.faults import blaming_settings, find_fault
 from mmjax.processing.hooks import InfoT
 from mmjax.processing.inputs import (
     ItemData,
@@ -42,7 +43,9 @@ from mmjax.processing.prompt_updates import PlaceholderFeaturesInfo
 from mmjax.processing.shared_item import SharedItem
 from mmjax.processing.uuids import complete_mm_data
 from mmjax.processing.validation import (
+    validate_limited_modalities,
     validate_mm_placeholders,
+    validate_num_embeds,
     validate_placeholder_counts,
     validate_prompt,
     validate_reserved_tokens,
@@ -140,7 +143,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         mm_items = self._to_mm_items(mm_data, mm_uuids)
         validate_placeholder_counts(self.info, prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
-        check_request_kwargs(mm_kwargs)
+        self.info.check_mm_kwargs(mm_kwargs)
         uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
@@ -148,19 +151,31 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         hashes, tok_kwargs = hashed.by_modality, dict(tokenization_kwargs or {})
         call = ProcessorCall(mm_items, hashes, mm_kwargs, tok_kwargs, control or DecodeControl())
 
-        processed = self._cached_apply_hf_processor(prompt, call)
+        try:
+            prepared = self._prepare(prompt, call)
+        # HF's code and families' may raise anything.
+        except Exception as error:
+            without = partial(self._prepare, prompt, call._replace(mm_kwargs={}))
+            blamed = find_fault(error, call.mm_kwargs, without)
+            if blamed is error:
+                raise
+            raise blamed from error
         self.item_hasher.bind(hashed)
-        token_ids, placeholders = self._maybe_apply_prompt_updates(mm_items, processed)
+        mm_items.drop_decoded()
+        return prepared
+
+    def _prepare(self, prompt: str | list[int], call: ProcessorCall) -> PreparedInputs:
+        processed = self._cached_apply_hf_processor(prompt, call)
+        token_ids, placeholders = self._maybe_apply_prompt_updates(call.mm_items, processed)
         ranges = {
             modality: [placeholder.to_range() for placeholder in found]
             for modality, found in placeholders.items()
         }
-        validate_reserved_tokens(self.info, token_ids, ranges)
-        mm_items.drop_decoded()
+        validate_reserved_tokens(self.info, prompt, token_ids, ranges)
         return PreparedInputs(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            mm_hashes=hashes,
+            mm_hashes=call.hashes,
             mm_placeholders=ranges,
             fresh=processed.fresh,
             call=call,
@@ -211,7 +226,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             placeholders = self._find_mm_placeholders(token_ids, updates)
         else:
             token_ids, placeholders = self._apply_prompt_updates(token_ids, updates)
-        validate_mm_placeholders(placeholders, mm_items.get_all_counts())
+        validate_mm_placeholders(self.info, placeholders, mm_items.get_all_counts())
         return token_ids, placeholders
 
     def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:
@@ -219,9 +234,36 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         allowed = self.info.allowed_mm_limits
         counts = {m: 1 for m, limit in allowed.items() if limit or self.info.takes_embeds}
         declared = self.info.get_mm_max_tokens_per_item(seq_len, counts)
-        if declared is not None:
-            return {modality: declared[modality] for modality in counts}
-        return self.measure_mm_max_tokens_per_item(seq_len, counts)
+        if declared is None:
+            return self.measure_mm_max_tokens_per_item(seq_len, counts)
+        described = self._measure_described(seq_len)
+        return {m: min(declared[m], described.get(m, declared[m])) for m in counts}
+
+    def _measure_described(self, seq_len: int) -> Mapping[str, int]:
+        """Return the embeddings of the items whose sizes `limit_mm_per_prompt` gives."""
+        mm = self.info.ctx.get_mm_config()
+        described = {
+            modality: 1
+            for modality, limit in self.info.allowed_mm_limits.items()
+            if mm.media_options(modality) and (limit or self.info.takes_embeds)
+        }
+        return self.measure_mm_max_tokens_per_item(seq_len, described)
+
+    @cached_property
+    def _described_tokens(self) -> Mapping[str, int]:
+        return self._measure_described(self.info.ctx.model_config.max_model_len)
+
+    def validate_item_sizes(self, prepared: PreparedInputs) -> None:
+        """Refuse an item with more embeddings than one of the size that the operator described."""
+        mm = self.info.ctx.get_mm_config()
+        validate_num_embeds(prepared.mm_placeholders, self._described_tokens, mm)
+
+    def check_settings(self) -> None:
+        """Process the largest input once: ConfigError for settings that HF refuses."""
+        validate_limited_modalities(self.info)
+        self.info.get_hf_processor()
+        counts = {m: 1 for m, limit in self.info.allowed_mm_limits.items() if limit}
+        self.measure_mm_max_tokens_per_item(self.info.ctx.model_config.max_model_len, counts)
 
     def measure_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -258,12 +300,13 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         )
 
     def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
-        inputs = self.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
-        return self.prepare(
-            inputs.prompt,
-            self.info.parse_mm_data(inputs.mm_data, validate=False),
-            hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
-        )
+        with blaming_settings(self.info.ctx.get_mm_config()):
+            inputs = self.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
+            return self.prepare(
+                inputs.prompt,
+                self.info.parse_mm_data(inputs.mm_data, validate=False),
+                hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
+            )
 
 
 def _to_inputs(

@@ -3,14 +3,25 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.config import MultiModalConfig
+from mmjax.errors import (
+    ConfigError,
+    ProcessingError,
+    RequestRuntimeError,
+    RequestTypeError,
+    RequestValueError,
+)
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.inputs import MultiModalKwargsItems, MultiModalPlaceholders
 from mmjax.processing.prompt_matching import count_token_matches
 
 
 class PromptUpdateError(RequestRuntimeError, AssertionError):
-    """Placeholders in the prompt and items in the request do not go together."""
+    """Placeholders in the prompt and items in the request do not go together: the client's fault.
+
+    Where a client's prompt was found to have one placeholder for each item, a missing one is the
+    family's own fault, and a ProcessingError.
+    """
 
 
 def validate_prompt(prompt: object, vocab_size: int, *, param: str = "prompt") -> None:
@@ -103,11 +114,10 @@ def validate_mm_kwargs(mm_kwargs: MultiModalKwargsItems, mm_counts: Mapping[str,
     for modality, num_items in mm_counts.items():
         found = len(mm_kwargs.get(modality, []))
         if found != num_items:
-            raise RequestRuntimeError(
+            raise ProcessingError(
                 f"Expected there to be {num_items} {modality} items in keyword arguments "
                 f"corresponding to {num_items} {modality} data items, but found {found}; "
-                "`_call_hf_processor` and `_get_mm_fields_config` of the model must agree",
-                param="multi_modal_data",
+                "`_call_hf_processor` and `_get_mm_fields_config` of the model must agree"
             )
 
 
@@ -118,43 +128,102 @@ def validate_mm_updates(
     for modality, num_items in mm_counts.items():
         found = len(mm_prompt_updates.get(modality, []))
         if found != num_items:
-            raise RequestRuntimeError(
+            raise ProcessingError(
                 f"Expected there to be {num_items} prompt updates corresponding to "
-                f"{num_items} {modality} items, but instead found {found} prompt updates; either "
-                "`_get_prompt_updates` of the model gives none, or you forgot to include input "
-                "placeholder tokens in the prompt",
-                param="prompt",
+                f"{num_items} {modality} items, but instead found {found} prompt updates; "
+                "`_get_prompt_updates` of the model must give one for each modality"
             )
 
 
+def missing_placeholder_error(
+    info: BaseProcessingInfo, modality: str, message: str
+) -> PromptUpdateError | ProcessingError:
+    """Return the error for an item without its placeholder: the client's, or the family's own.
+
+    A prompt in which placeholders are counted had as many as there are items.
+    """
+    placeholder = info.get_counted_placeholder(modality)
+    if placeholder is None:
+        mend = f"the prompt must have one placeholder for each {modality}"
+        return PromptUpdateError(f"{message}; {mend}", param="prompt")
+    return ProcessingError(
+        f"{message}; the prompt has one `{placeholder}` for each {modality}: "
+        "`_get_prompt_updates` of the model must find it"
+    )
+
+
 def validate_mm_placeholders(
-    placeholders: Mapping[str, Sequence[Any]], mm_counts: Mapping[str, int]
+    info: BaseProcessingInfo,
+    placeholders: Mapping[str, Sequence[Any]],
+    mm_counts: Mapping[str, int],
 ) -> None:
     """Check that every item has a placeholder in the updated prompt."""
     for modality, num_items in mm_counts.items():
         found = len(placeholders.get(modality, []))
         if found != num_items:
-            raise PromptUpdateError(
+            raise missing_placeholder_error(
+                info,
+                modality,
                 f"Expected there to be {num_items} prompt placeholders corresponding to "
-                f"{num_items} {modality} items, but instead found {found} prompt placeholders; "
-                "write one placeholder for each item into the prompt",
-                param="prompt",
+                f"{num_items} {modality} items, but instead found {found} prompt placeholders",
             )
 
 
 def validate_reserved_tokens(
-    info: BaseProcessingInfo, token_ids: Sequence[int], ranges: MultiModalPlaceholders
+    info: BaseProcessingInfo,
+    prompt: str | list[int],
+    token_ids: Sequence[int],
+    ranges: MultiModalPlaceholders,
 ) -> None:
-    """Check that reserved tokens stand where embeddings go, and nowhere else."""
+    """Check that reserved tokens stand where embeddings go, and nowhere else.
+
+    Args:
+        info: Whose reserved tokens.
+        prompt: As it was given.
+        token_ids: What became of it.
+        ranges: The items' places in `token_ids`.
+    """
     reserved = info.get_reserved_tokens()
     if not reserved:
         return
     num_reserved = sum(token_ids.count(token_id) for token_id in reserved.values())
     num_embeds = sum(one.get_num_embeds() for many in ranges.values() for one in many)
-    if num_reserved != num_embeds:
-        names = ", ".join(f"`{token}`" for token in reserved)
-        raise PromptUpdateError(
-            f"prompt has {num_reserved} of {names} but the media have {num_embeds} embeddings; "
-            f"{_mend(info)}",
-            param="prompt",
-        )
+    if num_reserved == num_embeds:
+        return
+    names = ", ".join(f"`{token}`" for token in reserved)
+    message = f"prompt has {num_reserved} of {names} but the media have {num_embeds} embeddings"
+    # A tokenizer may read other texts than a token's own as that token.
+    given = info.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+    if set(reserved.values()).isdisjoint(given):
+        raise ProcessingError(f"{message}; `_get_prompt_updates` of the model must agree with both")
+    raise PromptUpdateError(f"{message}; {_mend(info)}", param="prompt")
+
+
+def validate_num_embeds(
+    ranges: MultiModalPlaceholders, most_by_modality: Mapping[str, int], mm: MultiModalConfig
+) -> None:
+    """Refuse an item with more embeddings than one of the size in `limit_mm_per_prompt`."""
+    for modality, most in most_by_modality.items():
+        for index, placeholder in enumerate(ranges.get(modality, ())):
+            num_embeds = placeholder.get_num_embeds()
+            if num_embeds > most:
+                options = mm.media_options(modality).items()
+                shown = ", ".join(f"{name} {value}" for name, value in options)
+                raise RequestValueError(
+                    f"{modality} {index} gives {num_embeds} embeddings, at most {most} are "
+                    f"accepted: those of {shown}, which `--limit-mm-per-prompt` sets; send a "
+                    f"smaller {modality}, or have the flag set higher",
+                    param="multi_modal_data",
+                )
+
+
+def validate_limited_modalities(info: BaseProcessingInfo) -> None:
+    """Raise ConfigError for a limit of a modality that the model does not take; 0 says so too."""
+    mm = info.ctx.get_mm_config()
+    for modality in mm.limit_mm_per_prompt:
+        if modality not in info.supported_mm_limits and mm.limit(modality):
+            known = ", ".join(f"`{name}`" for name in info.supported_mm_limits)
+            raise ConfigError(
+                f"`--limit-mm-per-prompt` limits `{modality}`, which this model does not take; it "
+                f"takes {known}: leave the other out"
+            )

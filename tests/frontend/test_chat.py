@@ -294,3 +294,56 @@ def test_control_tokens_are_found_fast() -> None:
     assert time.monotonic() - start < 5.0
     assert ControlTokens([]).find("<a>") is None
     assert ControlTokens(["[a]", "<b>"]).find("x[a]<b>", allowed="[a]") == "<b>"
+
+
+# ---- what an answer had, sent back ---------------------------------------------------------------
+
+THINKING = (
+    "{% for m in messages %}[{{ m.role }}{% if m.get('reasoning_content') %}"
+    " ({{ m.reasoning_content }}){% endif %}] {{ m.content }}{% endfor %}"
+)
+
+
+def answered(**fields: Any) -> list[dict[str, Any]]:
+    return [
+        {"role": "user", "content": "red?"},
+        {"role": "assistant", "content": "yes", **fields},
+        {"role": "user", "content": "sure?"},
+    ]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_reaches_a_template_that_asks_for_it(
+    parser: ChatParser, input_processor: InputProcessor, name: str
+) -> None:
+    thinking = replace(parser, template=ChatTemplate(THINKING, input_processor.tokenizer))
+    text = text_of(thinking.parse(answered(**{name: "it looks so"})))
+    assert text == "[user] red?[assistant (it looks so)] yes[user] sure?"
+    with pytest.raises(RequestError, match="control token"):
+        thinking.parse(answered(**{name: IMAGE_START}))
+    with pytest.raises(RequestError, match="`reasoning` and `reasoning_content`, and they differ"):
+        thinking.parse(answered(reasoning="a", reasoning_content="b"))
+    with pytest.raises(RequestError, match="must be a text") as caught:
+        thinking.parse(answered(**{name: 5}))
+    assert caught.value.param == f"messages[1].{name}"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "refusal"])
+def test_what_the_template_has_no_place_for_is_refused_by_name(
+    parser: ChatParser, name: str
+) -> None:
+    plain = text_of(parser.parse(answered()))
+    for nothing in (None, ""):
+        assert text_of(parser.parse(answered(**{name: nothing}))) == plain
+    with pytest.raises(RequestError, match="no place for it; leave it out, or put its") as caught:
+        parser.parse(answered(**{name: "I cannot"}))
+    assert caught.value.param == f"messages[1].{name}"
+
+
+def test_fields_that_nothing_reads_are_refused_by_name(parser: ChatParser) -> None:
+    empty = {"tool_calls": [], "audio": None, "annotations": [], "function_call": None}
+    assert text_of(parser.parse(answered(**empty))) == text_of(parser.parse(answered()))
+    for name in ("tool_call_id", "tool_calls", "sentiment"):
+        with pytest.raises(RequestError, match=f"messages\\[1\\].{name}` has no effect") as caught:
+            parser.parse(answered(**{name: ["x"]}))
+        assert caught.value.param == f"messages[1].{name}"

@@ -155,3 +155,13 @@ def test_the_operators_template_wins(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="chat_template"):
         ChatTemplate.from_config(config_of(tmp_path, "no/such/file"), Silent())
+
+
+def test_the_names_that_a_template_asks_for(input_processor: InputProcessor) -> None:
+    source = (
+        "{% for m in messages %}{{ m.a }}{{ m['b'] }}{{ m.get('c', '') }}{{ 'd' }}"
+        "{% if m.e is defined %}{% endif %}{% endfor %}"
+    )
+    assert ChatTemplate(source, input_processor.tokenizer).message_fields == {*"abce", "get"}
+    for nothing in (None, "{% if %}"):
+        assert ChatTemplate(nothing, input_processor.tokenizer).message_fields == frozenset()

@@ -11,6 +11,7 @@ from mmjax.frontend.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
+from tests.processing.families.family import GOLDEN
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -161,3 +162,25 @@ def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:
 
 def test_warm_up_processes_an_image(input_processor: InputProcessor) -> None:
     input_processor.warm_up()
+
+
+def test_a_larger_picture_than_the_operator_described_is_refused() -> None:
+    limits = {"image": {"width": 56, "height": 56}}
+    config = load_model_config(
+        str(GOLDEN / "qwen2_vl"), max_model_len=256, mm=MultiModalConfig(limit_mm_per_prompt=limits)
+    )
+    processor = InputProcessor(config)
+
+    def prompt(side: int) -> Any:
+        picture = draw(side, side)
+        text = "<|vision_start|><|image_pad|><|vision_end|>"
+        return {"prompt": text, "multi_modal_data": {"image": picture}}
+
+    assert processor.process("r", prompt(56), GREEDY).num_image_tokens == 4
+    for refuse in (
+        lambda: processor.process("r", prompt(150), GREEDY),
+        lambda: processor.explain(prompt(150)),
+    ):
+        with pytest.raises(RequestValueError, match="`--limit-mm-per-prompt` sets") as caught:
+            refuse()
+        assert caught.value.param == "multi_modal_data"

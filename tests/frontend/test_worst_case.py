@@ -53,3 +53,49 @@ def test_without_pictures_nothing_changes(tiny_gemma3: Path) -> None:
         limit_mm_per_prompt={"image": 0},
     )
     assert with_encoder_budget(config) is config
+
+
+def test_what_requests_may_ask_for_is_planned_for(tiny_gemma3: Path) -> None:
+    config = config_for(tiny_gemma3, scheduler=SMALL_STEPS, trust_request_mm_kwargs=True)
+    per_unit = config.model.hf_config.mm_tokens_per_image
+    found = with_encoder_budget(config)
+    assert found.scheduler.max_num_encoder_input_tokens == max(8, 5 * per_unit)
+
+
+def test_the_operators_sizes_lower_the_budget(tiny_gemma3: Path) -> None:
+    config = config_for(
+        tiny_gemma3,
+        scheduler=SMALL_STEPS,
+        mm_processor_kwargs=CROPS,
+        limit_mm_per_prompt={"image": {"width": 300, "height": 300}},
+    )
+    per_unit = config.model.hf_config.mm_tokens_per_image
+    found = with_encoder_budget(config)
+    assert found.cache.encoder_cache_size == max(8, per_unit)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"do_pan_and_scn": True}, "`do_pan_and_scn`, .* do you mean `do_pan_and_scan`"),
+        ({"size": "huge"}, "cannot be processed with `--mm-processor-kwargs` {'size': 'huge'}"),
+        ({"images_kwargs": 5}, "a `int` as `images_kwargs`; give a dict"),
+    ],
+)
+def test_settings_that_hf_refuses_fail_before_the_engine_starts(
+    tiny_gemma3: Path, kwargs: dict[str, object], message: str
+) -> None:
+    config = config_for(tiny_gemma3, scheduler=SMALL_STEPS, mm_processor_kwargs=kwargs)
+    with pytest.raises(ConfigError, match=message):
+        with_encoder_budget(config)
+
+
+def test_a_limit_of_what_the_model_does_not_take_fails_before_the_engine_starts(
+    tiny_gemma3: Path,
+) -> None:
+    for limits in ({"imge": 4}, {"image": 1, "audio": {"length": 5}}):
+        config = config_for(tiny_gemma3, scheduler=SMALL_STEPS, limit_mm_per_prompt=limits)
+        with pytest.raises(ConfigError, match="which this model does not take; it takes `image`"):
+            with_encoder_budget(config)
+    off = config_for(tiny_gemma3, scheduler=SMALL_STEPS, limit_mm_per_prompt={"video": 0})
+    assert with_encoder_budget(off).cache.encoder_cache_size

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import RequestError
 from mmjax.models.registry import MODELS
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from tests.kit import draw
@@ -219,3 +220,88 @@ def test_no_picture_exceeds_the_declared_maximum(family: Family, width: int, hei
         )
         (placeholder,) = inputs.mm_placeholders["image"]
         assert placeholder.get_num_embeds() <= maximum["image"]
+
+
+def plan(processor: BaseMultiModalProcessor[Any]) -> int:
+    return processor.get_mm_max_tokens_per_item(4096)["image"]
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_the_size_that_an_operator_describes_is_what_is_planned_for(family: Family):
+    """Dummies and budget follow it; a picture that gives more is refused, and told the flag."""
+    for kwargs in family.extra_kwargs:
+        plain = family.make_processor(mm_processor_kwargs=kwargs)
+        for width, height in [(56, 56), (40, 60), (1, 1)]:
+            options = {"count": 2, "width": width, "height": height}
+            described = family.make_processor(
+                mm_processor_kwargs=kwargs, limit_mm_per_prompt={"image": options}
+            )
+            described.check_settings()
+            inputs = plain.apply(family.placeholder, {"image": draw(width, height)})
+            num_embeds = inputs.mm_placeholders["image"][0].get_num_embeds()
+            assert plan(described) == num_embeds
+            assert described.measure_mm_max_tokens_per_item(4096, {"image": 1}) == {
+                "image": num_embeds
+            }
+            described.validate_item_sizes(
+                described.prepare(family.placeholder, {"image": draw(width, height)})
+            )
+            assert num_embeds <= plan(plain)
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_a_larger_picture_than_was_described_is_refused_by_the_flags_name(family: Family):
+    options = {"width": 30, "height": 30}
+    processor = family.make_processor(
+        mm_processor_kwargs=family.extra_kwargs[-1], limit_mm_per_prompt={"image": options}
+    )
+    prepared = processor.prepare(family.placeholder, {"image": draw(1000, 400)})
+    (placeholder,) = prepared.mm_placeholders["image"]
+    if placeholder.get_num_embeds() <= plan(processor):
+        processor.validate_item_sizes(prepared)  # pictures of all sizes give as many
+        alike = family.make_processor(mm_processor_kwargs=family.extra_kwargs[-1])
+        assert plan(processor) == plan(alike)
+        return
+    with pytest.raises(RequestError, match=r"width 30, height 30, which `--limit-mm-per-") as e:
+        processor.validate_item_sizes(prepared)
+    assert e.value.param == "multi_modal_data"
+    assert e.value.status == 400
+
+
+def test_qwen2_vl_of_small_pictures_needs_4_embeddings():
+    limits = {"image": {"width": 56, "height": 56}, "video": {"num_frames": 4, "width": 56}}
+    processor = FAMILIES["qwen2_vl"].make_processor(limit_mm_per_prompt=limits)
+    plain = FAMILIES["qwen2_vl"].make_processor()
+    assert processor.get_mm_max_tokens_per_item(4096)["image"] == 4
+    assert plain.get_mm_max_tokens_per_item(4096)["image"] == 64
+    video = processor.get_mm_max_tokens_per_item(4096)["video"]
+    assert video < plain.get_mm_max_tokens_per_item(4096)["video"]
+    assert processor.measure_mm_max_tokens_per_item(4096, {"video": 1}) == {"video": video}
+
+
+@pytest.mark.parametrize("family", FAMILY_ROWS)
+def test_what_a_trusted_request_may_ask_for_is_planned_for(family: Family):
+    """As much as the checkpoint, whatever the operator's own kwargs lower; and no more."""
+    operators = {"mm_processor_kwargs": family.lowering_kwargs}
+    trusting = family.make_processor(**operators, trust_request_mm_kwargs=True)
+    alone = family.make_processor(**operators)
+    assert plan(trusting) == plan(family.make_processor(trust_request_mm_kwargs=True))
+    assert trusting.measure_mm_max_tokens_per_item(4096, {"image": 1}) == {"image": plan(trusting)}
+    assert alone.info.get_planned_mm_kwargs() == {}
+    if not family.lowering_kwargs:
+        assert plan(alone) == plan(trusting)
+        return
+    assert plan(alone) < plan(trusting)
+    largest = trusting.info.get_largest_mm_kwargs()
+    dummy = trusting.dummy_inputs.get_dummy_mm_data(4096, {"image": 1})
+    inputs = trusting.apply(family.placeholder, dummy, hf_processor_mm_kwargs=largest)
+    assert inputs.mm_placeholders["image"][0].get_num_embeds() == plan(trusting)
+    with pytest.raises(RequestError, match="is planned for; lower it") as caught:
+        trusting.apply(family.placeholder, dummy, hf_processor_mm_kwargs=_more(largest))
+    assert str(caught.value.param).startswith("mm_processor_kwargs.")
+
+
+def _more(kwargs: Any) -> Any:
+    if isinstance(kwargs, dict):
+        return {key: _more(value) for key, value in kwargs.items()}
+    return kwargs if isinstance(kwargs, bool) else kwargs + 1

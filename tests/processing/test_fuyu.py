@@ -198,16 +198,24 @@ def test_the_operators_size_sets_the_maximum():
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    ("kwargs", "message"),
     [
-        {"size": "huge"},
-        {"images_kwargs": {"do_resize": False}},
-        {"patch_size": {"height": 5, "width": 5}},
-        {"size": {"height": 0, "width": 9}},
+        ({"size": "huge"}, "processing fails with `size`, and not without"),
+        (
+            {"images_kwargs": {"do_resize": False}},
+            "has `images_kwargs.do_resize`, which this model",
+        ),
+        (
+            {"patch_size": {"height": 5, "width": 5}},
+            "`patch_size` in mm_proc.* must be the model's",
+        ),
+        ({"size": {"height": 0, "width": 9}}, "its short side would have none"),
     ],
 )
-def test_impossible_kwargs_are_the_requests_error(processor: Any, kwargs: dict[str, Any]):
-    with pytest.raises(RequestError, match="Failed to apply FuyuProcessor"):
+def test_impossible_kwargs_are_the_requests_error(
+    processor: Any, kwargs: dict[str, Any], message: str
+):
+    with pytest.raises(RequestError, match=message):
         processor.apply("a", {"image": draw(99, 99)}, hf_processor_mm_kwargs=kwargs)
 
 

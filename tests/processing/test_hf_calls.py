@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import BatchFeature
 
-from mmjax.errors import MediaIdConflictError, RequestValueError
+from mmjax.errors import MediaIdConflictError, ProcessingError, RequestError
 from mmjax.processing import (
     InputProcessingContext,
     MultiModalFieldConfig,
@@ -53,13 +53,15 @@ class TestKwargs:
         context().call_hf_processor(Open(), {"text": ""}, {"a": 2})
         assert not caplog.text
 
-    def test_what_it_raises_is_the_requests_error(self):
+    def test_what_it_raises_is_the_servers_error(self):
         def refuse(**kwargs: Any) -> BatchFeature:
             raise OSError("broken")
 
         with pytest.raises(ValueError, match=r"^Failed to apply function on data=.*: broken") as e:
             context().call_hf_processor(refuse, {"text": "secret", "images": [draw(4, 3)]}, {})
-        assert isinstance(e.value, RequestValueError)
+        assert isinstance(e.value, ProcessingError)
+        assert not isinstance(e.value, RequestError)
+        assert isinstance(e.value.__cause__, OSError)
         assert "secret" not in str(e.value)
         assert "data={'text': '6 characters', 'images': '(4, 3)'} with kwargs={}" in str(e.value)
 

@@ -127,7 +127,7 @@ def test_no_family_makes_bombs(name: str):
             continue
         with pytest.raises(RequestError) as caught:
             processor.apply(prompt, image, hf_processor_mm_kwargs=kwargs)
-        assert caught.value.param == "mm_processor_kwargs"
+        assert str(caught.value.param).startswith("mm_processor_kwargs")
         assert "became" not in caught.value.message, "it was made before it was refused"
 
 
@@ -141,10 +141,8 @@ def test_code_comes_from_the_checkpoint_alone(monkeypatch: pytest.MonkeyPatch):
     kwargs = {"trust_remote_code": True, "code_revision": "x", "revision": "y", "subfolder": "z"}
     for name, processor in processors.items():
         prompt = FAMILIES[name].placeholder or "a"
-        try:
+        with pytest.raises(RequestError, match="has `trust_remote_code`, which this model's"):
             processor.apply(prompt, {"image": draw(60, 40)}, hf_processor_mm_kwargs=kwargs)
-        except RequestError as error:
-            assert "revision" in error.message  # noqa: PT017  # a family may refuse what it does not know
 
 
 def test_importing_processors_leaves_pillows_bomb_check_as_it_is():

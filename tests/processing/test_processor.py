@@ -10,7 +10,7 @@ from transformers import BatchFeature
 
 from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.errors import RequestError, RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.errors import ProcessingError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing import (
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
@@ -184,21 +184,10 @@ def test_an_update_without_its_target_is_an_error():
 
 def test_items_without_tensors_or_updates_are_an_error():
     request = ("[img]", {"image": draw(2, 2)})
-    with pytest.raises(RequestRuntimeError, match="1 image items in keyword arguments"):
+    with pytest.raises(ProcessingError, match="1 image items in keyword arguments"):
         make(fields={}).apply(*request)
-    with pytest.raises(RequestRuntimeError, match="1 prompt updates corresponding to 1 image"):
+    with pytest.raises(ProcessingError, match="1 prompt updates corresponding to 1 image"):
         make(updates=[]).apply(*request)
-
-
-def test_what_hf_raises_is_the_requests_error():
-    with pytest.raises(
-        ValueError, match=r"Failed to apply FakeHFProcessor on data=.* with kwargs=.*'scale': None"
-    ) as caught:
-        make().apply("[img]", {"image": draw(2, 2)}, hf_processor_mm_kwargs={"scale": None})
-    assert isinstance(caught.value, RequestValueError)
-    assert isinstance(caught.value.__cause__, TypeError)
-    with pytest.raises(RequestValueError, match="bad number of tags"):
-        make().apply("[img]", {"image": [draw(2, 2)] * 2})
 
 
 def test_text_alone_and_no_items():

@@ -94,7 +94,10 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         try:
             (sentence,) = self.get_hf_processor()._construct_prompts([prompt])
         except ValueError as error:
-            raise RequestValueError(f"{error} Send the task alone.", param="prompt") from error
+            raise RequestValueError(
+                "prompt has a task token (as `<OD>`) among other words; send the task alone",
+                param="prompt",
+            ) from error
         return sentence
 
 

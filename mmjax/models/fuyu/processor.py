@@ -19,6 +19,7 @@ from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.fields import MultiModalFieldConfig
 from mmjax.processing.image import fit_within, normalize, patchify, rescale, to_pixels
 from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.known_kwargs import KnownKwargs
 from mmjax.processing.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
@@ -53,9 +54,10 @@ class FuyuImageProcessor:
         limit = ImageSize(**self.size)
         fitted = fit_within(size, limit)
         if min(fitted) < 1:
-            raise ValueError(
+            raise RequestValueError(
                 f"image is {size.width}x{size.height} pixels: its short side would have none when "
-                f"it is scaled to fit {limit.width}x{limit.height}; crop it"
+                f"it is scaled to fit {limit.width}x{limit.height}; crop it",
+                param="multi_modal_data",
             )
         return fitted
 
@@ -90,13 +92,21 @@ class FuyuProcessor:
     image_processor: FuyuImageProcessor
     tokenizer: Any
 
+    @property
+    def known_kwargs(self) -> KnownKwargs:
+        return {"images_kwargs": _IMAGE_SETTINGS}
+
     def split_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[FuyuImageProcessor, dict[str, Any]]:
         """Return the image processor under `kwargs`, and the kwargs of the tokenizer."""
         for_images = {key: value for key, value in kwargs.items() if key in _IMAGE_SETTINGS}
         for_images |= kwargs.get("images_kwargs", {})
         expected = self.image_processor.patch_size
         if for_images.get("patch_size", expected) != expected:
-            raise ValueError(f"`patch_size` must be the model's, {expected}; leave it out")
+            raise RequestValueError(
+                f"`patch_size` in mm_processor_kwargs must be the model's, {expected}; "
+                "leave it out",
+                param="mm_processor_kwargs",
+            )
         taken = {*_IMAGE_SETTINGS, "images_kwargs", "text_kwargs"}
         for_text = {key: value for key, value in kwargs.items() if key not in taken}
         return replace(self.image_processor, **for_images), for_text | kwargs.get("text_kwargs", {})
@@ -155,9 +165,17 @@ class FuyuProcessingInfo(BaseProcessingInfo):
             )
         return FuyuProcessor(image_processor, self.get_tokenizer())
 
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger one, by side, of the checkpoint's size and the operator's."""
+        own: FuyuProcessor = self.get_hf_processor()
+        operators, _ = own.split_kwargs(self.ctx.merge_mm_kwargs({}))
+        sizes = (own.image_processor.size, operators.size)
+        return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
+
     def get_image_processor(self) -> FuyuImageProcessor:
-        """Return the settings that the operator's kwargs lead to."""
-        image_processor, _ = self.get_hf_processor().split_kwargs(self.ctx.merge_mm_kwargs({}))
+        """Return the settings under which memory is planned."""
+        kwargs = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
+        image_processor, _ = self.get_hf_processor().split_kwargs(kwargs)
         return image_processor
 
     def get_image_size_with_most_features(self) -> ImageSize:

@@ -120,10 +120,16 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         defaults = self.get_hf_processor().images_kwargs
         return PanAndScan.from_kwargs(defaults, self.ctx.merge_mm_kwargs(mm_kwargs))
 
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return as many crops as the checkpoint or the operator allows, whichever has more."""
+        name = "pan_and_scan_max_num_crops"
+        own = self.get_hf_processor().images_kwargs[name]
+        most = max(own, self.get_pan_and_scan({}).max_num_crops)
+        return {"do_pan_and_scan": True, name: most}
+
     def get_largest_pan_and_scan(self) -> PanAndScan:
         """Return the settings under which a picture takes the most tokens."""
-        can_request_crops = self.ctx.model_config.mm.trust_request_mm_kwargs
-        return self.get_pan_and_scan({"do_pan_and_scan": True} if can_request_crops else {})
+        return self.get_pan_and_scan(self.get_planned_mm_kwargs())
 
     def get_image_size_with_most_features(self) -> ImageSize:
         """Return the picture with the most crops: tall, each crop of the model's own size."""
@@ -156,9 +162,6 @@ class Gemma3DummyInputsBuilder(ImageDummyInputsBuilder[Gemma3ProcessingInfo]):
 
     def get_largest_image(self) -> ImageSize:
         return self.info.get_image_size_with_most_features()
-
-    def get_dummy_mm_kwargs(self) -> Mapping[str, object]:
-        return {"do_pan_and_scan": True} if self.info.get_largest_pan_and_scan().is_enabled else {}
 
 
 class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):

@@ -52,6 +52,8 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
     """What both layouts share."""
 
     frame_separator: ClassVar[str]
+    tile_kwargs: ClassVar[tuple[str, str]]
+    """What switches tiles on, and how many they are at most."""
     pixel_keys: ClassVar[Mapping[str, str]]
     """By modality, the name of its tiles."""
 
@@ -76,8 +78,20 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
     def get_largest_picture(self) -> tuple[ImageSize, int]:
         """Return the size of a picture with the most tiles, and how many."""
         parts = self.get_hf_processor()
-        kwargs = parts.scope_kwargs(self.ctx.merge_mm_kwargs({}))["images_kwargs"]
+        planned = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
+        kwargs = parts.scope_kwargs(planned)["images_kwargs"]
         return find_largest_picture(parts.image_processor, kwargs)
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return as many tiles as the checkpoint or the operator allows, whichever has more."""
+        switch, name = self.tile_kwargs
+        parts = self.get_hf_processor()
+        levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
+        limits = [
+            parts.image_processor.get_limits({**level["images_kwargs"], switch: True})
+            for level in levels
+        ]
+        return {switch: True, name: max(most for _, most in limits)}
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return how many frames a video has at most, if all videos share `seq_len` tokens."""
@@ -100,6 +114,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     """The original layout, which comes without an HF processor."""
 
     frame_separator = ""
+    tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
     pixel_keys: ClassVar = {"image": "pixel_values_flat", "video": "pixel_values_flat_video"}
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -133,6 +148,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
     """HF's layout (InternVLForConditionalGeneration)."""
 
     frame_separator = "\n"
+    tile_kwargs = ("crop_to_patches", "max_patches")
     pixel_keys: ClassVar = {"image": "pixel_values", "video": "pixel_values_videos"}
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:

@@ -138,10 +138,22 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         """Return by part what a request's kwargs, over the operator's, come to."""
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
 
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger one of the checkpoint's `max_pixels` and the operator's."""
+        parts, scoped = self.get_hf_processor(), self.get_scoped_kwargs({})
+
+        def find_most(modality: str) -> int:
+            patcher: ImagePatcher = getattr(parts, f"{modality}_processor")
+            operators = scoped[f"{modality}s_kwargs"]
+            return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
+
+        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in ("image", "video")}
+
     def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
         """Return the pixels of the largest picture or frame, and its embeddings."""
         patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
-        grid = patcher.find_largest_frame(self.get_scoped_kwargs({})[f"{modality}s_kwargs"])
+        scoped = self.get_scoped_kwargs(self.get_planned_mm_kwargs())
+        grid = patcher.find_largest_frame(scoped[f"{modality}s_kwargs"])
         size = ImageSize(width=grid.width * patcher.unit, height=grid.height * patcher.unit)
         return size, grid.width * grid.height
 

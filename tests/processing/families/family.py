@@ -43,6 +43,8 @@ class Family:
     """Processor kwargs under which the laws must hold too."""
     mm_configs: tuple[dict[str, Any], ...] = ({}, {"trust_request_mm_kwargs": True})
     """Operators' settings under which the dummy inputs have the declared maximum."""
+    lowering_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """An operator's kwargs under which an item has fewer embeddings; empty where none can."""
     tensors: Mapping[str, float] = field(default_factory=lambda: {"pixel_values": 0.0})
     """Tensors that equal HF's, each with its largest absolute difference."""
     updates_encoder_prompt: bool = False

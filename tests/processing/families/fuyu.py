@@ -47,5 +47,6 @@ FAMILY = Family(
     max_images=1,
     tensors={"image_patches": 0.0},
     takes_size=takes_size,
+    lowering_kwargs={"size": {"height": 30, "width": 40}},
     words=(*Family.words, *("<s>", "</s>", "|ENDOFTEXT|", "|NEWLINE|", "<box>1, 2, 3, 4</box>")),
 )

@@ -75,5 +75,6 @@ FAMILY = Family(
     embed_token_ids=lambda processor: [processor.info.get_tokenizer().image_token_id],
     placeholder="<start_of_image>",
     extra_kwargs=({}, CROPS),
+    lowering_kwargs={"pan_and_scan_max_num_crops": 2},
     mm_configs=({}, {"mm_processor_kwargs": CROPS}, {"trust_request_mm_kwargs": True}),
 )

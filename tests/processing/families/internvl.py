@@ -55,6 +55,7 @@ FAMILY = Family(
     call_hf=call_hf,
     embed_token_ids=lambda processor: [processor.info.get_hf_config().image_token_id],
     placeholder=IMAGE,
+    lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
     mm_configs=(
         {},
