@@ -375,7 +375,8 @@ def _add_media_flags(group: Any) -> None:
         "--renderer-num-workers",
         type=_positive,
         default=ServerConfig().renderer_num_workers,
-        help="threads that process prompts and media, each with a processor of its own",
+        help="threads that process prompts and media, each with a processor of its own; half as "
+        "many more decode large images",
     )
     add(
         "--trust-media-ids",
