@@ -155,7 +155,9 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_engine_flags(engine)
     _add_cache_flags(engine)
     _add_parallel_flags(parser.add_argument_group("several devices"))
-    _add_media_flags(parser.add_argument_group("media"))
+    media = parser.add_argument_group("media")
+    _add_media_flags(media)
+    _add_media_limit_flags(media)
     return parser
 
 
@@ -344,25 +346,6 @@ def _add_media_flags(group: Any) -> None:
         default=defaults.mm_hasher_algorithm,
         help=" ",
     )
-    add("--max-image-pixels", type=_positive, default=defaults.max_image_pixels, help="of one")
-    add(
-        "--max-image-bytes",
-        type=_positive,
-        default=defaults.max_image_bytes,
-        help="of one, encoded",
-    )
-    add(
-        "--max-media-request-decode-bytes",
-        type=_positive,
-        default=defaults.max_media_request_decode_bytes,
-        help="of one request's images, decoded (4 a pixel); more get 400",
-    )
-    add(
-        "--max-media-decode-bytes",
-        type=_positive,
-        default=defaults.max_media_decode_bytes,
-        help="of all images decoded at once; more wait",
-    )
     add(
         "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
     )
@@ -382,6 +365,30 @@ def _add_media_flags(group: Any) -> None:
         "--trust-media-ids",
         action="store_true",
         help="take the uuid of an image for its content, whoever sends it",
+    )
+
+
+def _add_media_limit_flags(group: Any) -> None:
+    defaults = MultiModalConfig()
+    add = group.add_argument
+    add("--max-image-pixels", type=_positive, default=defaults.max_image_pixels, help="of one")
+    add(
+        "--max-image-bytes",
+        type=_positive,
+        default=defaults.max_image_bytes,
+        help="of one, encoded",
+    )
+    add(
+        "--max-media-request-decode-bytes",
+        type=_positive,
+        default=defaults.max_media_request_decode_bytes,
+        help="of one request's images, decoded (4 a pixel); more get 400",
+    )
+    add(
+        "--max-media-decode-bytes",
+        type=_positive,
+        default=defaults.max_media_decode_bytes,
+        help="of all images decoded at once; more wait",
     )
 
 
