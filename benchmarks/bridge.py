@@ -14,6 +14,7 @@ from mmjax.cache import (
     ShmObjectStoreSenderCache,
 )
 from mmjax.processing import (
+    ItemData,
     MultiModalFeatureSpec,
     MultiModalFieldConfig,
     MultiModalKwargsItem,
@@ -79,7 +80,7 @@ def _item(key: str, data: np.ndarray) -> MultiModalKwargsItem:
     return item
 
 
-def _request(data: MultiModalKwargsItem | None, mm_hash: str) -> EngineCoreRequest:
+def _request(data: ItemData | None, mm_hash: str) -> EngineCoreRequest:
     feature = MultiModalFeatureSpec(
         data=data,
         modality="image",
@@ -95,7 +96,7 @@ def _request(data: MultiModalKwargsItem | None, mm_hash: str) -> EngineCoreReque
     )
 
 
-def _framed(data: MultiModalKwargsItem | None, mm_hash: str) -> Iterator[bytes]:
+def _framed(data: ItemData | None, mm_hash: str) -> Iterator[bytes]:
     for frame in encode(_request(data, mm_hash)):
         yield len(frame).to_bytes(8, "little") + bytes(frame)
 
@@ -112,7 +113,7 @@ def _read(name: str, pipe: Connection) -> None:
         request = decode(frames)
         assert isinstance(request, EngineCoreRequest)
         (feature,) = receiver.get_and_update_features(request.mm_features)
-        assert feature.data is not None
+        assert isinstance(feature.data, MultiModalKwargsItem)
         last = bytes([feature.data["pixel_values"].data[-1]])
         del request, feature
         pipe.send_bytes(last)

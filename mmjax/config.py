@@ -61,7 +61,7 @@ class MultiModalConfig:
     more is refused before any is decoded. (vLLM's default: what Pillow takes for a bomb.)"""
     max_media_decode_bytes: int = 512 * 2**20
     """What the images of all requests may take at once, decoded; those that come next wait. A
-    larger image is decoded alone."""
+    larger image is decoded alone. HF's processor takes some 2.5 times as much beside it."""
     trust_request_mm_kwargs: bool = False
     """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for what they may ask
     for: as much as the checkpoint's own settings or the operator's, whichever is more."""
@@ -342,4 +342,5 @@ class ServerConfig:
     disable_access_log_for_endpoints: tuple[str, ...] = ("/health", "/ready", "/metrics")
     """Paths whose requests get no access line: probes ask for them all the time."""
     renderer_num_workers: int = 2
-    """Threads that process prompts and media."""
+    """Threads that process prompts and media; half as many more take the requests that have much
+    to decode."""

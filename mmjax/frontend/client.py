@@ -90,6 +90,10 @@ class _Ticket:
     """Set when nobody waits for it any more."""
     handle: RequestStream | None = None
 
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancellation.is_set
+
 
 class AsyncEngineClient:
     """P0's side of the engine."""
@@ -310,18 +314,14 @@ class AsyncEngineClient:
     ) -> None:
         """Process a prompt, in a thread; its messages go to the loop as they are committed."""
         request = prepare(prompt=make_prompt(), control=control)
-        if not ticket.cancellation.is_set:
+        if not ticket.is_cancelled:
             self.input_processor.ledger.commit(
                 request, partial(call_in_loop, loop, self._land, ticket)
             )
 
     def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
         """Take a message from a thread; with the first one, the request begins."""
-        if (
-            ticket.handle is None
-            and not ticket.cancellation.is_set
-            and self.supervisor.state != "dead"
-        ):
+        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
             request = delivery.request
             ticket.handle = RequestStream(self, request)
             self._leave_processing(ticket.num_seqs)

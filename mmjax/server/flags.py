@@ -157,7 +157,9 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_engine_flags(engine)
     _add_cache_flags(engine)
     _add_parallel_flags(parser.add_argument_group("several devices"))
-    _add_media_flags(parser.add_argument_group("media"))
+    media = parser.add_argument_group("media")
+    _add_media_flags(media)
+    _add_media_limit_flags(media)
     return parser
 
 
@@ -359,6 +361,31 @@ def _add_media_flags(group: Any) -> None:
         default=defaults.mm_hasher_algorithm,
         help=" ",
     )
+    add(
+        "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
+    )
+    add(
+        "--enable-mm-embeds",
+        action="store_true",
+        help="take embeddings in place of media, where the model can",
+    )
+    add(
+        "--renderer-num-workers",
+        type=_positive,
+        default=ServerConfig().renderer_num_workers,
+        help="threads that process prompts and media, each with a processor of its own; half as "
+        "many more decode large images",
+    )
+    add(
+        "--trust-media-ids",
+        action="store_true",
+        help="take the uuid of an image for its content, whoever sends it",
+    )
+
+
+def _add_media_limit_flags(group: Any) -> None:
+    defaults = MultiModalConfig()
+    add = group.add_argument
     add("--max-image-pixels", type=_positive, default=defaults.max_image_pixels, help="of one")
     add(
         "--max-image-bytes",
@@ -377,25 +404,6 @@ def _add_media_flags(group: Any) -> None:
         type=_positive,
         default=defaults.max_media_decode_bytes,
         help="of all images decoded at once; more wait",
-    )
-    add(
-        "--trust-request-mm-kwargs", action="store_true", help="take processor kwargs from requests"
-    )
-    add(
-        "--enable-mm-embeds",
-        action="store_true",
-        help="take embeddings in place of media, where the model can",
-    )
-    add(
-        "--renderer-num-workers",
-        type=_positive,
-        default=ServerConfig().renderer_num_workers,
-        help="threads that process prompts and media, each with a processor of its own",
-    )
-    add(
-        "--trust-media-ids",
-        action="store_true",
-        help="take the uuid of an image for its content, whoever sends it",
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -245,32 +245,19 @@ class GenerationService:
         Nor where the client leaves meanwhile: RequestCancelledError.
         """
         self._client.check_size(len(prompts), params.n)
-
-        async def add_all() -> list[RequestStream | BaseException]:
-            adding = [
-                asyncio.create_task(
-                    self._client.add_request(
-                        answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
-                        prompt,
-                        params,
-                        stream=is_stream,
-                        continues_prompt=continues_prompt,
-                        id_domain=id_domain,
-                        **limits,
-                    )
-                )
-                for number, prompt in enumerate(prompts)
-            ]
-            try:
-                return await asyncio.gather(*adding, return_exceptions=True)
-            except asyncio.CancelledError:
-                # Some may have begun already: nobody would read them.
-                for item in await asyncio.gather(*adding, return_exceptions=True):
-                    if isinstance(item, RequestStream):
-                        item.close()
-                raise
-
-        added = await while_connected(request, add_all())
+        adding = [
+            self._client.add_request(
+                answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                prompt,
+                params,
+                stream=is_stream,
+                continues_prompt=continues_prompt,
+                id_domain=id_domain,
+                **limits,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        added = await while_connected(request, _add_all(adding))
         streams = [item for item in added if isinstance(item, RequestStream)]
         failures = [item for item in added if isinstance(item, BaseException)]
         if failures:
@@ -293,6 +280,21 @@ class GenerationService:
             model=self._model_name,
             system_fingerprint=f"mmjax-{__version__}",
         )
+
+
+async def _add_all(
+    adding: Sequence[Coroutine[Any, Any, RequestStream]],
+) -> list[RequestStream | BaseException]:
+    """Return the requests' streams, or why there are none; cancelled, leave none running."""
+    tasks = [asyncio.create_task(one) for one in adding]
+    try:
+        return await asyncio.gather(*tasks, return_exceptions=True)
+    except asyncio.CancelledError:
+        # Some may have begun already: nobody would read them.
+        for item in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(item, RequestStream):
+                item.close()
+        raise
 
 
 def _check_priority(body: GenerationRequest, policy: SchedulingPolicy) -> None:

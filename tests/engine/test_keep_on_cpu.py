@@ -39,7 +39,7 @@ def core() -> EngineCore:
 def test_a_field_of_the_host_stays_there(core: EngineCore, sent: list[np.ndarray]) -> None:
     request = message("a", [[2, 3], (1, 1), [4]], max_tokens=2)
     feature = request.mm_features[0]
-    assert feature.data is not None
+    assert isinstance(feature.data, MultiModalKwargsItem)
     pixels = feature.data["pixel_values"].data
     on_host = MultiModalFieldElem(
         data=np.arange(ODD_SIZE), field=MultiModalBatchedField(keep_on_cpu=True)

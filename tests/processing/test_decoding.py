@@ -19,7 +19,7 @@ from mmjax.processing import MediaLimits, encoded, item_processing
 from mmjax.processing.decoding import Cancellation, DecodeBudget, DecodeControl, split_by_bytes
 from mmjax.processing.encoded import EncodedImage
 from tests.kit import draw
-from tests.processing.families import gemma3
+from tests.processing.families import FAMILIES, gemma3
 from tests.processing.test_media import encode, png_header
 from tests.processing.test_processor import make
 
@@ -93,6 +93,31 @@ def test_batches_give_what_one_batch_gives(
         np.testing.assert_array_equal(one["pixel_values"].data, other["pixel_values"].data)
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_looks_at_an_items_neighbours(
+    monkeypatch: pytest.MonkeyPatch, name: str, is_cached: bool
+):
+    """One by one, bit for bit what one batch of all gives; the caches rest on that as well."""
+    family = FAMILIES[name]
+    sizes = [(60, 60), (90, 40), (41, 75)][: family.max_images]
+    data = {"image": [encode(draw(*size, seed=seed)) for seed, size in enumerate(sizes)]}
+    prompt = family.placeholder * len(sizes) + "what"
+
+    def process() -> Any:
+        cache = MultiModalProcessorOnlyCache(10**9) if is_cached else None
+        return family.make_processor(processor_cache=cache).apply(prompt, data)
+
+    whole = process()
+    set_batch_bytes(monkeypatch, 1)
+    parts = process()
+    assert family.prompt_ids(parts) == family.prompt_ids(whole)
+    assert parts.mm_placeholders == whole.mm_placeholders
+    for one, other in zip(parts.mm_kwargs["image"], whole.mm_kwargs["image"], strict=True):
+        assert one is not None
+        assert one == other
+
+
 def test_one_picture_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch, decoded: list[int]):
     items = pictures(5)
     alive: list[int] = []
@@ -137,8 +162,9 @@ def test_what_is_cached_takes_nothing_of_the_budget(decoded: list[int]):
 
 def test_a_budget_of_nothing_is_refused():
     for name in ("max_media_request_decode_bytes", "max_media_decode_bytes"):
+        fields: dict[str, Any] = {name: 0}
         with pytest.raises(ConfigError, match=f"`{name}` is 0; give at least 1"):
-            MultiModalConfig(**{name: 0})
+            MultiModalConfig(**fields)
 
 
 def test_a_cancelled_request_decodes_no_further_picture(
@@ -261,7 +287,7 @@ def test_memory_goes_back_to_the_system():
         import io
         from PIL import Image
         from mmjax.server.allocator import return_large_blocks
-        from tests.processing.families import gemma3
+        from tests.processing.families import FAMILIES, gemma3
 
         def rss():
             with open("/proc/self/status") as status:

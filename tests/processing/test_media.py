@@ -19,6 +19,7 @@ from mmjax.processing.media import (
     MediaLimits,
     MediaWithBytes,
     convert_to_rgb,
+    decode_data_url,
     image_from_array,
     load_image_bytes,
     read_image_path,
@@ -269,3 +270,21 @@ def test_media_with_bytes_behaves_as_its_medium():
     np.testing.assert_array_equal(np.asarray(media), np.asarray(image))
     assert list(MediaWithBytes([1, 2], b"")) == [1, 2]
     assert MediaWithBytes([1, 2], b"")[1] == 2
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2, 3, 196_607, 196_608, 196_609, 500_000])
+def test_long_payloads_are_decoded_in_pieces(num_bytes: int):
+    """262,144 characters, which 196,608 bytes have, are one piece."""
+    data = bytes(index * 7 % 256 for index in range(num_bytes))
+    limits = MediaLimits()
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    assert decode_data_url(url, limits) == data
+    for damaged in (
+        url[:40] + "=" + url[41:],
+        url + "A",
+        url[:-1] + "é",
+        url[:30] + " " + url[31:],
+    ):
+        if num_bytes > 3:
+            with pytest.raises(MediaError, match="invalid base64"):
+                decode_data_url(damaged, limits)
