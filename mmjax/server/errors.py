@@ -57,7 +57,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """Return the body of a request's error."""
+    """Return the body of a request's error; one of ours that came as such tells its id, too."""
+    if error.status == 500:
+        return internal_error_body()
     kind = _TYPE_BY_STATUS.get(error.status, "invalid_request_error")
     return ErrorBody(
         ErrorInfo(message=error.message, type=kind, param=error.param, code=error.code)

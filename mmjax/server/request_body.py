@@ -76,17 +76,16 @@ class RequestReader:
             raise _no_object()
         if len(body) <= _INLINE_BYTES:
             return parse(body, model)
-        async with self._turn:
+        await self._turn.acquire()
+        loop, start = asyncio.get_running_loop(), time.perf_counter()
+        try:
             # Whoever left while others had their turn costs nothing more.
             if await request.is_disconnected():
                 raise ClientDisconnect
-            loop = asyncio.get_running_loop()
-            start = time.perf_counter()
-            try:
-                return await loop.run_in_executor(self._pool, parse, body, model)
-            finally:
-                # The event loop stood for some of this time: as much again is its own.
-                await asyncio.sleep(time.perf_counter() - start)
+            return await loop.run_in_executor(self._pool, parse, body, model)
+        finally:
+            # The event loop stood for some of this time: as much again is its own.
+            loop.call_later(time.perf_counter() - start, self._turn.release)
 
     def stop(self) -> None:
         """Refuse, from now on, the bodies that are not whole yet."""
