@@ -94,6 +94,7 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
         compilation_cache_dir=flags.compilation_cache_dir,
         compile_threads=flags.compile_threads,
         use_tqdm=flags.use_tqdm_on_load,
+        log_level=flags.log_level,
     )
 
 
@@ -186,7 +187,7 @@ def _add_server_flags(group: Any) -> None:
     )
     add("--trust-request-chat-template", action="store_true", help="take templates from requests")
     add("--uvicorn-log-level", choices=LOG_LEVELS, default=defaults.uvicorn_log_level, help=" ")
-    add("--log-level", choices=LOG_LEVELS, default="info", help="of mmjax itself")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="of both processes")
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
