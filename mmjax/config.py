@@ -294,6 +294,8 @@ class EngineConfig:
     compile_threads: int | None = None
     """Programs that are compiled at once; None: as many as there are cores, at most 8."""
     use_tqdm: bool = True
+    log_level: str = "info"
+    """Of P1's log; "debug" tells of every request and every step."""
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
         """Return the same with other settings for media."""

@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -112,9 +113,16 @@ class LLM:
         # A copy: a thread encodes while this one decodes, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
-        self._pool.submit(self._input_processor.warm_up)
-        mm = config_with_segment(config.model.mm, self._input_processor.cache)
-        self.engine = EngineCore(config.with_mm(mm))
+        with ExitStack() as opened:
+            opened.callback(self._input_processor.close)
+            opened.callback(self._pool.shutdown, cancel_futures=True)
+            warm_up = self._pool.submit(self._input_processor.warm_up)
+            mm = config_with_segment(config.model.mm, self._input_processor.cache)
+            self.engine = EngineCore(config.with_mm(mm))
+            opened.callback(self.engine.close)
+            # What fails for the dummy fails for every request with media.
+            warm_up.result()
+            opened.pop_all()
         self._inbox = _Inbox(
             self._input_processor.ledger, self.engine, begin=self._output_processor.add_request
         )

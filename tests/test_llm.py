@@ -32,6 +32,27 @@ def generate(llm: LLM, prompts: Any, params: Any = GREEDY) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
+def test_what_fails_while_it_opens_is_told_and_closed(
+    tiny_gemma3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Engine:
+        is_closed = False
+
+        def __init__(self, config: Any) -> None: ...
+
+        def close(self) -> None:
+            Engine.is_closed = True
+
+    def fail(self: Any) -> None:
+        raise ZeroDivisionError("a processor that cannot process")
+
+    monkeypatch.setattr("mmjax.llm.EngineCore", Engine)
+    monkeypatch.setattr("mmjax.llm.InputProcessor.warm_up", fail)
+    with pytest.raises(ZeroDivisionError, match="cannot process"):
+        LLM(str(tiny_gemma3), max_model_len=128)
+    assert Engine.is_closed
+
+
 def test_one_or_many_prompts(llm: LLM) -> None:
     one = generate(llm, "a red circle")
     assert len(one) == 1

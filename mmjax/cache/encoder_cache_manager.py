@@ -4,7 +4,9 @@ An entry is referenced (some request still needs it), freeable (kept, in case it
 or gone. `num_freeable_slots` counts the free slots and those of the freeable entries.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
+
+from mmjax.cache.lru import CacheInfo
 
 
 class EncoderCacheManager:
@@ -12,6 +14,8 @@ class EncoderCacheManager:
 
     def __init__(self, cache_size: int) -> None:
         self.cache_size = cache_size
+        self.info = CacheInfo(0, 0)
+        """How many of the outputs that requests needed were there."""
         self.reset()
 
     def reset(self) -> None:
@@ -26,6 +30,8 @@ class EncoderCacheManager:
         self.num_freeable_slots = self.cache_size
         self._num_embeds: dict[str, int] = {}
         self._identifiers: defaultdict[str, set[str]] = defaultdict(set)
+        self._num_found: Counter[str] = Counter()
+        """request_id -> outputs found since `note_found`."""
 
     def check_and_update_cache(self, request_id: str, identifier: str) -> bool:
         """Return whether the output is cached; if it is, the request holds it from now on."""
@@ -33,6 +39,7 @@ class EncoderCacheManager:
             return False
         if not self.cached[identifier]:
             self.num_freeable_slots -= self.freeable.pop(identifier)
+        self._num_found[request_id] += request_id not in self.cached[identifier]
         self._refer(request_id, identifier)
         return True
 
@@ -69,6 +76,15 @@ class EncoderCacheManager:
         self.num_free_slots -= num_embeds
         self.num_freeable_slots -= num_embeds
         self._refer(request_id, identifier)
+        self._count(0, 1)
+
+    def note_found(self, request_id: str) -> None:
+        """Count what was found for a request: it is computed now, and not asked again."""
+        num_found = self._num_found.pop(request_id, 0)
+        self._count(num_found, num_found)
+
+    def _count(self, num_hits: int, num_asked: int) -> None:
+        self.info = CacheInfo(self.info.hits + num_hits, self.info.total + num_asked)
 
     def free_encoder_input(self, request_id: str, identifier: str) -> None:
         """Drop a request's reference; the entry stays until its slots are needed. Idempotent."""
@@ -87,6 +103,7 @@ class EncoderCacheManager:
 
     def free(self, request_id: str) -> None:
         """Drop all references of a request."""
+        self._num_found.pop(request_id, None)
         for identifier in sorted(self._identifiers.get(request_id, ())):
             self.free_encoder_input(request_id, identifier)
 

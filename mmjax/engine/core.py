@@ -119,6 +119,10 @@ class EngineCore:
         )
         self._limits.check_request(request)
         self._scheduler.add_request(request)
+        logger.debug(
+            "request %s waits: %d prompt tokens, %d items",
+            *(message.request_id, request.num_prompt_tokens, len(features)),
+        )
         self._deadlines.set(message.request_id, message.deadline)
 
     def expire(self, now: float | None = None) -> list[str]:
@@ -210,12 +214,21 @@ class EngineCore:
         return 1.0 - cache.num_freeable_slots / cache.cache_size
 
     def stats(self) -> Heartbeat:
-        """Return the figures of the moment."""
+        """Return the figures of the moment; from any thread."""
+        scheduler = self._scheduler
+        prefix, encoder = scheduler.kv_cache.prefix_info, scheduler.encoder_cache.info
         return Heartbeat(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            kv_cache_usage=self._scheduler.kv_cache.usage,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_cache_usage=scheduler.kv_cache.usage,
             num_compilations=self.compilations,
+            time_s=time.monotonic(),
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_generation_tokens=scheduler.num_generation_tokens,
+            prefix_cache_hits=prefix.hits,
+            prefix_cache_queries=prefix.total,
+            encoder_cache_hits=encoder.hits,
+            encoder_cache_queries=encoder.total,
         )
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:

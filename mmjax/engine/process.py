@@ -41,7 +41,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         address_in: Where P0 sends requests; bound by P0.
         address_out: Where P0 waits for outputs; bound by P0.
     """
-    configure_logging(process="P1")
+    configure_logging(config.log_level, process="P1")
     receiver, sender = Receiver(address_in), Sender(address_out)
     try:
         core = _start(config)
@@ -72,7 +72,7 @@ def _start(config: EngineConfig) -> EngineCore:
 def follow_engine(config: EngineConfig) -> None:
     """Compute along with process 0's engine, on another host; return when that one closes."""
     process_id = config.parallel.process_id
-    configure_logging(process=f"P1.{process_id}")
+    configure_logging(config.log_level, process=f"P1.{process_id}")
     core = _start(config)
     logger.info("process %d of %d follows", process_id, config.parallel.num_processes)
     core.follow()

@@ -27,7 +27,10 @@ from mmjax.engine.programs import Programs
 from mmjax.engine.request import EncoderItem
 from mmjax.engine.sampler import SampleOutput
 from mmjax.layers.module import Params
+from mmjax.logger import get_logger
 from mmjax.transport.messages import TokenLogprobs
+
+logger = get_logger(__name__)
 
 
 class InFlight(NamedTuple):
@@ -104,6 +107,10 @@ class ModelRunner:
             len(output.requests),
             has_spans=self._builder.needs_spans(output.requests),
             num_states=self._builder.count_states(output.requests),
+        )
+        logger.debug(
+            "step: %d requests in %s, %d items encoded",
+            *(len(output.requests), bucket, len(output.encoder_items)),
         )
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)

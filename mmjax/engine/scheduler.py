@@ -17,7 +17,10 @@ from mmjax.engine.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.waiting import WaitingQueue
 from mmjax.engine.windows import WindowFitter
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.logger import get_logger
 from mmjax.transport.messages import RequestOutputDelta
+
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)
@@ -63,6 +66,9 @@ class Scheduler:
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
         )
         self._enable_chunked_prefill = enable_chunked_prefill
+        self.num_prompt_tokens = 0
+        """Of all prompts that have given a token."""
+        self.num_generation_tokens = 0
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
@@ -133,6 +139,9 @@ class Scheduler:
                 self.kv_cache.cache_blocks(
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
+            self.num_generation_tokens += 1
+            if request.num_output_tokens == 1:
+                self.num_prompt_tokens += request.num_prompt_tokens
             is_finished = request.is_finished
             delta = RequestOutputDelta(
                 request_id=request.request_id,
@@ -148,6 +157,10 @@ class Scheduler:
         return deltas
 
     def _finish(self, request: Request) -> None:
+        logger.debug(
+            "request %s ends (%s) with %d tokens",
+            *(request.request_id, request.status.value, request.num_output_tokens),
+        )
         if request in self.running:
             self.running.remove(request)
         else:
@@ -233,18 +246,25 @@ class Scheduler:
             num_tokens, items = 0, []
             if self._windows.start(request, plan.states_left):
                 num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
-            num_missing = request.num_tokens - request.num_computed_tokens - num_tokens
-            if num_tokens == 0 or (num_missing and not self._enable_chunked_prefill):
+            num_computed = request.num_computed_tokens + num_tokens
+            may_run = num_tokens and (
+                num_computed == request.num_tokens or self._enable_chunked_prefill
+            )
+            if not (may_run and self.kv_cache.allocate_slots(request.request_id, num_computed)):
                 self._release(request)
                 return
-            self.kv_cache.allocate_slots(
-                request.request_id, request.num_computed_tokens + num_tokens
-            )
             self.waiting.pop()
             request.status = RequestStatus.RUNNING
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
+            logger.debug(
+                "request %s runs: %d of %d tokens found, preempted %d times so far",
+                request.request_id,
+                num_computed - num_tokens,
+                request.num_tokens,
+                request.num_preemptions,
+            )
             insort(self.running, request, key=self.waiting.key)
             plan.states_left -= request.encoder_len
             self._commit(plan, request, num_tokens, items)
@@ -254,6 +274,8 @@ class Scheduler:
     ) -> None:
         plan.tokens_left -= num_tokens
         plan.requests.append((request, num_tokens))
+        if request.items or request.encoder is not None:
+            self.encoder_cache.note_found(request.request_id)
         for item in items:
             self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
             plan.embeds_left -= item.num_embeds

@@ -25,6 +25,7 @@ from mmjax.frontend.output_processor import OutputProcessor
 from mmjax.frontend.outputs import RequestOutput
 from mmjax.frontend.prompts import PromptType
 from mmjax.frontend.requests import Delivery, ProcessedRequest
+from mmjax.frontend.stats_log import StatsLog
 from mmjax.frontend.supervisor import EngineLink
 from mmjax.frontend.work_lanes import WorkLanes
 from mmjax.logger import get_logger
@@ -119,6 +120,11 @@ class AsyncEngineClient:
         self._num_processing = 0
         self._num_processing_seqs = 0
         self._max_start_wait_s = max_start_wait_s
+        cache = input_processor.cache
+        self._stats_log = StatsLog(
+            lambda: supervisor.heartbeat, None if cache is None else cache.make_stats
+        )
+        self._stats_task: asyncio.Task[None] | None = None
         self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
         self._courier = Courier(
             input_processor.ledger, send=self._outbox.put, fail=self._fail_with_error
@@ -128,9 +134,13 @@ class AsyncEngineClient:
         """Begin to talk to P1; returns before it is ready."""
         self._outbox.start()
         await self.supervisor.start(self)
+        self._stats_task = asyncio.create_task(self._stats_log.run(), name="log-stats")
 
     async def close(self) -> None:
         """End P1 and the threads."""
+        if self._stats_task is not None:
+            self._stats_task.cancel()
+            await asyncio.gather(self._stats_task, return_exceptions=True)
         await self._outbox.close()
         await self.supervisor.close()
         self._lanes.close()
@@ -241,6 +251,7 @@ class AsyncEngineClient:
         """Forget a request, here and in P1."""
         handle = self._streams.pop(request_id, None)
         if handle is not None:
+            logger.debug("request %s is aborted", request_id)
             self._courier.forget(handle.request)
         running = self._output_processor.abort([request_id])
         if running:
@@ -327,6 +338,10 @@ class AsyncEngineClient:
             self._leave_processing(ticket.num_seqs)
             self._streams[request.request_id] = ticket.handle
             self._output_processor.add_request(request, stream=ticket.is_stream)
+            logger.debug(
+                "request %s goes to the engine: %d prompt tokens, %d sequences",
+                *(request.request_id, len(request.prompt_token_ids), len(request.messages)),
+            )
             self._courier.expect(request)
         self._courier.deliver(delivery)
 
@@ -360,6 +375,7 @@ class AsyncEngineClient:
             return
         handle.put(output)
         if output.finished:
+            logger.debug("request %s is answered", output.request_id)
             del self._streams[output.request_id]
 
     def _fail_with_error(self, sequence_id: str, error: Exception) -> None:

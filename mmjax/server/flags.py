@@ -94,6 +94,7 @@ def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
         compilation_cache_dir=flags.compilation_cache_dir,
         compile_threads=flags.compile_threads,
         use_tqdm=flags.use_tqdm_on_load,
+        log_level=flags.log_level,
     )
 
 
@@ -205,7 +206,7 @@ def _add_server_flags(group: Any) -> None:
         default=",".join(defaults.disable_access_log_for_endpoints),
         help="comma-separated paths whose requests get no access line; '' for none",
     )
-    add("--log-level", choices=LOG_LEVELS, default="info", help="of mmjax itself")
+    add("--log-level", choices=LOG_LEVELS, default="info", help="of both processes")
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -132,6 +132,17 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     kv_cache_usage: float
     num_compilations: int
     """Compilations since warm-up: 0 unless something is wrong."""
+    time_s: float = 0.0
+    """When these figures held, on P1's monotonic clock."""
+    num_prompt_tokens: int = 0
+    """Of all prompts that have given a token; those found in the prefix cache, too."""
+    num_generation_tokens: int = 0
+    prefix_cache_hits: int = 0
+    """Prompt tokens that were found, of `prefix_cache_queries`."""
+    prefix_cache_queries: int = 0
+    encoder_cache_hits: int = 0
+    """Items whose encoder output was found, of `encoder_cache_queries` that were needed."""
+    encoder_cache_queries: int = 0
 
 
 FrontendMessage = StepOutput | RequestFailed | CacheMiss | Ready | Heartbeat

@@ -1,5 +1,6 @@
 """The engine over a tiny random Gemma 3: every answer is the one of a dense forward pass alone."""
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -152,6 +153,32 @@ def test_a_text_ends_at_eos_at_a_stop_id_or_by_length(
         assert tokens_of(news) == tokens[:length]
         assert [delta.finish_reason for delta in news] == [*[None] * (length - 1), finish_reason]
         assert news[-1].stop_reason == stop_reason
+
+
+def test_the_figures_and_the_words_of_the_log(
+    core: EngineCore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = message("told", MIXED[0], max_tokens=4)
+    before = core.stats()
+    assert len(answer(core, request)) == 4
+    caplog.set_level(logging.DEBUG, "mmjax.engine")
+    monkeypatch.setattr(logging.getLogger("mmjax"), "propagate", True)
+    assert len(answer(core, request)) == 4
+    after = core.stats()
+    num_prompt = len(request.prompt_token_ids)
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 2 * num_prompt
+    assert after.num_generation_tokens - before.num_generation_tokens == 8
+    assert after.prefix_cache_queries - before.prefix_cache_queries in (0, 2 * num_prompt)
+    assert after.prefix_cache_hits >= before.prefix_cache_hits
+    assert after.encoder_cache_queries >= after.encoder_cache_hits >= before.encoder_cache_hits
+    assert after.time_s > before.time_s
+    for words in (
+        f"request told waits: {num_prompt} prompt tokens",
+        "request told runs",
+        "step: 1 requests in StepBucket(num_tokens=",
+        "request told ends (length) with 4 tokens",
+    ):
+        assert words in caplog.text
 
 
 def test_min_tokens_masks_the_end(core: EngineCore, expected: list[list[int]]) -> None:

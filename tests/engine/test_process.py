@@ -1,8 +1,10 @@
 """P1's loop over real pipes: what goes in, what comes out, and what a fault does."""
 
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,37 @@ def test_settings_that_cannot_hold_end_the_process_with_a_line(
     with pytest.raises(SystemExit):
         _start(engine_config(enable_chunked_prefill=False))
     assert "--max-num-batched-tokens 128" in caplog.text
+
+
+def test_the_log_level_reaches_the_process(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(config: EngineConfig) -> EngineCore:
+        get_logger("mmjax.engine").debug("a word for those who asked")
+        raise SystemExit(1)
+
+    logger = get_logger("mmjax")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    monkeypatch.setattr("mmjax.engine.process._start", start)
+    for level in ("warning", "debug"):
+        with pytest.raises(SystemExit):
+            run_engine(replace(engine_config(), log_level=level), *frontend.addresses)
+        assert logger.level == getattr(logging, level.upper())
+
+
+def test_figures_that_cannot_be_had_do_not_stop_the_heart(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = core.stats
+
+    def fail_once() -> Heartbeat:
+        monkeypatch.setattr(core, "stats", stats)
+        raise RuntimeError("no figures")
+
+    monkeypatch.setattr(core, "stats", fail_once)
+    frontend.serve(core)
+    assert frontend.receive(Heartbeat).num_running == 0
 
 
 def test_an_aborted_request_says_nothing_more(serving: Frontend) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.cache.lru import CacheInfo
 from mmjax.engine.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.request import EncoderItem, Request
 from mmjax.engine.scheduler import Scheduler
@@ -343,6 +344,30 @@ def test_all_that_may_run_and_wait_are_taken_at_once() -> None:
     scheduler.add_request(make_request("d", 2))
     with pytest.raises(CapacityError, match="wait already"):
         scheduler.add_request(make_request("e", 2))
+
+
+def test_a_request_that_gets_no_blocks_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler.kv_cache, "allocate_slots", lambda *_: False)
+        assert windows(step(scheduler)) == {}
+    assert (len(scheduler.running), len(scheduler.waiting)) == (0, 1)
+    assert scheduler.kv_cache.usage == 0.0
+    assert windows(step(scheduler)) == {"a": (0, 2)}
+
+
+def test_tokens_and_found_items_are_counted_once() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8, max_num_seqs=1)
+    for name in "ab":
+        items = (make_item(0, 6, "x"), make_item(6, 6, "y"), make_item(14, 2, name))
+        scheduler.add_request(make_request(name, 20, items, max_tokens=3))
+    num_tokens = 0
+    while scheduler.has_unfinished():
+        num_tokens += sum(s.samples for s in step(scheduler).requests)
+    assert scheduler.encoder_cache.info == CacheInfo(hits=2, total=6)
+    assert (scheduler.num_prompt_tokens, scheduler.num_generation_tokens) == (40, 6)
+    assert num_tokens == 6
 
 
 def test_one_identifier_cannot_stand_for_two_sizes() -> None:

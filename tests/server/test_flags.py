@@ -75,6 +75,7 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.scheduler.max_num_seqs == 2
     assert config.scheduler.max_num_batched_tokens == 128
     assert config.scheduler.max_num_queued_reqs == 3
+    assert config.log_level == "debug"
     assert not config.scheduler.async_scheduling
     assert config.parallel == ParallelConfig(
         tensor_parallel_size=4, coordinator_address="h:1", num_processes=2, process_id=1

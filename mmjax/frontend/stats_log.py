@@ -1,0 +1,100 @@
+"""One log line every few seconds while the engine is busy: throughput, queues, caches."""
+
+import asyncio
+from collections.abc import Callable
+
+from mmjax.cache.lru import CacheInfo
+from mmjax.logger import get_logger
+from mmjax.transport.messages import Heartbeat
+
+logger = get_logger(__name__)
+
+INTERVAL_S = 10.0
+
+
+class StatsLog:
+    """Compares the engine's figures with those of the last line."""
+
+    def __init__(
+        self,
+        get_heartbeat: Callable[[], Heartbeat | None],
+        get_mm_cache_info: Callable[[], CacheInfo] | None = None,
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`get_mm_cache_info` may wait for a lock: it is called in a thread."""
+        self._interval_s = interval_s
+        self._get_heartbeat = get_heartbeat
+        self._get_mm_cache_info = get_mm_cache_info
+        self._last: Heartbeat | None = None
+        self._last_mm = CacheInfo(0, 0)
+        self._was_busy = False
+        self._rates: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Log until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                line = await self.make_line()
+            except Exception:
+                logger.exception("the engine's figures could not be read")
+                continue
+            if line is not None:
+                logger.info(line)
+
+    async def make_line(self) -> str | None:
+        """Return what happened since the last call; None where nothing has, or nothing is known.
+
+        The first idle call after a busy one has a line, too. A rate of a cache that nobody asked
+        meanwhile is that of the last line.
+        """
+        now, last = self._get_heartbeat(), self._last
+        if now is None or (last is not None and now.time_s <= last.time_s):
+            return None
+        self._last = now
+        if last is None or now.num_generation_tokens < last.num_generation_tokens:
+            last = _new_engine(now.time_s - self._interval_s)
+        seconds = now.time_s - last.time_s
+        num_prompt = now.num_prompt_tokens - last.num_prompt_tokens
+        num_generated = now.num_generation_tokens - last.num_generation_tokens
+        is_busy = bool(num_prompt or num_generated or now.num_running or now.num_waiting)
+        was_busy, self._was_busy = self._was_busy, is_busy
+        if not (is_busy or was_busy):
+            return None
+        mm = self._last_mm
+        if self._get_mm_cache_info is not None:
+            mm = await asyncio.to_thread(self._get_mm_cache_info)
+        rates = [
+            self._rate("Prefix cache", _prefix_info(now) - _prefix_info(last)),
+            self._rate("Processor cache", mm - self._last_mm),
+            self._rate("Encoder cache", _encoder_info(now) - _encoder_info(last)),
+        ]
+        self._last_mm = mm
+        figures = [
+            f"Avg prompt throughput: {num_prompt / seconds:.1f} tokens/s",
+            f"Avg generation throughput: {num_generated / seconds:.1f} tokens/s",
+            f"Running: {now.num_running} reqs",
+            f"Waiting: {now.num_waiting} reqs",
+            f"KV cache usage: {now.kv_cache_usage:.1%}",
+        ]
+        return ", ".join(figures + rates)
+
+    def _rate(self, name: str, info: CacheInfo) -> str:
+        if info.total:
+            self._rates[name] = info.hit_ratio
+        return f"{name} hit rate: {self._rates.get(name, 0.0):.1%}"
+
+
+def _new_engine(time_s: float) -> Heartbeat:
+    return Heartbeat(
+        num_running=0, num_waiting=0, kv_cache_usage=0.0, num_compilations=0, time_s=time_s
+    )
+
+
+def _prefix_info(heartbeat: Heartbeat) -> CacheInfo:
+    return CacheInfo(heartbeat.prefix_cache_hits, heartbeat.prefix_cache_queries)
+
+
+def _encoder_info(heartbeat: Heartbeat) -> CacheInfo:
+    return CacheInfo(heartbeat.encoder_cache_hits, heartbeat.encoder_cache_queries)
