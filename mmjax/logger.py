@@ -4,6 +4,9 @@ import logging
 import sys
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+_ERASE_LINE = "\r\x1b[K"
+"""On a terminal a progress bar may stand where a line is about to begin, also the other process's.
+"""
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 
@@ -16,7 +19,10 @@ def configure_logging(level: str = "info", *, process: str = "") -> None:
     """Send mmjax's records to stderr; `process` (such as "P1") stands before the module's name."""
     handler = logging.StreamHandler(sys.stderr)
     label = f"{process} " if process else ""
-    handler.setFormatter(logging.Formatter(_FORMAT.replace("[", f"[{label}"), _DATE_FORMAT))
+    line = _FORMAT.replace("[", f"[{label}")
+    if sys.stderr.isatty():
+        line = _ERASE_LINE + line
+    handler.setFormatter(logging.Formatter(line, _DATE_FORMAT))
     root = logging.getLogger("mmjax")
     root.handlers = [handler]
     root.setLevel(level.upper())
