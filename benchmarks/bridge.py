@@ -14,13 +14,13 @@ from mmjax.cache import (
     ShmObjectStoreSenderCache,
 )
 from mmjax.processing import (
-    ItemData,
     MultiModalFeatureSpec,
     MultiModalFieldConfig,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     PlaceholderRange,
 )
+from mmjax.processing.inputs import ItemData
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest

@@ -8,6 +8,9 @@ from types import TracebackType
 from typing import TypeAlias
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+_ERASE_LINE = "\r\x1b[K"
+"""On a terminal a progress bar may stand where a line is about to begin, also the other process's.
+"""
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 _MAX_MESSAGE_CHARS = 4000
@@ -46,7 +49,10 @@ def configure_http_logging(*, process: str = "", quiet_paths: Collection[str] = 
 def _send_to_stderr(name: str, process: str) -> logging.Logger:
     handler = logging.StreamHandler(sys.stderr)
     label = f"{process} " if process else ""
-    handler.setFormatter(_BoundedFormatter(_FORMAT.replace("[", f"[{label}"), _DATE_FORMAT))
+    line = _FORMAT.replace("[", f"[{label}")
+    if sys.stderr.isatty():
+        line = _ERASE_LINE + line
+    handler.setFormatter(_BoundedFormatter(line, _DATE_FORMAT))
     logger = logging.getLogger(name)
     logger.handlers = [handler]
     logger.propagate = False

@@ -89,33 +89,42 @@ def program_bytes(compiled: Any) -> int:
     return stats.temp_size_in_bytes + stats.generated_code_size_in_bytes + max(0, new_outputs)
 
 
-class _Fetches(threading.local):
-    """How many programs this thread has had from the persistent cache."""
+class _Events(threading.local):
+    """What JAX told of this thread's programs, by events whose names are JAX's own affair."""
 
-    count = 0
+    num_compiled = 0
+    """Compiled, or had from the persistent cache."""
+    num_fetched = 0
+    """Had from the persistent cache."""
 
     @classmethod
     @cache
-    def listening(cls) -> "_Fetches":
+    def listening(cls) -> "_Events":
         """Return the one that JAX tells; a listener cannot be taken back, so there is one."""
-        fetches = cls()
+        events = cls()
 
         def listen(event: str, **_: str | int) -> None:
-            fetches.count += event == _FETCH_EVENT
+            events.num_fetched += event == _FETCH_EVENT
+
+        def listen_to_durations(event: str, duration_secs: float, **_: str | int) -> None:
+            del duration_secs
+            events.num_compiled += event == _COMPILE_EVENT
 
         jax.monitoring.register_event_listener(listen)
-        return fetches
+        jax.monitoring.register_event_duration_secs_listener(listen_to_durations)
+        return events
 
 
 def _compile(label: str, lowered: Any, bar: "tqdm[Any]") -> int:
-    fetches = _Fetches.listening()
-    num_before, start = fetches.count, time.perf_counter()
+    events = _Events.listening()
+    num_before, start = events.num_fetched, time.perf_counter()
     compiled = lowered.compile()
     bar.set_postfix_str(label, refresh=False)
     bar.update()
     seconds = time.perf_counter() - start
-    verb = "compiled" if fetches.count == num_before else "fetched"
+    verb = "compiled" if events.num_fetched == num_before else "fetched"
     logger.info("%s %s in %.2f s (%d of %d)", verb, label, seconds, bar.n, bar.total)
+    bar.refresh()  # below the line, which erased it
     return program_bytes(compiled)
 
 
@@ -171,20 +180,23 @@ class CompilationCounter:
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self._events = _Events.listening()
+        self._count = 0
         self._thread: int | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._start = 0
+
+    @property
+    def count(self) -> int:
+        """Programs in all; what a block has compiled so far is seen by its own thread alone."""
+        if self._thread != threading.get_ident():
+            return self._count
+        return self._count + self._events.num_compiled - self._start
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count what this thread compiles inside the block."""
-        self._thread = threading.get_ident()
+        self._start, self._thread = self._events.num_compiled, threading.get_ident()
         try:
             yield
         finally:
-            self._thread = None
-
-    def _listen(self, event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if event == _COMPILE_EVENT and self._thread == threading.get_ident():
-            self.count += 1
+            self._count, self._thread = self.count, None

@@ -5,7 +5,7 @@ The collectives are XLA's: here stands only what is cut where, and the compiler 
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
@@ -13,8 +13,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils, multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.experimental import multihost_utils
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jaxtyping import Array, Shaped
 
 from mmjax.config import EngineConfig, ParallelConfig
@@ -192,10 +199,16 @@ def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int)
     devices = _choose_devices(config)
     num_shards = _num_kv_shards(num_kv_heads, size)
     shape = (1, num_shards, size // num_shards)
+    return Placement(_make_mesh(shape, devices))
+
+
+def _make_mesh(shape: tuple[int, ...], devices: Sequence[Any]) -> Mesh:
+    """Return a mesh whose shardings the compiler fills in where a program leaves them open."""
     if len(devices) == jax.device_count():
-        # The order in which neighbours on the wire are neighbours in the mesh.
-        return Placement(Mesh(mesh_utils.create_device_mesh(shape, devices), _AXES))
-    return Placement(Mesh(np.array(devices).reshape(shape), _AXES))
+        # In an order in which neighbours on the wire are neighbours in the mesh.
+        axis_types = (AxisType.Auto,) * len(_AXES)
+        return jax.make_mesh(shape, _AXES, axis_types=axis_types, devices=devices)
+    return Mesh(np.array(devices).reshape(shape), _AXES)
 
 
 def join_processes(config: EngineConfig) -> None:

@@ -49,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
             reports.append(parity.run(case, max_tokens=options.max_tokens))
             if not options.summary_only:
                 print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
-    print(format_summary(reports, options.tolerance))
+    print(format_summary(reports, options.tolerance, parity.notes))
     return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
 
 

@@ -33,6 +33,7 @@ class Parity:
         architecture = model_config.architecture
         model_class: Any = load_model_class(architecture)
         self.rules = model_class.RULES
+        self.config = model_config.hf_config
         self.processor = create_processor(model_config)
         self.hf_processor = self.processor.info.get_hf_processor()
         # Ours first: it explains a directory that lacks files or tensors.
@@ -40,6 +41,19 @@ class Parity:
             model_config.path, model_class, model_config.hf_config, max_len=max_len
         )
         self.reference = load_reference(model_config.path, architecture)
+
+    @property
+    def notes(self) -> list[str]:
+        """What of this checkpoint differs from HF by decision, and not by a fault."""
+        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
+        if cap is None:
+            return []
+        return [
+            f"config.json sets `final_logit_softcapping` to {cap}: we cap the logits, as the "
+            f"configuration says; HF's `{type(self.reference).__name__}` does not. Logits are out "
+            "of tolerance by that alone, states and greedy tokens are not; leave it out to compare "
+            "logits"
+        ]
 
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn with the pictures before the text, by the chat template if any."""

@@ -110,8 +110,10 @@ def _describe_tokens(report: CaseReport) -> str:
     )
 
 
-def format_summary(reports: Sequence[CaseReport], tolerance: float) -> str:
-    """Return a line a case, and the verdict."""
+def format_summary(
+    reports: Sequence[CaseReport], tolerance: float, notes: Sequence[str] = ()
+) -> str:
+    """Return a line a case, the verdict, and what is known of it, a note a line."""
     width = max(len(report.name) for report in reports)
     lines = [f"{'case':<{width}}  {'logits':>9}  {'states':>9}  tokens  first out of tolerance"]
     for report in reports:
@@ -124,4 +126,4 @@ def format_summary(reports: Sequence[CaseReport], tolerance: float) -> str:
         )
     is_good = all(report.is_within(tolerance) for report in reports)
     lines.append(f"parity: {'yes' if is_good else 'NO'} (tolerance {tolerance:g})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])

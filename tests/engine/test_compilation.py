@@ -71,6 +71,25 @@ def compile_something(size: int) -> None:
     jax.jit(lambda x: x * 3 + size)(jnp.zeros(size, jnp.int32))
 
 
+def test_jax_tells_of_each_compilation_and_of_each_fetch(tmp_path: Path) -> None:
+    """The names of its events are no interface: without them nothing here would fail, but count."""
+    jax.config.update(CACHE_DIR, None)
+    enable_persistent_cache(tmp_path / "xla")
+    compilation_cache.reset_cache()
+    events = compilation._Events.listening()
+    seen = []
+    x = jnp.zeros(19, jnp.float32)
+    for _ in range(2):
+        compiled, fetched = events.num_compiled, events.num_fetched
+        jax.jit(lambda x: x * 19.75)(x)
+        seen.append((events.num_compiled - compiled, events.num_fetched - fetched))
+    compilation_cache.reset_cache()
+    assert seen == [(1, 0), (1, 1)], (
+        f"jax {jax.__version__} names its events otherwise: look up what replaces "
+        "`_COMPILE_EVENT` and `_FETCH_EVENT` of mmjax/engine/compilation.py"
+    )
+
+
 def test_compilations_count_while_watched_in_this_thread() -> None:
     counter = CompilationCounter()
     compile_something(3)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
@@ -159,6 +160,8 @@ def test_key_value_heads_are_cut_or_shared(num_kv_heads: int, size: int, shape: 
     placement = make_placement(config, num_heads=24, num_kv_heads=num_kv_heads)
     assert placement.mesh is not None
     assert tuple(placement.mesh.shape.values()) == shape
+    # Others would have every operation of a model name its sharding.
+    assert set(placement.mesh.axis_types) == {AxisType.Auto}
 
 
 # ---- two processes -------------------------------------------------------------------------------

@@ -137,6 +137,18 @@ def test_the_command_says_no(checkpoint: Path, capsys: pytest.CaptureFixture[str
     assert "parity: NO" in capsys.readouterr().out
 
 
+def test_a_capped_checkpoint_differs_by_decision_and_the_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    capped = tiny_gemma3_checkpoint(tmp_path, text={"final_logit_softcapping": 5.0})
+    arguments = ["--prompts", "Which?", "--num-images", "0", "--max-tokens", "2"]
+    assert main([str(capped), *arguments, "--summary-only"]) == 1
+    out = capsys.readouterr().out
+    assert "parity: NO" in out
+    assert "same    logits" in out, "states and tokens agree"
+    assert "`final_logit_softcapping` to 5.0: we cap the logits" in out.splitlines()[-1]
+
+
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]):
     assert main(["./nowhere"]) == 2
     assert "parity: model directory `./nowhere` does not exist" in capsys.readouterr().err
