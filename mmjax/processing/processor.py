@@ -152,8 +152,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
         try:
             prepared = self._prepare(prompt, call)
-        # HF's code and families' may raise anything.
-        except Exception as error:
+        except Exception as error:  # HF's code and families' may raise anything
             without = partial(self._prepare, prompt, call._replace(mm_kwargs={}))
             blamed = find_fault(error, call.mm_kwargs, without)
             if blamed is error:
