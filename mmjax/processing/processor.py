@@ -253,8 +253,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
     def validate_item_sizes(self, prepared: PreparedInputs) -> None:
         """Refuse an item with more embeddings than one of the size that the operator described."""
-        mm = self.info.ctx.get_mm_config()
-        validate_num_embeds(prepared.mm_placeholders, self._described_tokens, mm)
+        validate_num_embeds(self.info, prepared.mm_placeholders, self._described_tokens)
 
     def check_settings(self) -> None:
         """Process the largest input once: ConfigError for settings that HF refuses."""
