@@ -153,8 +153,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
         try:
             prepared = self._prepare(prompt, call)
-        # HF's code and families' may raise anything.
-        except Exception as error:
+        except Exception as error:  # HF's code and families' may raise anything
             without = partial(self._prepare, prompt, call._replace(mm_kwargs={}))
             blamed = find_fault(error, call.mm_kwargs, without)
             if blamed is error:
@@ -255,8 +254,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
     def validate_item_sizes(self, prepared: PreparedInputs) -> None:
         """Refuse an item with more embeddings than one of the size that the operator described."""
-        mm = self.info.ctx.get_mm_config()
-        validate_num_embeds(prepared.mm_placeholders, self._described_tokens, mm)
+        validate_num_embeds(self.info, prepared.mm_placeholders, self._described_tokens)
 
     def check_settings(self) -> None:
         """Process the largest input once: ConfigError for settings that HF refuses."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmjax.config import MultiModalConfig
 from mmjax.errors import (
     ConfigError,
     ProcessingError,
@@ -200,14 +199,14 @@ def validate_reserved_tokens(
 
 
 def validate_num_embeds(
-    ranges: MultiModalPlaceholders, most_by_modality: Mapping[str, int], mm: MultiModalConfig
+    info: BaseProcessingInfo, ranges: MultiModalPlaceholders, most_by_modality: Mapping[str, int]
 ) -> None:
     """Refuse an item with more embeddings than one of the size in `limit_mm_per_prompt`."""
     for modality, most in most_by_modality.items():
         for index, placeholder in enumerate(ranges.get(modality, ())):
             num_embeds = placeholder.get_num_embeds()
             if num_embeds > most:
-                options = mm.media_options(modality).items()
+                options = info.ctx.get_mm_config().media_options(modality).items()
                 shown = ", ".join(f"{name} {value}" for name, value in options)
                 raise RequestValueError(
                     f"{modality} {index} gives {num_embeds} embeddings, at most {most} are "

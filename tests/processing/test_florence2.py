@@ -66,7 +66,7 @@ def test_a_given_decoder_prompt_is_taken(processor: Any):
 @pytest.mark.parametrize("prompt", ["<OD> and more", "please <CAPTION>", "<OD><OCR>"])
 def test_a_task_without_input_stands_alone(processor: Any, prompt: str):
     for kind in (prompt, processor.info.get_tokenizer().encode(prompt)):
-        with pytest.raises(RequestError, match="should be the only content") as caught:
+        with pytest.raises(RequestError, match="among other words; send the task alone") as caught:
             processor.apply(kind, {"image": draw(9, 9)})
         assert (caught.value.status, caught.value.param) == (400, "prompt")
 
