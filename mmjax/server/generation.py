@@ -237,7 +237,7 @@ class GenerationService:
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
         """Add one request for each prompt; where one is refused, none runs."""
-        self._client.check_size(len(prompts), params.n)
+        self._client.capacity.check_size(len(prompts), params.n)
         added = await asyncio.gather(
             *(
                 self._client.add_request(
