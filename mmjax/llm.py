@@ -105,27 +105,24 @@ class LLM:
 
     def _open(self, config: EngineConfig) -> None:
         self.config = config = with_encoder_budget(config)
-        # First what is quick to fail: tokenizer, processor and template.
         self._input_processor = InputProcessor(
             config.model, enable_prefix_caching=config.cache.enable_prefix_caching
         )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
-        # A copy: a thread encodes while this one decodes, and one tokenizer cannot do both.
+        # A copy: a thread encodes while this one decodes.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
         with ExitStack() as opened:
             opened.callback(self._input_processor.close)
             opened.callback(self._pool.shutdown, cancel_futures=True)
             warm_up = self._pool.submit(self._input_processor.warm_up)
-            mm = config_with_segment(config.model.mm, self._input_processor.cache)
-            self.engine = EngineCore(config.with_mm(mm))
+            cache = self._input_processor.cache
+            self.engine = EngineCore(config.with_mm(config_with_segment(config.model.mm, cache)))
             opened.callback(self.engine.close)
-            # What fails for the dummy fails for every request with media.
             warm_up.result()
             opened.pop_all()
-        self._inbox = _Inbox(
-            self._input_processor.ledger, self.engine, begin=self._output_processor.add_request
-        )
+        begin = self._output_processor.add_request
+        self._inbox = _Inbox(self._input_processor.ledger, self.engine, begin=begin)
         self._request_ids = count()
 
     def generate(

@@ -66,9 +66,7 @@ class Scheduler:
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
         )
         self._enable_chunked_prefill = enable_chunked_prefill
-        self.num_prompt_tokens = 0
-        """Of all prompts that have given a token."""
-        self.num_generation_tokens = 0
+        self.num_prompt_tokens = self.num_generation_tokens = 0
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
@@ -83,12 +81,8 @@ class Scheduler:
                 f"`request_id` {request.request_id!r} is in use; give each request its own",
                 param="request_id",
             )
-        # Whether those that wait will run in the next step is not known yet: all of them count.
         if len(self._requests) >= self._max_num_unfinished_seqs:
-            raise CapacityError(
-                f"{len(self.running)} requests run and {len(self.waiting)} wait already; "
-                "try again later"
-            )
+            raise _full(len(self.running), len(self.waiting))
         for item in request.items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
@@ -142,25 +136,22 @@ class Scheduler:
             self.num_generation_tokens += 1
             if request.num_output_tokens == 1:
                 self.num_prompt_tokens += request.num_prompt_tokens
-            is_finished = request.is_finished
-            delta = RequestOutputDelta(
-                request_id=request.request_id,
-                new_token_ids=[token.token_id],
-                new_logprobs=None if token.logprobs is None else [token.logprobs],
-                finish_reason=request.status.value if is_finished else None,
-                stop_reason=request.stop_reason,
-                num_cached_tokens=request.num_cached_tokens,
+            deltas.append(
+                RequestOutputDelta(
+                    request_id=request.request_id,
+                    new_token_ids=[token.token_id],
+                    new_logprobs=None if token.logprobs is None else [token.logprobs],
+                    finish_reason=request.status.value if request.is_finished else None,
+                    stop_reason=request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
             )
-            deltas.append(delta)
-            if is_finished:
+            if request.is_finished:
                 self._finish(request)
         return deltas
 
     def _finish(self, request: Request) -> None:
-        logger.debug(
-            "request %s ends (%s) with %d tokens",
-            *(request.request_id, request.status.value, request.num_output_tokens),
-        )
+        _log_end(request)
         if request in self.running:
             self.running.remove(request)
         else:
@@ -247,9 +238,8 @@ class Scheduler:
             if self._windows.start(request, plan.states_left):
                 num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
             num_computed = request.num_computed_tokens + num_tokens
-            may_run = num_tokens and (
-                num_computed == request.num_tokens or self._enable_chunked_prefill
-            )
+            is_whole = num_computed == request.num_tokens
+            may_run = num_tokens and (is_whole or self._enable_chunked_prefill)
             if not (may_run and self.kv_cache.allocate_slots(request.request_id, num_computed)):
                 self._release(request)
                 return
@@ -258,13 +248,7 @@ class Scheduler:
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
-            logger.debug(
-                "request %s runs: %d of %d tokens found, preempted %d times so far",
-                request.request_id,
-                num_computed - num_tokens,
-                request.num_tokens,
-                request.num_preemptions,
-            )
+            _log_start(request)
             insort(self.running, request, key=self.waiting.key)
             plan.states_left -= request.encoder_len
             self._commit(plan, request, num_tokens, items)
@@ -274,8 +258,7 @@ class Scheduler:
     ) -> None:
         plan.tokens_left -= num_tokens
         plan.requests.append((request, num_tokens))
-        if request.items or request.encoder is not None:
-            self.encoder_cache.note_found(request.request_id)
+        self.encoder_cache.note_found(request.request_id)
         for item in items:
             self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
             plan.embeds_left -= item.num_embeds
@@ -303,3 +286,25 @@ class Scheduler:
             token_from=request.sampled_row if end > request.num_tokens else -1,
             encoder_table=encoder_table,
         )
+
+
+def _full(num_running: int, num_waiting: int) -> CapacityError:
+    # Whether those that wait will run in the next step is not known yet: all of them count.
+    return CapacityError(
+        f"{num_running} requests run and {num_waiting} wait already; try again later"
+    )
+
+
+def _log_start(request: Request) -> None:
+    logger.debug(
+        "request %s runs: %d of %d tokens found, preempted %d times so far",
+        *(request.request_id, request.num_computed_tokens, request.num_tokens),
+        request.num_preemptions,
+    )
+
+
+def _log_end(request: Request) -> None:
+    logger.debug(
+        "request %s ends (%s) with %d tokens",
+        *(request.request_id, request.status.value, request.num_output_tokens),
+    )

@@ -10,13 +10,12 @@ from functools import cache, partial
 
 from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
-    CapacityError,
     EngineUnavailableError,
     InternalError,
     RequestError,
     RequestTimeoutError,
-    RequestValueError,
 )
+from mmjax.frontend.capacity import Capacity
 from mmjax.frontend.delivery import Courier, call_in_loop
 from mmjax.frontend.explain import Explanation
 from mmjax.frontend.input_processor import InputProcessor
@@ -114,17 +113,11 @@ class AsyncEngineClient:
         # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
-        self._capacity = scheduler.max_num_unfinished_seqs
+        self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
         self._lanes = WorkLanes(num_workers)
         self._streams: dict[str, RequestStream] = {}
-        self._num_processing = 0
-        self._num_processing_seqs = 0
         self._max_start_wait_s = max_start_wait_s
-        cache = input_processor.cache
-        self._stats_log = StatsLog(
-            lambda: supervisor.heartbeat, None if cache is None else cache.make_stats
-        )
-        self._stats_task: asyncio.Task[None] | None = None
+        self._stats_log = _stats_log(supervisor, input_processor)
         self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
         self._courier = Courier(
             input_processor.ledger, send=self._outbox.put, fail=self._fail_with_error
@@ -134,13 +127,11 @@ class AsyncEngineClient:
         """Begin to talk to P1; returns before it is ready."""
         self._outbox.start()
         await self.supervisor.start(self)
-        self._stats_task = asyncio.create_task(self._stats_log.run(), name="log-stats")
+        self._stats_log.start()
 
     async def close(self) -> None:
         """End P1 and the threads."""
-        if self._stats_task is not None:
-            self._stats_task.cancel()
-            await asyncio.gather(self._stats_task, return_exceptions=True)
+        await self._stats_log.close()
         await self._outbox.close()
         await self.supervisor.close()
         self._lanes.close()
@@ -151,28 +142,13 @@ class AsyncEngineClient:
     @property
     def num_requests(self) -> int:
         """Requests that are processed, wait or run."""
-        return len(self._streams) + self._num_processing
+        return len(self._streams) + self.capacity.num_requests
 
     @property
     def num_seqs(self) -> int:
         """Sequences of those requests: `n` of each."""
         handles = self._streams.values()
-        return self._num_processing_seqs + sum(len(one.request.messages) for one in handles)
-
-    def check_size(self, num_prompts: int, n: int) -> None:
-        """Refuse what would not fit if nothing else were here: it would never."""
-        limit = (
-            f"this server takes {self._capacity} sequences at once (`--max-num-seqs` and "
-            "`--max-num-queued-reqs`)"
-        )
-        if n > self._capacity:
-            raise RequestValueError(f"`n` is {n}, but {limit}; lower it", param="n")
-        if num_prompts * n > self._capacity:
-            raise RequestValueError(
-                f"`prompt` holds {num_prompts} prompts with `n`={n} answers each, but {limit}; "
-                "send fewer together",
-                param="prompt",
-            )
+        return self.capacity.num_seqs + sum(len(one.request.messages) for one in handles)
 
     async def add_request(
         self,
@@ -215,7 +191,7 @@ class AsyncEngineClient:
             raise
         finally:
             if ticket.handle is None:
-                self._leave_processing(sampling_params.n)
+                self.capacity.leave(sampling_params.n)
         if ticket.handle is None:
             raise _unavailable(self.supervisor)
         return ticket.handle
@@ -229,7 +205,7 @@ class AsyncEngineClient:
             return await self._lanes.run(job, cancellation)
         finally:
             cancellation.set()
-            self._leave_processing(1)
+            self.capacity.leave(1)
 
     async def generate(
         self,
@@ -251,7 +227,6 @@ class AsyncEngineClient:
         """Forget a request, here and in P1."""
         handle = self._streams.pop(request_id, None)
         if handle is not None:
-            logger.debug("request %s is aborted", request_id)
             self._courier.forget(handle.request)
         running = self._output_processor.abort([request_id])
         if running:
@@ -335,35 +310,15 @@ class AsyncEngineClient:
         if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
             request = delivery.request
             ticket.handle = RequestStream(self, request)
-            self._leave_processing(ticket.num_seqs)
+            self.capacity.leave(ticket.num_seqs)
             self._streams[request.request_id] = ticket.handle
             self._output_processor.add_request(request, stream=ticket.is_stream)
-            logger.debug(
-                "request %s goes to the engine: %d prompt tokens, %d sequences",
-                *(request.request_id, len(request.prompt_token_ids), len(request.messages)),
-            )
             self._courier.expect(request)
         self._courier.deliver(delivery)
 
     def _admit(self, num_seqs: int) -> None:
-        """Count a request as one that is processed, or refuse it.
-
-        Before any decoding: refusing must stay cheap when there is most to refuse. P1 holds no
-        more than is counted here, so that what passes finds room there.
-        """
-        self.check_size(1, num_seqs)
-        num_held = self.num_seqs
-        if num_held + num_seqs > self._capacity:
-            raise CapacityError(
-                f"the server holds {num_held} sequences and takes {self._capacity}; "
-                "try again in a moment"
-            )
-        self._num_processing += 1
-        self._num_processing_seqs += num_seqs
-
-    def _leave_processing(self, num_seqs: int) -> None:
-        self._num_processing -= 1
-        self._num_processing_seqs -= num_seqs
+        # Before any decoding: refusing must stay cheap when there is most to refuse.
+        self.capacity.enter(num_seqs, num_others=self.num_seqs - self.capacity.num_seqs)
 
     def _on_unsent(self, message: EngineCoreRequest) -> None:
         self._courier.take_back(message)
@@ -375,7 +330,6 @@ class AsyncEngineClient:
             return
         handle.put(output)
         if output.finished:
-            logger.debug("request %s is answered", output.request_id)
             del self._streams[output.request_id]
 
     def _fail_with_error(self, sequence_id: str, error: Exception) -> None:
@@ -393,6 +347,11 @@ class AsyncEngineClient:
         if handle is not None:
             self._courier.forget(handle.request)
             handle.put(error)
+
+
+def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> StatsLog:
+    cache = input_processor.cache
+    return StatsLog(lambda: supervisor.heartbeat, None if cache is None else cache.make_stats)
 
 
 async def _wait_for_start(

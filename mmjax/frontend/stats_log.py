@@ -29,7 +29,18 @@ class StatsLog:
         self._last: Heartbeat | None = None
         self._last_mm = CacheInfo(0, 0)
         self._was_busy = False
+        self._task: asyncio.Task[None] | None = None
         self._rates: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Begin to log, in the running event loop."""
+        self._task = asyncio.create_task(self.run(), name="log-stats")
+
+    async def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def run(self) -> None:
         """Log until cancelled."""

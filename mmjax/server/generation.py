@@ -244,7 +244,7 @@ class GenerationService:
 
         Nor where the client leaves meanwhile: RequestCancelledError.
         """
-        self._client.check_size(len(prompts), params.n)
+        self._client.capacity.check_size(len(prompts), params.n)
         adding = [
             self._client.add_request(
                 answer_id if len(prompts) == 1 else f"{answer_id}-{number}",

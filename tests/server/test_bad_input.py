@@ -249,7 +249,7 @@ def test_overload(make_server: MakeServer) -> None:
         error = error_of(response, 429)
         assert error["code"] == "rate_limit_exceeded"
         assert int(response.headers["retry-after"]) >= 1
-    server.engine_client._leave_processing(1)
+    server.engine_client.capacity.leave(1)
     assert server.chat(n=2).status_code == 200
 
 
