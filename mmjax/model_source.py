@@ -19,7 +19,8 @@ DEFAULT_MODEL = "tiny_scenes"
 DEFAULT_MAX_MODEL_LEN = 8192
 """Caps `max_model_len` where the operator does not say, so that the KV cache stays modest."""
 
-_HUB_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "tokenizer*", "*.txt")
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+CHECKPOINT_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 """What is taken from the hub. No pickles: `*.bin`, `*.pt` and code stay there."""
 
 _LANGUAGE_PARTS = {"internvl_chat": "llm_config"}
@@ -135,7 +136,9 @@ def _download(model: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_HUB_PATTERNS)))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(CHECKPOINT_FILES))
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
             f"`{model}` is neither a directory nor a model that the hub gave "

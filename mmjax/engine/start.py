@@ -34,6 +34,7 @@ from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv, round_up
 from mmjax.weights.load import load_params
+from mmjax.weights.snapshot import is_snapshot, load_snapshot
 
 logger = get_logger(__name__)
 
@@ -116,15 +117,21 @@ class EngineStart:
             num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
         )
         if params is None:
-            params = load_params(
-                config.model.path,
-                abstract,
-                self._model_class.RULES,
-                dtype=dtype,
-                mesh=self._placement.mesh,
-                use_tqdm=config.use_tqdm,
-            )
+            params = self._read(abstract, dtype)
         return graphdef, self._placement.place_params(params)
+
+    def _read(self, abstract: Params, dtype: Any) -> Params:
+        config = self.config
+        if is_snapshot(config.model.path):
+            return load_snapshot(config.model.path, abstract, mesh=self._placement.mesh)
+        return load_params(
+            config.model.path,
+            abstract,
+            self._model_class.RULES,
+            dtype=dtype,
+            mesh=self._placement.mesh,
+            use_tqdm=config.use_tqdm,
+        )
 
     def _plan(self, model: Any) -> None:
         """Settle what does not depend on memory."""

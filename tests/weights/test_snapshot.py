@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.weights.sharding import param_sharding
-from mmjax.weights.store import load_snapshot, read_snapshot_metadata, save_snapshot
+from mmjax.weights.snapshot import load_snapshot, read_snapshot_metadata, save_snapshot
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors
 
 
@@ -66,9 +66,11 @@ def test_it_is_never_written_over(snapshot: Path):
         save_snapshot(snapshot, make_params(None), source="a/b", architecture="A")
 
 
-def test_another_dtype_is_refused(snapshot: Path):
-    with pytest.raises(CheckpointError, match="holds float32, but bfloat16 is asked for"):
-        load_snapshot(snapshot, abstract_tree(dtype=jnp.bfloat16))
+def test_another_dtype_is_cast_to(snapshot: Path):
+    leaves = flatten_params(load_snapshot(snapshot, abstract_tree(dtype=jnp.bfloat16)))
+    for name, tensor in random_tensors().items():
+        assert leaves[name].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(leaves[name], tensor.astype(jnp.bfloat16))
 
 
 def test_another_tree_is_refused_with_all_problems(snapshot: Path):

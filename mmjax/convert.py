@@ -1,0 +1,111 @@
+"""`python -m mmjax.convert MODEL OUT`: a checkpoint as a snapshot that starts without renaming.
+
+OUT holds the arrays, and beside them the configuration, the tokenizer and the processor: it is
+served as any model directory is, on one device or spread over a mesh.
+"""
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from mmjax.config import DtypeName, ModelConfig
+from mmjax.errors import CheckpointError, MMJaxError
+from mmjax.layers.module import Params, build_abstract
+from mmjax.logger import configure_logging, get_logger
+from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config
+from mmjax.models.registry import load_model_class
+from mmjax.weights.load import load_params
+from mmjax.weights.snapshot import is_snapshot, save_snapshot
+
+logger = get_logger("mmjax.convert")  # __name__ is `__main__` here
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the snapshot; return 0, or 1 with a message on stderr."""
+    options = _parse(arguments)
+    configure_logging()
+    try:
+        config = load_model_config(options.model, revision=options.revision, dtype=options.dtype)
+        convert(config, options.out)
+    except MMJaxError as error:
+        print(f"mmjax.convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
+    """Write a checkpoint's arrays as a snapshot into `out`, its other files beside them.
+
+    `config.dtype` is that of the arrays; "auto": the one that config.json names, where it is
+    float32 or bfloat16, else float32. On loading they are cast to what is asked for then.
+
+    Raises:
+        CheckpointError: Where `out` is in use, or the checkpoint does not fit its model.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"`{out}` exists already; remove it, or name another directory")
+    if is_snapshot(config.path):
+        raise CheckpointError(f"`{config.path}` is a snapshot already; convert what it was made of")
+    start = time.perf_counter()
+    params = _load(config, use_tqdm=use_tqdm)
+    out.mkdir(parents=True, exist_ok=True)
+    _copy_files(config.path, out)
+    save_snapshot(
+        out,
+        params,
+        source=config.model,
+        architecture=config.architecture,
+        revision=config.revision,
+    )
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    seconds = time.perf_counter() - start
+    logger.info("wrote %.2f GB to %s in %.1f s", num_bytes / 1e9, out, seconds)
+
+
+def _load(config: ModelConfig, *, use_tqdm: bool) -> Params:
+    dtype = _resolve_dtype(config)
+    model_class: Any = load_model_class(config.architecture)
+    _, abstract = build_abstract(model_class, config.hf_config, dtype=dtype)
+    return load_params(config.path, abstract, model_class.RULES, dtype=dtype, use_tqdm=use_tqdm)
+
+
+def _resolve_dtype(config: ModelConfig) -> Any:
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    text_config = config.hf_config.get_text_config()
+    named = getattr(config.hf_config, "dtype", None) or getattr(text_config, "dtype", None)
+    # A torch.dtype where torch is installed, a text where it is not.
+    name = str(named).removeprefix("torch.")
+    return jnp.dtype(name if name in get_args(DtypeName) else "float32")
+
+
+def _copy_files(source: Path, out: Path) -> None:
+    """Copy what is read besides weights; never code, and no pickles."""
+    for file in sorted(source.iterdir()):
+        is_wanted = any(fnmatch(file.name, pattern) for pattern in CHECKPOINT_FILES)
+        if file.is_file() and is_wanted:
+            is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHT_FILES)
+            if not is_weights:
+                shutil.copyfile(file, out / file.name)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m mmjax.convert", description=__doc__)
+    add: Any = parser.add_argument
+    add("model", help="a directory or a hub id")
+    add("out", type=Path, help="a directory that does not exist, or is empty")
+    add("--revision", help="of a hub id")
+    add("--dtype", choices=get_args(DtypeName), default="auto", help="auto: as config.json says")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
