@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,9 @@ from mmjax.logger import get_logger
 from mmjax.models.interface import (
     EncoderSpec,
     PackedEncoderSpec,
+    build_model,
     get_max_encoder_len,
+    needs_tower,
     require_units,
 )
 from mmjax.models.registry import load_model_class
@@ -110,7 +113,12 @@ class EngineStart:
     def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
         """Return the model's graph, and its parameters spread over the devices."""
         config = self.config
-        graphdef, abstract = build_abstract(self._model_class, config.model.hf_config, dtype=dtype)
+        self._has_tower = needs_tower(self._model_class, config.model.mm)
+        self._left_out = () if self._has_tower else tuple(self._model_class.tower_names)
+        if self._left_out:
+            logger.info("no media are allowed: left out are %s", ", ".join(self._left_out))
+        build = partial(build_model, self._model_class, has_tower=self._has_tower)
+        graphdef, abstract = build_abstract(build, config.model.hf_config, dtype=dtype)
         self._placement = make_placement(
             config.parallel,
             num_heads=config.model.hf_config.get_text_config().num_attention_heads,
@@ -118,29 +126,34 @@ class EngineStart:
         )
         if params is None:
             params = self._read(abstract, dtype)
-        return graphdef, self._placement.place_params(params)
+        given = {name: part for name, part in params.items() if name not in self._left_out}
+        return graphdef, self._placement.place_params(given)
 
     def _read(self, abstract: Params, dtype: Any) -> Params:
-        config = self.config
+        config, mesh = self.config, self._placement.mesh
+        left_out = self._left_out
         if is_snapshot(config.model.path):
-            return load_snapshot(config.model.path, abstract, mesh=self._placement.mesh)
+            return load_snapshot(config.model.path, abstract, mesh=mesh, left_out=left_out)
         return load_params(
             config.model.path,
             abstract,
             self._model_class.RULES,
             dtype=dtype,
-            mesh=self._placement.mesh,
+            mesh=mesh,
+            left_out=left_out,
             use_tqdm=config.use_tqdm,
         )
 
     def _plan(self, model: Any) -> None:
         """Settle what does not depend on memory."""
         schedule = self.config.scheduler
-        self._has_spans = model.has_bidirectional_spans
+        self._has_spans = self._has_tower and model.has_bidirectional_spans
         self._keeps_runs_whole = self._has_spans or schedule.disable_chunked_mm_input
         if self._has_spans and not schedule.disable_chunked_mm_input:
             logger.info("a picture's embeddings go in one step: they see each other both ways")
-        largest = {"image": largest_item(self._encoder_spec, self.config.model.max_model_len)}
+        largest: dict[str, int] = {}
+        if self._has_tower:
+            largest["image"] = largest_item(self._encoder_spec, self.config.model.max_model_len)
         self._max_encoder_len = get_max_encoder_len(model)
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
@@ -169,7 +182,9 @@ class EngineStart:
             max_units=count_units(self._encoder_spec, self._encoder_budget),
             patches=choose_patches(
                 self._encoder_spec, self._encoder_budget, self.config.model.max_model_len
-            ),
+            )
+            if self._has_tower
+            else (),
             span_variants=span_variants(cache_type, has_spans=self._has_spans),
             max_encoder_len=self._max_encoder_len,
         )

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from mmjax.config import MultiModalConfig
 from mmjax.layers.attention import AttentionMetadata
 from mmjax.layers.kv_cache import KVCache, KVCacheSpec
 from mmjax.weights.rules import Rule
@@ -53,6 +54,11 @@ class MultiModalModel(Protocol):
     """Names in the checkpoint's files -> names in this module's tree."""
     encoder_spec: EncoderSpec | PackedEncoderSpec
     kv_cache_spec: KVCacheSpec
+    modalities: Sequence[str]
+    """What a prompt may hold beside text: the keys of `--limit-mm-per-prompt`."""
+    tower_names: Sequence[str]
+    """The attributes that media alone need: None where the operator allows no media. A class that
+    does not say keeps all."""
     has_bidirectional_spans: bool
     """Whether a run of an item's embeddings (those without a mark between them) see each other both
     ways: a step then holds each run whole. Of units, none is longer than a unit."""
@@ -119,6 +125,25 @@ def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
         f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
         "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
     )
+
+
+def needs_tower(model_class: Any, mm: MultiModalConfig) -> bool:
+    """Return whether prompts may hold what the towers encode: not where every limit is 0.
+
+    An encoder-decoder's encoder reads text as well, and is always there. Embeddings in place of
+    media need no tower.
+    """
+    has_names = bool(getattr(model_class, "tower_names", ()))
+    return not has_names or any(map(mm.limit, model_class.modalities))
+
+
+def build_model(model_class: Any, hf_config: Any, *, dtype: Any, has_tower: bool = True) -> Any:
+    """Build a model's structure, without its towers where no prompt needs them."""
+    model = model_class(hf_config, dtype=dtype)
+    if not has_tower:
+        for name in model_class.tower_names:
+            setattr(model, name, None)
+    return model
 
 
 def get_max_encoder_len(model: Any) -> int:

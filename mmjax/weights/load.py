@@ -63,6 +63,7 @@ def load_params(
     *,
     dtype: Any = None,
     mesh: Mesh | None = None,
+    left_out: Sequence[str] = (),
     use_tqdm: bool = True,
 ) -> dict[Any, Any]:
     """Fill `abstract_params` from the safetensors files of a HF directory.
@@ -73,6 +74,7 @@ def load_params(
         rules: From names in the files to dotted names in the tree.
         dtype: Of the arrays; None: as the tree says.
         mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
+        left_out: Attributes of the model that the tree lacks: their tensors are not read.
         use_tqdm: Whether to show a progress bar, in bytes.
 
     Raises:
@@ -81,7 +83,9 @@ def load_params(
     path = Path(path)
     expected = flatten_params(abstract_params)
     with open_safetensors(path) as tensors:
-        sources = match_tensors(tensors.values(), expected, rules, source=str(path))
+        sources = match_tensors(
+            tensors.values(), expected, rules, source=str(path), left_out=left_out
+        )
         total = sum(tensor.num_bytes for tensor in sources.values())
         leaves = {}
         with tqdm(
@@ -99,6 +103,7 @@ def match_tensors(
     rules: Sequence[Rule],
     *,
     source: str,
+    left_out: Sequence[str] = (),
 ) -> dict[str, StoredTensor]:
     """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if it is no match.
 
@@ -109,7 +114,7 @@ def match_tensors(
     heads: list[StoredTensor] = []
     for tensor in tensors:
         name = apply_rules(tensor.name, rules)
-        if name is None:
+        if name is None or name.partition(".")[0] in left_out:
             continue
         if name not in expected and name.endswith(_TIED_HEAD):
             heads.append(tensor)

@@ -4,6 +4,7 @@ A snapshot restores onto another mesh than it was saved from, or onto none, and 
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,15 +76,26 @@ def read_snapshot_metadata(path: Path | str) -> SnapshotMetadata:
 
 
 def load_snapshot(
-    path: Path | str, abstract_params: Params, *, mesh: Mesh | None = None
+    path: Path | str,
+    abstract_params: Params,
+    *,
+    mesh: Mesh | None = None,
+    left_out: Sequence[str] = (),
 ) -> dict[Any, Any]:
     """Restore a snapshot into the tree: sharded over `mesh`, in the dtypes of the tree.
+
+    Args:
+        path: The directory.
+        abstract_params: The tree, with `ShapeDtypeStruct`s for leaves.
+        mesh: Where to shard over; None: the first device holds all.
+        left_out: Attributes of the model that the tree lacks: their arrays are not read.
 
     Raises:
         CheckpointError: Where it is none, or has other tensors than the tree: all in one report.
     """
     path = Path(path).absolute()
     metadata, shapes = _read(path)
+    shapes = {n: shape for n, shape in shapes.items() if n.partition(".")[0] not in left_out}
     expected = flatten_params(abstract_params)
     _check(path, metadata, shapes, expected)
     targets = {
@@ -114,7 +126,10 @@ def _restore_args(targets: dict[str, Any]) -> Any:
     from orbax.checkpoint.args import PyTreeRestore
     from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
-    return PyTreeRestore(item=targets, restore_args=construct_restore_args(targets))
+    # The snapshot may hold more: the arrays of what is left out.
+    return PyTreeRestore(
+        item=targets, restore_args=construct_restore_args(targets), partial_restore=True
+    )
 
 
 def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]]]:

@@ -60,6 +60,8 @@ class Gemma3ForConditionalGeneration(nnx.Module):
         Rule(r"^model\.multi_modal_projector\.", "multi_modal_projector."),
         Rule(r"^language_model\.lm_head\.", "lm_head."),
     )
+    modalities = ("image",)
+    tower_names = ("vision_tower", "multi_modal_projector")
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
