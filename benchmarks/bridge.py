@@ -20,7 +20,7 @@ from mmjax.processing import (
     MultiModalKwargsItems,
     PlaceholderRange,
 )
-from mmjax.processing.inputs import ItemData
+from mmjax.processing.tensors.inputs import ItemData
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest

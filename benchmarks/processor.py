@@ -28,7 +28,7 @@ from mmjax.processing import (
     create_processor,
     find_mm_placeholders,
 )
-from mmjax.processing.media import MediaWithBytes
+from mmjax.processing.media.decode import MediaWithBytes
 
 NUM_IMAGES = 8
 PROMPT = "USER: " + "<image>" * NUM_IMAGES + " what is it? ASSISTANT:"

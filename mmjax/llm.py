@@ -26,16 +26,16 @@ from mmjax.config import (
 )
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
-from mmjax.frontend.chat import ChatParser
-from mmjax.frontend.delivery import MAX_MISSES
-from mmjax.frontend.explain import Explanation
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.ledger import Ledger
-from mmjax.frontend.output_processor import OutputProcessor
-from mmjax.frontend.outputs import RequestOutput
-from mmjax.frontend.prompts import PromptType
-from mmjax.frontend.requests import Delivery, ProcessedRequest
-from mmjax.frontend.worst_case import with_encoder_budget
+from mmjax.frontend.encoder_budget import with_encoder_budget
+from mmjax.frontend.engine_client.committer import Ledger
+from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
+from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
+from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.explain import Explanation
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import require_model
 from mmjax.sampling_params import SamplingParams

@@ -18,16 +18,16 @@ import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config import EngineConfig, MultiModalConfig
-from mmjax.engine.deadlines import Deadlines
-from mmjax.engine.features import resolve_features
+from mmjax.engine.scheduling.deadlines import Deadlines
+from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import (
     MultiModalCacheMissError,
     RequestError,
     RequestTimeoutError,
     RequestValueError,
 )
-from mmjax.frontend.supervisor import EngineListener, EngineState
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.frontend.engine_client.supervisor import EngineListener, EngineState
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import (

@@ -19,7 +19,8 @@ PACKAGE = ROOT / "mmjax"
 CODE = ("mmjax", "tests", "checkpoints", "benchmarks", "docs", "examples")
 FILES = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
 
-MAX_LINES, MAX_FUNCTION, MAX_CLASS, MAX_POSITIONAL, MAX_NESTING = 500, 60, 250, 6, 4
+MAX_LINES, MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING = 700, 60, 6, 4
+"""A class has no limit of its own: it is never split, nor tied by inheritance, to pass one."""
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -43,47 +44,29 @@ TOP_LEVEL = {
     "tests",
 }
 
-JAX_FREE = (
-    "mmjax",
-    "mmjax.cache",
-    "mmjax.config",
-    "mmjax.engine.admission",
-    "mmjax.engine.buckets",
-    "mmjax.engine.encoder_rows",
-    "mmjax.engine.outputs",
-    "mmjax.engine.packing",
-    "mmjax.engine.request",
-    "mmjax.engine.scheduler",
-    "mmjax.engine.waiting",
-    "mmjax.engine.windows",
-    "mmjax.errors",
-    "mmjax.frontend",
-    "mmjax.logger",
-    "mmjax.model_source",
-    "mmjax.models.blip2.processor",
-    "mmjax.models.chameleon.processor",
-    "mmjax.models.florence2.processor",
-    "mmjax.models.fuyu.processor",
-    "mmjax.models.gemma3.processor",
-    "mmjax.models.internvl.processor",
-    "mmjax.models.llava.processor",
-    "mmjax.models.qwen2_vl.processor",
-    "mmjax.models.registry",
-    "mmjax.processing",
-    "mmjax.rounding",
-    "mmjax.sampling_params",
-    "mmjax.serve",
-    "mmjax.server",
-    "mmjax.transport",
-)
-"""What P0 may import; a package stands for its modules."""
+
+def _jax_free() -> list[str]:
+    """Return what P0 may import, as the contract has it; a package stands for all within it."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (one for one in contracts["contracts"] if one["id"] == "jax-free")
+    names = []
+    for pattern in contract["source_modules"]:
+        found = [
+            *ROOT.glob(pattern.replace(".", "/")),
+            *ROOT.glob(f"{pattern.replace('.', '/')}.py"),
+        ]
+        assert found, f"the contract names `{pattern}`, which is not there"
+        names += [".".join(one.relative_to(ROOT).with_suffix("").parts) for one in found]
+    # These two load more on use: neither the package nor the command may do so before.
+    return ["mmjax", "mmjax.serve", *names]
+
 
 IN_P0 = """
 import importlib, pkgutil, sys
 for name in sys.argv[1:]:
     module = importlib.import_module(name)
     if name != "mmjax" and hasattr(module, "__path__"):
-        for found in pkgutil.iter_modules(module.__path__, name + "."):
+        for found in pkgutil.walk_packages(module.__path__, name + "."):
             importlib.import_module(found.name)
 heavy = {"jax", "jaxlib", "flax", "optax", "orbax"}
 print(",".join(sorted(heavy & sys.modules.keys())))
@@ -147,9 +130,8 @@ def test_import_floors_hold():
 
 
 def test_p0_never_loads_jax():
-    names = [name for name in JAX_FREE if _exists(name)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_P0, *names],
+        [sys.executable, "-W", "ignore", "-c", IN_P0, *_jax_free()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -158,15 +140,6 @@ def test_p0_never_loads_jax():
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.strip()
     assert not loaded, f"the host half loads {loaded}"
-
-
-def _exists(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").is_file()
-
-
-def test_every_jax_free_name_exists():
-    assert [name for name in JAX_FREE if not _exists(name)] == []
 
 
 def test_shapes_are_checked_in_tests():
@@ -201,10 +174,6 @@ def test_no_definition_is_too_long_or_too_deep():
             a > b for a, b in zip(figures, (MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING), strict=True)
         ):
             found.append(f"{place} {node.name}: lines, positional parameters, nesting {figures}")
-    for place, node in walk(ast.ClassDef):
-        assert isinstance(node, ast.ClassDef)
-        if length(node) > MAX_CLASS:
-            found.append(f"{place} {node.name}: {length(node)} lines")
     assert found == []
 
 

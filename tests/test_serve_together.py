@@ -9,7 +9,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams, serve
 from mmjax.config import EngineConfig
-from mmjax.engine.mesh import settings_digest
+from mmjax.engine.device.mesh import settings_digest
 from tests.kit import draw
 from tests.test_serve import SMALL, Served, ask, image_message
 
@@ -46,7 +46,7 @@ def test_leader_and_follower_start_with_the_same_settings(
         configs.append(config)
         raise _StartedError
 
-    monkeypatch.setattr("mmjax.frontend.supervisor.Supervisor", note)
+    monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.Supervisor", note)
     monkeypatch.setattr("mmjax.engine.process.follow_engine", note)
     flags = [str(tiny_gemma3), *SMALL, *CROPS, "--tensor-parallel-size", "2", "--port", "0"]
     flags += ["--distributed-coordinator", "127.0.0.1:1", "--distributed-num-processes", "2"]

@@ -12,7 +12,7 @@ from labels import LABEL_CLASSES
 from muon import make_optimizer
 from products import with_bfloat16_products
 
-from mmjax.layers.attention import DenseAttentionMetadata
+from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 

@@ -1,30 +1,30 @@
 """Bookkeeping of what is held where: ids, hashes and sizes; no device arrays, no requests."""
 
-from mmjax.cache.block_hash import (
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv.block_hash import (
     NONE_HASH,
     generate_block_hash_extra_keys,
     hash_block_tokens,
     iter_block_hashes,
 )
-from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.lru import CacheInfo, LRUCache
-from mmjax.cache.mirrored import (
+from mmjax.cache.media.mirrored import (
     MultiModalProcessorCacheItemMetadata,
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
 )
-from mmjax.cache.processor_cache import (
+from mmjax.cache.media.processor_cache import (
     BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
 )
-from mmjax.cache.selection import (
+from mmjax.cache.media.selection import (
     config_with_segment,
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 
 __all__ = [

@@ -9,22 +9,22 @@ import numpy as np
 from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
-from mmjax.cache.block_hash import make_none_hash
+from mmjax.cache.kv.block_hash import make_none_hash
 from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
-from mmjax.engine.compilation import CompilationCounter
-from mmjax.engine.deadlines import Deadlines
-from mmjax.engine.encoder_inputs import EncoderInputs
-from mmjax.engine.features import check_places, resolve_features
-from mmjax.engine.outputs import SchedulerOutput
-from mmjax.engine.request import BlockHasher, EncoderItem, Request
-from mmjax.engine.runner import InFlight
+from mmjax.engine.device.compilation import CompilationCounter
+from mmjax.engine.device.encoder_inputs import EncoderInputs
+from mmjax.engine.device.runner import InFlight
+from mmjax.engine.scheduling.deadlines import Deadlines
+from mmjax.engine.scheduling.features import check_places, resolve_features
+from mmjax.engine.scheduling.outputs import SchedulerOutput
+from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.start import EngineStart
 from mmjax.errors import RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
 from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 
 logger = get_logger(__name__)

@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
-from mmjax.engine.admission import AdmissionLimits
-from mmjax.engine.buckets import Buckets
-from mmjax.engine.compilation import compile_programs, enable_persistent_cache
-from mmjax.engine.encoder_calls import choose_patches, count_units, largest_item
-from mmjax.engine.memory import KVDemand, fit_kv_cache
-from mmjax.engine.mesh import Placement, join_processes, make_placement, shard_bytes
-from mmjax.engine.programs import ModelShape, Programs
-from mmjax.engine.runner import ModelRunner
-from mmjax.engine.scheduler import Scheduler
+from mmjax.engine.device.compilation import compile_programs, enable_persistent_cache
+from mmjax.engine.device.encoder_calls import choose_patches, count_units, largest_item
+from mmjax.engine.device.memory import KVDemand, fit_kv_cache
+from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
+from mmjax.engine.device.programs import ModelShape, Programs
+from mmjax.engine.device.runner import ModelRunner
+from mmjax.engine.scheduling.admission import AdmissionLimits
+from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import ConfigError
-from mmjax.layers.attention import choose_cache_type, span_variants
+from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
 from mmjax.models.interface import (

@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
-from mmjax.layers.attention import AttentionMetadata, attention
+from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.cpu.prevent_fusion import once
 from mmjax.layers.embed import Embed
-from mmjax.layers.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import GemmaRMSNorm
-from mmjax.layers.once import once
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
 
 _LAYER_TYPES = ("sliding_attention", "full_attention")

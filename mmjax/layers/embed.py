@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.layers.product import product
+from mmjax.layers.cpu.product import product
 
 
 class Embed(nnx.Module):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.layers.product import product
+from mmjax.layers.cpu.product import product
 
 
 def linear(

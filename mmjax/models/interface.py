@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import MultiModalConfig
-from mmjax.layers.attention import AttentionMetadata
-from mmjax.layers.kv_cache import KVCache, KVCacheSpec
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.weights.rules import Rule
 
 EncoderUnits = tuple[Mapping[str, np.ndarray], int]

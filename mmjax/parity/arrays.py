@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.layers.attention import PagedAttentionMetadata
-from mmjax.layers.kv_cache import KVCache, allocate
+from mmjax.layers.attention.api import PagedAttentionMetadata
+from mmjax.layers.attention.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED

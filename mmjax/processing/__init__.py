@@ -13,31 +13,8 @@ from mmjax.processing.dummy_inputs import (
 )
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.encoder_budget import MultiModalBudget, compute_mm_encoder_budget
-from mmjax.processing.feature_window import get_mm_features_in_window, strip_covered_mm_data
-from mmjax.processing.fields import (
-    BaseMultiModalField,
-    MultiModalBatchedField,
-    MultiModalFieldConfig,
-    MultiModalFieldElem,
-    MultiModalFlatField,
-    MultiModalSharedField,
-    NestedTensors,
-    batched_tensors_equal,
-    nested_tensors_equal,
-)
-from mmjax.processing.hasher import MultiModalHasher
-from mmjax.processing.inputs import (
-    MultiModalFeatureSpec,
-    MultiModalInputs,
-    MultiModalKwargsItem,
-    MultiModalKwargsItems,
-    PlaceholderRange,
-    argsort_mm_positions,
-    group_and_batch_mm_items,
-    group_and_batch_mm_kwargs,
-)
-from mmjax.processing.media import MediaLimits, MediaWithBytes
-from mmjax.processing.parse import (
+from mmjax.processing.hashing.hasher import MultiModalHasher
+from mmjax.processing.items.parse import (
     AudioEmbeddingItems,
     AudioProcessorItems,
     DictEmbeddingItems,
@@ -53,14 +30,15 @@ from mmjax.processing.parse import (
     VideoProcessorItems,
     VisionChunkProcessorItems,
 )
+from mmjax.processing.media.decode import MediaLimits, MediaWithBytes
 from mmjax.processing.prepared import PreparedInputs, ProcessedItem
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
-from mmjax.processing.prompt_matching import (
+from mmjax.processing.prompt_updates.matching import (
     apply_text_matches,
     apply_token_matches,
     find_mm_placeholders,
 )
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.prompt_updates.updates import (
     PlaceholderFeaturesInfo,
     PromptIndex,
     PromptIndexTargets,
@@ -79,6 +57,28 @@ from mmjax.processing.registry import (
     NotMultiModalError,
     ProcessorFactories,
     create_processor,
+)
+from mmjax.processing.tensors.feature_window import get_mm_features_in_window, strip_covered_mm_data
+from mmjax.processing.tensors.fields import (
+    BaseMultiModalField,
+    MultiModalBatchedField,
+    MultiModalFieldConfig,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalSharedField,
+    NestedTensors,
+    batched_tensors_equal,
+    nested_tensors_equal,
+)
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalInputs,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+    argsort_mm_positions,
+    group_and_batch_mm_items,
+    group_and_batch_mm_kwargs,
 )
 from mmjax.processing.validation import PromptUpdateError
 

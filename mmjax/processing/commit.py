@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from mmjax.errors import MultiModalCacheMissError
-from mmjax.processing.inputs import ItemData
 from mmjax.processing.prepared import ProcessedItem
-from mmjax.processing.prompt_updates import ResolvedPromptUpdate
+from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
+from mmjax.processing.tensors.inputs import ItemData
 
 
 @runtime_checkable

@@ -13,14 +13,7 @@ from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import ConfigError, MMJaxError, ProcessingError, RequestError, RequestValueError
 from mmjax.logger import get_logger
 from mmjax.processing.hf_kwargs import check_sizes, merge_mm_kwargs
-from mmjax.processing.known_kwargs import (
-    KnownKwargs,
-    check_ceilings,
-    check_known_kwargs,
-    list_known_kwargs,
-)
-from mmjax.processing.media import MediaLimits
-from mmjax.processing.parse import (
+from mmjax.processing.items.parse import (
     DictEmbeddingItems,
     EmbeddingItems,
     ModalityDataItems,
@@ -28,6 +21,13 @@ from mmjax.processing.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
+from mmjax.processing.known_kwargs import (
+    KnownKwargs,
+    check_ceilings,
+    check_known_kwargs,
+    list_known_kwargs,
+)
+from mmjax.processing.media.decode import MediaLimits
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmjax.logger import get_logger
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.parse import ImageSize, MultiModalDataDict
+from mmjax.processing.items.parse import ImageSize, MultiModalDataDict
 
 logger = get_logger(__name__)
 

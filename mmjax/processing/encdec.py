@@ -4,12 +4,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.hooks import InfoT
-from mmjax.processing.parse import MultiModalDataDict, MultiModalDataItems, MultiModalUUIDDict
+from mmjax.processing.items.parse import MultiModalDataDict, MultiModalDataItems, MultiModalUUIDDict
+from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates import as_ids
+from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.validation import validate_prompt
 
 

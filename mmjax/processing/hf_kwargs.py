@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.processing.media import MediaLimits
+from mmjax.processing.media.decode import MediaLimits
 
 HF_KWARGS_SCOPES = ("text_kwargs", "images_kwargs", "videos_kwargs", "audio_kwargs")
 

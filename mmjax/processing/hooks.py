@@ -12,22 +12,22 @@ from transformers import BatchFeature
 
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig, tensors_as_numpy
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import DictEmbeddingItems, EmbeddingItems, MultiModalDataItems
+from mmjax.processing.items.parse import DictEmbeddingItems, EmbeddingItems, MultiModalDataItems
 from mmjax.processing.prepared import ProcessorCall
-from mmjax.processing.prompt_matching import (
+from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     apply_text_matches,
     apply_token_matches,
     find_mm_placeholders,
 )
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
     PromptUpdate,
     ResolvedPromptUpdate,
 )
+from mmjax.processing.tensors.fields import MultiModalFieldConfig, tensors_as_numpy
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 from mmjax.processing.validation import missing_placeholder_error
 
 InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)

@@ -15,14 +15,14 @@ from transformers import BatchFeature
 
 from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
-from mmjax.processing.decoding import MAX_BATCH_BYTES, DecodeBudget, split_by_bytes
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hooks import InfoT, ProcessorHooks
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.media import BYTES_PER_PIXEL
-from mmjax.processing.parse import ModalityDataItems, MultiModalDataItems
+from mmjax.processing.items.parse import ModalityDataItems, MultiModalDataItems
+from mmjax.processing.media.decode import BYTES_PER_PIXEL
+from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget, split_by_bytes
 from mmjax.processing.prepared import ProcessedItem, ProcessorCall
-from mmjax.processing.prompt_updates import MultiModalPromptUpdates, ResolvedPromptUpdate
+from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates, ResolvedPromptUpdate
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 from mmjax.processing.validation import validate_mm_kwargs, validate_mm_updates
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmjax.processing.decoding import DecodeControl
-from mmjax.processing.inputs import MultiModalKwargsItem, PlaceholderRange
-from mmjax.processing.parse import MultiModalDataItems
-from mmjax.processing.prompt_updates import ResolvedPromptUpdate
+from mmjax.processing.items.parse import MultiModalDataItems
+from mmjax.processing.media.decode_budget import DecodeControl
+from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 
 ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 """An item's tensors, and the alternatives of its prompt update."""

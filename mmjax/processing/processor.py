@@ -19,29 +19,29 @@ from typing import ClassVar
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
-from mmjax.processing.decoding import DecodeControl
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.faults import blaming_settings, find_fault
+from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.hooks import InfoT
-from mmjax.processing.inputs import (
-    ItemData,
-    MultiModalInputs,
-    MultiModalKwargsItems,
-    argsort_mm_positions,
-)
-from mmjax.processing.item_hashes import ItemHasher
 from mmjax.processing.item_processing import ItemProcessing, ProcessedPrompt
-from mmjax.processing.parse import (
+from mmjax.processing.items.parse import (
     MultiModalDataDict,
     MultiModalDataItems,
     MultiModalUUIDDict,
     parse_mm_uuids,
     validate_mm_uuids,
 )
+from mmjax.processing.items.uuids import complete_mm_data
+from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prepared import PreparedInputs, ProcessorCall
-from mmjax.processing.prompt_updates import PlaceholderFeaturesInfo
-from mmjax.processing.shared_item import SharedItem
-from mmjax.processing.uuids import complete_mm_data
+from mmjax.processing.prompt_updates.updates import PlaceholderFeaturesInfo
+from mmjax.processing.tensors.inputs import (
+    ItemData,
+    MultiModalInputs,
+    MultiModalKwargsItems,
+    argsort_mm_positions,
+)
+from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.processing.validation import (
     validate_limited_modalities,
     validate_mm_placeholders,

@@ -11,8 +11,8 @@ from mmjax.errors import (
     RequestValueError,
 )
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.inputs import MultiModalKwargsItems, MultiModalPlaceholders
-from mmjax.processing.prompt_matching import count_token_matches
+from mmjax.processing.prompt_updates.matching import count_token_matches
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems, MultiModalPlaceholders
 
 
 class PromptUpdateError(RequestRuntimeError, AssertionError):

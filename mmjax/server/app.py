@@ -15,14 +15,14 @@ from starlette.responses import Response
 from mmjax import __version__
 from mmjax.config import ServerConfig
 from mmjax.errors import ModelNotFoundError
-from mmjax.frontend.chat import ChatParser
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.server.errors import install_error_handlers, json_response
-from mmjax.server.generation import GenerationService
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
-from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest
-from mmjax.server.request_body import RequestReader
-from mmjax.server.responses import ModelCard, ModelList
+from mmjax.server.openai.errors import install_error_handlers, json_response
+from mmjax.server.openai.generation import GenerationService
+from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from mmjax.server.openai.request_body import RequestReader
+from mmjax.server.openai.responses import ModelCard, ModelList
 
 _SCHEMAS = "#/components/schemas/"
 

@@ -5,7 +5,7 @@ from types import FrameType
 
 import uvicorn
 
-from mmjax.server.request_body import RequestReader
+from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.shutdown import Shutdown
 
 

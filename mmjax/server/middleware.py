@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.errors import ShuttingDownError
 from mmjax.logger import REQUEST_ID, get_logger
-from mmjax.server.errors import (
+from mmjax.server.openai.errors import (
     error_response,
     internal_error_body,
     json_response,

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.activation import get_activation
-from mmjax.layers.attention import dense_attention
+from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.layers.vision import PatchEmbedding

@@ -14,19 +14,19 @@ import msgspec
 import numpy as np
 
 from mmjax.errors import MMJaxError
-from mmjax.processing.fields import (
+from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalSharedField,
 )
-from mmjax.processing.inputs import (
+from mmjax.processing.tensors.inputs import (
     ItemData,
     MultiModalFeatureSpec,
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,

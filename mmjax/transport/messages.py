@@ -3,7 +3,7 @@
 import msgspec
 
 from mmjax.errors import InternalError, RequestError, make_request_error
-from mmjax.processing.inputs import MultiModalFeatureSpec
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.sampling_params import SamplingParams
 
 # ---- to P1 -------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import PAGE
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import PAGE
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 
 
 @pytest.fixture

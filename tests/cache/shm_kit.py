@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import HEADER, PAGE
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import HEADER, PAGE
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -14,9 +14,9 @@ from mmjax.processing import (
     PlaceholderRange,
     PromptReplacement,
 )
-from mmjax.processing.fields import MultiModalBatchedField
-from mmjax.processing.inputs import ItemData
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.fields import MultiModalBatchedField
+from mmjax.processing.tensors.inputs import ItemData
+from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest

@@ -16,7 +16,7 @@ from mmjax.cache import (
     hash_block_tokens,
     iter_block_hashes,
 )
-from mmjax.cache.block_hash import BlockHashAlgorithm, ExtraKey, make_none_hash
+from mmjax.cache.kv.block_hash import BlockHashAlgorithm, ExtraKey, make_none_hash
 from mmjax.processing import MultiModalFeatureSpec, PlaceholderRange
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 
 
 def make_manager(num_blocks: int = 8) -> KVCacheManager:

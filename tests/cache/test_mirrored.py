@@ -18,7 +18,7 @@ from mmjax.cache import (
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
 )
-from mmjax.cache.processor_cache import get_item_complexity, get_item_size
+from mmjax.cache.media.processor_cache import get_item_complexity, get_item_size
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -27,8 +27,8 @@ from mmjax.processing import (
     ProcessorCache,
     PromptReplacement,
 )
-from mmjax.processing.fields import MultiModalBatchedField
-from mmjax.processing.inputs import ItemData
+from mmjax.processing.tensors.fields import MultiModalBatchedField
+from mmjax.processing.tensors.inputs import ItemData
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest

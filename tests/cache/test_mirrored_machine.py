@@ -37,8 +37,8 @@ from mmjax.processing import (
     PlaceholderRange,
     PromptReplacement,
 )
-from mmjax.processing.fields import MultiModalBatchedField
-from mmjax.processing.prompt_updates import ResolvedPromptUpdate
+from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
+from mmjax.processing.tensors.fields import MultiModalBatchedField
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = 100
@@ -52,7 +52,7 @@ Fresh = dict[str, tuple[MultiModalKwargsItem, list[ResolvedPromptUpdate]]]
 
 @pytest.fixture(autouse=True)
 def _no_notices(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "mmjax.cache.processor_cache")
+    caplog.set_level(logging.ERROR, "mmjax.cache.media.processor_cache")
 
 
 @dataclass

@@ -17,7 +17,7 @@ from mmjax.cache import (
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
-from mmjax.cache.processor_cache import get_item_size
+from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.config import MultiModalConfig
 from mmjax.errors import ConfigError, MultiModalCacheMissError
 from mmjax.processing import (

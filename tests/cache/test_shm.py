@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mmjax.cache import CacheInfo, MultiModalCacheMissError
-from mmjax.cache.shm.handle import ShmHandleError
-from mmjax.cache.shm.layout import ALIGNMENT
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import HEADER, PAGE, Segment
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.handle import ShmHandleError
+from mmjax.cache.media.shm.layout import ALIGNMENT
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import HEADER, PAGE, Segment
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
 from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem, ProcessorCache
-from mmjax.processing.fields import (
+from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFlatField,
     MultiModalSharedField,
 )
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.shared_item import SharedItem
 from tests.cache.shm_kit import UPDATES, feature, forge, make_item, over_the_bridge, put, read
 
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisDeprecationWarning")

@@ -19,11 +19,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from mmjax.cache.processor_cache import ProcessedItem
-from mmjax.cache.shm.handle import ShmHandleError
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import HEADER, PAGE
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.processor_cache import ProcessedItem
+from mmjax.cache.media.shm.handle import ShmHandleError
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import HEADER, PAGE
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing import (
     MultiModalFeatureSpec,
@@ -32,9 +32,9 @@ from mmjax.processing import (
     PlaceholderRange,
     PromptReplacement,
 )
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalSharedField
-from mmjax.processing.inputs import ItemData
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalSharedField
+from mmjax.processing.tensors.inputs import ItemData
+from mmjax.processing.tensors.shared_item import SharedItem
 
 CAPACITY = 12 * PAGE
 MAX_OBJECT_BYTES = 6 * PAGE
@@ -46,7 +46,7 @@ OVERSIZE = "15"
 
 @pytest.fixture(autouse=True)
 def _no_notices(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR, "mmjax.cache.shm.sender")
+    caplog.set_level(logging.ERROR, "mmjax.cache.media.shm.sender")
 
 
 def num_bytes(mm_hash: str) -> int:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.shm.files import create_file, new_segment_name, remove_file, remove_leftovers
-from mmjax.cache.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import PAGE
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.files import create_file, new_segment_name, remove_file, remove_leftovers
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import PAGE
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
-from mmjax.processing.inputs import ItemData
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.inputs import ItemData
+from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
@@ -114,8 +114,8 @@ def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
-from mmjax.processing.shared_item import SharedItem
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.processing.tensors.shared_item import SharedItem
 from tests.cache.shm_kit import put
 sender = ShmObjectStoreSenderCache(2**20, name="victim", directory=Path(sys.argv[1]))
 put(sender, "a")

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mmjax.cache import MultiModalCacheMissError
-from mmjax.cache.shm.handle import ShmHandleError
-from mmjax.cache.shm.receiver import MIN_NUM_READINGS, ShmObjectStoreReceiverCache
-from mmjax.cache.shm.segment import HEADER, PAGE
-from mmjax.cache.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shm.handle import ShmHandleError
+from mmjax.cache.media.shm.receiver import MIN_NUM_READINGS, ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.segment import HEADER, PAGE
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MMJaxError
 from mmjax.processing import MultiModalFieldElem, MultiModalKwargsItem
-from mmjax.processing.fields import MultiModalBatchedField
-from mmjax.processing.shared_item import SharedItem
+from mmjax.processing.tensors.fields import MultiModalBatchedField
+from mmjax.processing.tensors.shared_item import SharedItem
 from tests.cache.shm_kit import UPDATES, feature, forge, make_item, over_the_bridge, put, read
 
 # ---- the cache in P1 ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.layers.attention import DenseAttentionMetadata
+from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind
 from tests.engine.tiny import DENSE_LENGTH, message, picture
 

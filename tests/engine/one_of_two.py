@@ -8,7 +8,7 @@ import json
 import sys
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.mesh import join_processes
+from mmjax.engine.device.mesh import join_processes
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, spread_config
 

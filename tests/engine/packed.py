@@ -14,16 +14,20 @@ from jaxtyping import Array, Float, Int
 from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
-from mmjax.layers.attention import AttentionMetadata, dense_attention
-from mmjax.layers.attention_segments import refine_segments, segment_attention
+from mmjax.layers.attention.api import AttentionMetadata, dense_attention
+from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.layers.attention.segments import refine_segments, segment_attention
 from mmjax.layers.embed import Embed, project_logits
-from mmjax.layers.kv_cache import KVCache
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import LayerNorm
 from mmjax.models.interface import PackedEncoderSpec
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import IMAGE_TOKEN, engine_config, tiny_config

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.engine.admission import AdmissionLimits
-from mmjax.engine.request import EncoderItem, Request
+from mmjax.engine.scheduling.admission import AdmissionLimits
+from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.errors import RequestValueError
-from mmjax.processing.inputs import PlaceholderRange
+from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 LIMITS: dict[str, Any] = {

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.engine.batch import (
+from mmjax.engine.device.batch import (
     NO_TOKEN,
     BatchBuilder,
     sample_layout,
     step_layout,
     unpack_step,
 )
-from mmjax.engine.buckets import StepBucket
-from mmjax.engine.outputs import ScheduledRequest
-from mmjax.engine.request import EncoderInput, EncoderItem, Request
-from mmjax.processing.inputs import PlaceholderRange
+from mmjax.engine.scheduling.buckets import StepBucket
+from mmjax.engine.scheduling.outputs import ScheduledRequest
+from mmjax.engine.scheduling.request import EncoderInput, EncoderItem, Request
+from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 50, 4, 6

@@ -10,8 +10,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from mmjax.engine.buckets import StepBucket
-from mmjax.engine.outputs import SchedulerOutput
+from mmjax.engine.scheduling.buckets import StepBucket
+from mmjax.engine.scheduling.outputs import SchedulerOutput
 from tests.engine.test_schedules import Bench
 from tests.engine.tiny import tiny_config
 

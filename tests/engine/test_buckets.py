@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.engine.buckets import TILE_SIZE, Buckets, StepBucket, ladder, next_bucket
+from mmjax.engine.scheduling.buckets import TILE_SIZE, Buckets, StepBucket, ladder, next_bucket
 
 
 def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> Buckets:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from mmjax.engine import compilation
-from mmjax.engine.compilation import (
+from mmjax.engine.device import compilation
+from mmjax.engine.device.compilation import (
     CompilationCounter,
     Program,
     compile_programs,
@@ -45,7 +45,7 @@ def test_the_cache_is_a_folder_of_this_user_alone(tmp_path: Path) -> None:
 def test_a_folder_that_others_may_write_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmjax.engine.compilation.logger.propagate", True)
+    monkeypatch.setattr("mmjax.engine.device.compilation.logger.propagate", True)
     jax.config.update(CACHE_DIR, None)
     tmp_path.chmod(0o777)
     enable_persistent_cache(tmp_path)
@@ -86,7 +86,7 @@ def test_jax_tells_of_each_compilation_and_of_each_fetch(tmp_path: Path) -> None
     compilation_cache.reset_cache()
     assert seen == [(1, 0), (1, 1)], (
         f"jax {jax.__version__} names its events otherwise: look up what replaces "
-        "`_COMPILE_EVENT` and `_FETCH_EVENT` of mmjax/engine/compilation.py"
+        "`_COMPILE_EVENT` and `_FETCH_EVENT` of mmjax/engine/device/compilation.py"
     )
 
 
@@ -171,7 +171,7 @@ def test_there_is_a_thread_for_each_core_and_not_too_many() -> None:
 def test_the_log_tells_what_was_compiled_from_what_was_fetched(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmjax.engine.compilation.logger.propagate", True)
+    monkeypatch.setattr("mmjax.engine.device.compilation.logger.propagate", True)
     caplog.set_level("INFO")
     jax.config.update(CACHE_DIR, None)
     enable_persistent_cache(tmp_path / "xla")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.features import resolve_features
+from mmjax.engine.scheduling.features import resolve_features
 from mmjax.engine.start import resolve_dtype
 from mmjax.errors import (
     ConfigError,
@@ -19,7 +19,7 @@ from mmjax.errors import (
     RequestError,
     RequestValueError,
 )
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (

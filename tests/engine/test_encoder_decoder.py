@@ -10,8 +10,8 @@ import pytest
 
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestError
-from mmjax.layers.kv_cache import InterleavedCache
-from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.layers.attention.kv_cache import InterleavedCache
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import abort_every_other, answer, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
@@ -150,7 +150,7 @@ def test_over_the_layout_of_a_tpu(
 ) -> None:
     """Both tables are of blocks that lie as the kernel wants them; our walk reads the second."""
     monkeypatch.setattr(
-        "mmjax.layers.attention.choose_backend", lambda platform, **options: "ragged"
+        "mmjax.layers.attention.api.choose_backend", lambda platform, **options: "ragged"
     )
     engine = tiny_encoder_decoder()
     assert isinstance(engine._runner._state.kv_cache[0], InterleavedCache)

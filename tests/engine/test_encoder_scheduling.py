@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
-from mmjax.engine.admission import AdmissionLimits
-from mmjax.engine.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
-from mmjax.engine.request import EncoderInput, EncoderItem, Request
-from mmjax.engine.scheduler import Scheduler
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.engine.scheduling.admission import AdmissionLimits
+from mmjax.engine.scheduling.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
+from mmjax.engine.scheduling.request import EncoderInput, EncoderItem, Request
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import RequestValueError
-from mmjax.processing.inputs import PlaceholderRange
+from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_ENCODER_LEN = 4, 32, 12

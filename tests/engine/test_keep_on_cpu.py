@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from mmjax.engine.core import EngineCore
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalKwargsItem
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.engine.tiny import answer, message, tiny_engine
 from tests.processing.families import FAMILIES
 

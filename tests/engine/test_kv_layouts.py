@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.layers.kv_cache import InterleavedCache
+from mmjax.layers.attention.kv_cache import InterleavedCache
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
 PROMPTS: list[list[Any]] = [
@@ -18,7 +18,7 @@ PROMPTS: list[list[Any]] = [
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
-        "mmjax.layers.attention.choose_backend", lambda platform, **options: "ragged"
+        "mmjax.layers.attention.api.choose_backend", lambda platform, **options: "ragged"
     )
     return tiny_engine()
 

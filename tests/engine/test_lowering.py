@@ -16,12 +16,12 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info
 
 from mmjax.config import ParallelConfig
-from mmjax.engine.buckets import Buckets
-from mmjax.engine.mesh import Placement, make_placement
-from mmjax.engine.programs import ModelShape, Programs
-from mmjax.layers import attention_backend
-from mmjax.layers.attention import choose_cache_type, span_variants
-from mmjax.layers.kv_cache import InterleavedCache, TransposedCache
+from mmjax.engine.device.mesh import Placement, make_placement
+from mmjax.engine.device.programs import ModelShape, Programs
+from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.layers.attention import backend as attention_backend
+from mmjax.layers.attention.api import choose_cache_type, span_variants
+from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.tiny import tiny_config

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from mmjax.config import CacheConfig
-from mmjax.engine import memory as memory_module
-from mmjax.engine.compilation import compile_programs
-from mmjax.engine.memory import (
+from mmjax.engine.device import memory as memory_module
+from mmjax.engine.device.compilation import compile_programs
+from mmjax.engine.device.memory import (
     DeviceMemory,
     FixedMemory,
     KVDemand,
@@ -21,7 +21,7 @@ from mmjax.engine.memory import (
     host_memory,
     memory_table,
 )
-from mmjax.engine.mesh import Placement, shard_bytes
+from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.errors import ConfigError
 from tests.engine.tiny import tiny_engine
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
-from mmjax.engine.outputs import SampledToken, SchedulerOutput
-from mmjax.engine.request import BlockHasher, Request
-from mmjax.engine.scheduler import Scheduler
+from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
+from mmjax.engine.scheduling.request import BlockHasher, Request
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of

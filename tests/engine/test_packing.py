@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.engine import memory, packing
 from mmjax.engine.core import EngineCore
-from mmjax.engine.encoder_calls import EncoderCall
-from mmjax.engine.packing import make_segment_ids, patch_buckets, plan_calls
+from mmjax.engine.device import memory, packing
+from mmjax.engine.device.encoder_calls import EncoderCall
+from mmjax.engine.device.packing import make_segment_ids, patch_buckets, plan_calls
 from mmjax.errors import RequestError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.packed import (

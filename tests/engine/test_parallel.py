@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.mesh import make_placement
+from mmjax.engine.device.mesh import make_placement
 from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration

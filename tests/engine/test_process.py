@@ -17,13 +17,13 @@ from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, _start, run_engine
 from mmjax.logger import get_logger
-from mmjax.processing.fields import (
+from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalSharedField,
 )
-from mmjax.processing.inputs import MultiModalKwargsItem, PlaceholderRange
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import (

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from mmjax.engine.request import EncoderItem, Request, RequestStatus
-from mmjax.processing.inputs import PlaceholderRange
+from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 

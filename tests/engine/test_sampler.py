@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.engine.batch import NO_TOKEN, SampleBatch
-from mmjax.engine.sampler import SampleOutput, sample_full, sample_greedy
+from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
+from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 
 VOCAB = 40
 DEFAULTS: dict[str, Any] = {

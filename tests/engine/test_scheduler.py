@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager, cdiv
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.cache.lru import CacheInfo
-from mmjax.engine.outputs import SampledToken, SchedulerOutput
-from mmjax.engine.request import EncoderItem, Request
-from mmjax.engine.scheduler import Scheduler
+from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
+from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
-from mmjax.processing.inputs import PlaceholderRange
+from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4

@@ -18,9 +18,9 @@ import pytest
 from transformers import Gemma3Config
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
-from mmjax.cache.kv_cache_manager import KVCacheManager
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduler import Scheduler
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import RequestValueError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest

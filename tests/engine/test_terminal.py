@@ -10,7 +10,7 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 
-from mmjax.engine.compilation import Program, compile_programs
+from mmjax.engine.device.compilation import Program, compile_programs
 from mmjax.logger import configure_logging, get_logger
 
 

@@ -12,11 +12,15 @@ from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
-from mmjax.layers.attention import DenseAttentionMetadata
+from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 

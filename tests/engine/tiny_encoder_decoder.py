@@ -16,14 +16,18 @@ from transformers import PretrainedConfig
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
-from mmjax.layers.attention import attention, cross_attention, write_encoder
+from mmjax.layers.attention.api import attention, cross_attention, write_encoder
+from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.embed import Embed, project_logits
-from mmjax.layers.kv_cache import KVCacheSpec
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.interface import EncoderSpec
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 

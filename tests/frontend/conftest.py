@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import ModelConfig
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 
 

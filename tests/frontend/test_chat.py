@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from mmjax.errors import RequestError
-from mmjax.frontend.chat import ChatParser, ControlTokens
-from mmjax.frontend.chat_template import ChatTemplate
-from mmjax.frontend.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
+from mmjax.frontend.prompt.chat_template import ChatTemplate
+from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
@@ -122,7 +122,7 @@ def test_the_limit_comes_before_the_decoder(
 ) -> None:
     decoded: list[object] = []
     monkeypatch.setattr(
-        "mmjax.frontend.chat_parts.decode_data_url", lambda *a, **k: decoded.append(a) or b""
+        "mmjax.frontend.prompt.chat_parts.decode_data_url", lambda *a, **k: decoded.append(a) or b""
     )
     with pytest.raises(RequestError, match="At most 3"):
         parser.parse(user(*[image_part() for _ in range(1000)]))

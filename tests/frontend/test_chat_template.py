@@ -8,8 +8,8 @@ import pytest
 
 from mmjax.config import ModelConfig
 from mmjax.errors import ConfigError, RequestValueError
-from mmjax.frontend.chat_template import ChatTemplate, detect_content_format
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.prompt.chat_template import ChatTemplate, detect_content_format
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from tests.kit import GEMMA3_CHAT_TEMPLATE
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

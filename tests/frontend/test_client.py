@@ -16,9 +16,9 @@ from mmjax.errors import (
     RequestTimeoutError,
     RequestTypeError,
 )
-from mmjax.frontend.client import AsyncEngineClient, RequestStream
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.outputs import RequestOutput
+from mmjax.frontend.engine_client.client import AsyncEngineClient, RequestStream
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.frontend.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
+from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
 from tests.kit import EOS, TURN_END, gemma_tokenizer
 
 TOKENIZER = gemma_tokenizer()

@@ -17,11 +17,11 @@ from mmjax.cache import (
     processor_cache_from_config,
 )
 from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
-from mmjax.engine.features import resolve_features
+from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
-from mmjax.frontend import client as client_module
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.engine_client import client as client_module
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
 from tests.echo_engine import FORGET_TOKEN, REFUSED_TOKEN, EchoSupervisor, item_tokens
 from tests.kit import IMAGE_START, draw

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from mmjax.frontend.explain import Explanation, ItemExplanation, explain_prepared
-from mmjax.frontend.explain_html import Cell, to_cells
+from mmjax.frontend.prompt.explain import Explanation, ItemExplanation, explain_prepared
+from mmjax.frontend.prompt.explain_html import Cell, to_cells
 from tests.kit import draw
 from tests.processing.families import gemma3
 

@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestError
-from mmjax.frontend.features import all_hashes, build_features, inputs_with_tensors, mm_identifier
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.processing.inputs import (
+from mmjax.frontend.engine_client.features import (
+    all_hashes,
+    build_features,
+    inputs_with_tensors,
+    mm_identifier,
+)
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.processing.tensors.inputs import (
     MultiModalInputs,
     MultiModalKwargsItem,
     MultiModalKwargsItems,

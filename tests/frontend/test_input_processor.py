@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mmjax.config import MultiModalConfig
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.processing import MultiModalHasher
 from mmjax.sampling_params import SamplingParams

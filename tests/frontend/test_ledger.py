@@ -13,11 +13,11 @@ import pytest
 
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
-from mmjax.engine.features import resolve_features
+from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import MultiModalCacheMissError, RequestError
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.requests import Delivery
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.engine_client.requests import Delivery
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.processing.context import InputProcessingContext
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestValueError
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.output_processor import OutputProcessor
-from mmjax.frontend.outputs import CompletionOutput, RequestOutput
+from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import RequestOutputDelta
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from mmjax.config import ModelConfig
-from mmjax.frontend import processor_pool
-from mmjax.frontend.processor_pool import ProcessorPool
+from mmjax.frontend.prompt import processor_pool
+from mmjax.frontend.prompt.processor_pool import ProcessorPool
 
 DEADLINE_S = 60.0
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmjax.frontend.silence import Silence
+from mmjax.frontend.engine_client.silence import Silence
 
 
 class Clock:

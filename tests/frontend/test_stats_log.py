@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mmjax.cache.lru import CacheInfo
-from mmjax.frontend.stats_log import StatsLog
+from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.transport.messages import Heartbeat
 
 IDLE = Heartbeat(num_running=0, num_waiting=0, kv_cache_usage=0.0, num_compilations=0)
@@ -91,8 +91,8 @@ def test_a_new_engine_counts_from_zero(engine: Engine, log: StatsLog) -> None:
 def test_it_logs_on_until_cancelled(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmjax.frontend.stats_log.logger.propagate", True)
-    caplog.set_level(logging.INFO, "mmjax.frontend.stats_log")
+    monkeypatch.setattr("mmjax.frontend.engine_client.stats_log.logger.propagate", True)
+    caplog.set_level(logging.INFO, "mmjax.frontend.engine_client.stats_log")
 
     async def run() -> None:
         num_calls = 0

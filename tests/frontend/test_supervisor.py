@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import EngineConfig, ModelConfig
-from mmjax.frontend.supervisor import EngineStartError, Supervisor, _Life
+from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor, _Life
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
@@ -151,7 +151,7 @@ def test_a_pause_of_p0_is_not_p1s_silence(tmp_path: Path) -> None:
 
 PAUSED_PARENT = """
 import asyncio, os
-from mmjax.frontend.supervisor import Supervisor
+from mmjax.frontend.engine_client.supervisor import Supervisor
 from tests.frontend.test_supervisor import ECHO, Listener, engine_config, until
 
 async def main():
@@ -272,7 +272,7 @@ def test_no_orphan_and_no_folder_when_the_parent_is_killed(
 
 KILLED_PARENT = """
 import time
-from mmjax.frontend.supervisor import Supervisor
+from mmjax.frontend.engine_client.supervisor import Supervisor
 from tests.frontend.test_supervisor import ECHO, engine_config
 
 if __name__ == "__main__":

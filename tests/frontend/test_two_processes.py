@@ -12,10 +12,10 @@ import pytest
 from mmjax.cache import config_with_segment, processor_cache_from_config
 from mmjax.config import EngineConfig, ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.errors import EngineUnavailableError
-from mmjax.frontend import client as client_module
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.supervisor import Supervisor
+from mmjax.frontend.engine_client import client as client_module
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.engine_client.supervisor import Supervisor
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest, EngineMessage

@@ -10,12 +10,13 @@ import pytest
 
 from mmjax.config import SchedulerConfig
 from mmjax.errors import RequestCancelledError
-from mmjax.frontend import work_lanes
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.work_lanes import MAX_LIGHT_BYTES, WorkLanes
-from mmjax.processing import encoded, item_processing
-from mmjax.processing.decoding import Cancellation, DecodeControl, split_by_bytes
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt import work_lanes
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.prompt.work_lanes import MAX_LIGHT_BYTES, WorkLanes
+from mmjax.processing import item_processing
+from mmjax.processing.media import encoded
+from mmjax.processing.media.decode_budget import Cancellation, DecodeControl, split_by_bytes
 from mmjax.sampling_params import SamplingParams
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw

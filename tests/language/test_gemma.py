@@ -12,7 +12,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from mmjax.errors import CheckpointError
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
-from mmjax.layers.attention import DenseAttentionMetadata
+from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.embed import project_logits, soft_cap
 from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record

@@ -10,8 +10,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.layers.attention import PagedAttentionMetadata
-from mmjax.layers.kv_cache import InterleavedCache, LayerCache, TransposedCache, padded_head_dim
+from mmjax.layers.attention.api import PagedAttentionMetadata
+from mmjax.layers.attention.kv_cache import (
+    InterleavedCache,
+    LayerCache,
+    TransposedCache,
+    padded_head_dim,
+)
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 16
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 8, 128, 24

@@ -12,8 +12,8 @@ from transformers.activations import ACT2FN
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
+from mmjax.layers.attention.kv_cache import KVCacheSpec, allocate, block_bytes
 from mmjax.layers.embed import Embed, project_logits, soft_cap
-from mmjax.layers.kv_cache import KVCacheSpec, allocate, block_bytes
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import GemmaRMSNorm, LayerNorm

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers.attention import DenseAttentionMetadata, attention, dense_attention
-from mmjax.layers.attention_paged import SLOTS_AT_ONCE
-from mmjax.layers.kv_cache import TransposedCache
+from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
+from mmjax.layers.attention.kv_cache import TransposedCache
+from mmjax.layers.attention.paged import SLOTS_AT_ONCE
 from tests.layers.ragged import (
     HEAD_DIM,
     NUM_HEADS,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mmjax.layers.attention import (
+from mmjax.layers.attention.api import (
     CrossAttentionMetadata,
     attention,
     cross_attention,

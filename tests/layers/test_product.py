@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers.product import (
+from mmjax.layers.cpu.product import (
     LONG_ROW,
     MAX_FEW_ROWS,
     MIN_WEIGHT_SIZE,

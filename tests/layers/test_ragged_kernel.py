@@ -16,15 +16,15 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import Mesh
 
-from mmjax.layers.attention import attention, choose_cache_type
-from mmjax.layers.attention_tpu import ragged_attention, ragged_takes, to_arguments
-from mmjax.layers.kv_cache import (
+from mmjax.layers.attention.api import attention, choose_cache_type
+from mmjax.layers.attention.kv_cache import (
     HeadSharding,
     InterleavedCache,
     KVCacheSpec,
     TransposedCache,
     block_bytes,
 )
+from mmjax.layers.attention.tpu import ragged_attention, ragged_takes, to_arguments
 from tests.layers.ragged import (
     BLOCK_SIZE,
     NUM_BLOCKS,

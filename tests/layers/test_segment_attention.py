@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.layers import attention_backend, attention_segments
-from mmjax.layers.attention import dense_attention
-from mmjax.layers.attention_segments import PADDING, refine_segments, segment_attention
+from mmjax.layers.attention import backend as attention_backend
+from mmjax.layers.attention import segments as attention_segments
+from mmjax.layers.attention.api import dense_attention
+from mmjax.layers.attention.segments import PADDING, refine_segments, segment_attention
 
 NUM_HEADS, HEAD_DIM = 3, 16
 SCALE = 0.3

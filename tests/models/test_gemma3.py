@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from transformers import AutoConfig
 
-from mmjax.layers.attention import DenseAttentionMetadata
+from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.parity.arrays import PagedModel

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.registry import get_placeholder_str
 from tests.kit import draw

@@ -15,9 +15,15 @@ import pytest
 from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import ConfigError, RequestCancelledError, RequestValueError
-from mmjax.processing import MediaLimits, encoded, item_processing
-from mmjax.processing.decoding import Cancellation, DecodeBudget, DecodeControl, split_by_bytes
-from mmjax.processing.encoded import EncodedImage
+from mmjax.processing import MediaLimits, item_processing
+from mmjax.processing.media import encoded
+from mmjax.processing.media.decode_budget import (
+    Cancellation,
+    DecodeBudget,
+    DecodeControl,
+    split_by_bytes,
+)
+from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.families import FAMILIES, gemma3
 from tests.processing.test_media import encode, png_header

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from tests.kit import draw
 from tests.processing.families import florence2

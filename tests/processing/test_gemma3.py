@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.gemma3.processor import PanAndScan
 from mmjax.processing import ImageSize, PromptUpdateError

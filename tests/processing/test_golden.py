@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange
 from tests.processing.families import FAMILIES
 from tests.processing.families.family import GOLDEN, Family, golden_processor

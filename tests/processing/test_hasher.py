@@ -25,8 +25,8 @@ from PIL import ExifTags, Image
 
 from mmjax.errors import RequestError
 from mmjax.processing import MediaLimits, MediaWithBytes, MultiModalHasher
-from mmjax.processing.encoded import EncodedImage
-from mmjax.processing.hasher import LARGE_CHUNK, ContentHasher, has_parsed_exif
+from mmjax.processing.hashing.hasher import LARGE_CHUNK, ContentHasher, has_parsed_exif
+from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.test_media import encode
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mmjax.errors import RequestError
 from mmjax.processing import ImageSize
-from mmjax.processing.image import (
+from mmjax.processing.image_processors.image import (
     check_pixel_size,
     check_resized_pixels,
     check_squared_pixels,

@@ -17,13 +17,13 @@ from PIL import Image
 from transformers import AutoTokenizer, BatchFeature
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor, get_placeholder_str
 from mmjax.processing import ImageSize, PromptUpdateError
-from mmjax.processing.tiling import choose_arrangement, list_arrangements
+from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
 from tests.kit import draw
 from tests.processing.families import internvl
 from tests.processing.families.internvl import PATH, VIDEO

@@ -21,9 +21,9 @@ from mmjax.processing import (
     MultiModalHasher,
     VideoProcessorItems,
 )
-from mmjax.processing.encoded import EncodedImage
-from mmjax.processing.item_hashes import ItemHasher, scope_mm_kwargs
-from mmjax.processing.media_ids import MediaId
+from mmjax.processing.hashing.item_hashes import ItemHasher, scope_mm_kwargs
+from mmjax.processing.hashing.media_ids import MediaId
+from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.test_media import encode
 from tests.processing.test_processor import Processor, make

@@ -22,9 +22,9 @@ from mmjax.processing import (
     apply_token_matches,
     find_mm_placeholders,
 )
-from mmjax.processing.fields import MultiModalBatchedField, MultiModalFieldElem
-from mmjax.processing.inputs import MultiModalKwargsItem
-from mmjax.processing.items import ImageProcessorItems, MultiModalDataItems
+from mmjax.processing.items.items import ImageProcessorItems, MultiModalDataItems
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.processing.test_prepare import RecordingCache
 from tests.processing.test_processor import SOFT, TOKENIZER, Info, make
 

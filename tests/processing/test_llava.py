@@ -11,7 +11,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.llava.processor import count_kept_features
 from mmjax.models.registry import get_placeholder_str

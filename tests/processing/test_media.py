@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image, PngImagePlugin
 
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
-from mmjax.processing.media import (
+from mmjax.processing.media.decode import (
     MediaLimits,
     MediaWithBytes,
     convert_to_rgb,

@@ -8,10 +8,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mmjax.errors import MediaIdConflictError, RequestError
 from mmjax.processing import MultiModalDataItems, MultiModalHasher, VideoProcessorItems
-from mmjax.processing.encoded import EncodedImage
-from mmjax.processing.item_hashes import ItemHasher
-from mmjax.processing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId
-from mmjax.processing.recent import RecentMap
+from mmjax.processing.hashing.item_hashes import ItemHasher
+from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId
+from mmjax.processing.hashing.recent import RecentMap
+from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.test_item_hashes import FILES, LIMITS, forbid_decoding, hash_images
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import BatchFeature
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import ProcessingError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing import (

@@ -19,7 +19,7 @@ from mmjax.processing import (
     iter_token_matches,
     replace_token_matches,
 )
-from mmjax.processing.prompt_updates import UpdateTarget
+from mmjax.processing.prompt_updates.updates import UpdateTarget
 from tests.kit import ByteTokenizer
 
 tokenizer = ByteTokenizer()

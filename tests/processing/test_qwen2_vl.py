@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 from transformers import BatchFeature
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.processing import MultiModalInputs, PromptUpdateError
-from mmjax.processing.parts import load_video_settings
-from mmjax.processing.patches import VideoPatcher
+from mmjax.processing.image_processors.parts import load_video_settings
+from mmjax.processing.image_processors.patches import VideoPatcher
 from tests.kit import draw
 from tests.processing.families import qwen2_vl
 from tests.processing.families.qwen2_vl import IMAGE, VIDEO

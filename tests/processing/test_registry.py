@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import load_model_class, require_model

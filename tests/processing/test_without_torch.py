@@ -18,7 +18,7 @@ import json, sys
 for name in ("torch", "torchvision", "jax", "jaxlib", "flax"):
     sys.modules[name] = None  # importing it raises ImportError
 from PIL import Image
-from mmjax.cache.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
 

@@ -12,9 +12,9 @@ from openai import OpenAI
 from starlette.testclient import TestClient
 
 from mmjax.config import SchedulerConfig, ServerConfig
-from mmjax.frontend.chat import ChatParser
-from mmjax.frontend.client import AsyncEngineClient
-from mmjax.frontend.input_processor import InputProcessor
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor

@@ -4,8 +4,8 @@ import sys
 import time
 from typing import Any
 
-from mmjax.frontend.input_processor import InputProcessor
-from mmjax.frontend.supervisor import Supervisor
+from mmjax.frontend.engine_client.supervisor import Supervisor
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.serve import leave, main
 
 STUCK_TOKEN = 11

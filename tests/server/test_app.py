@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mmjax.errors import CapacityError
-from mmjax.frontend.output_processor import OutputProcessor
-from mmjax.server.streaming import EventStream
+from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.server.openai.streaming import EventStream
 from tests.kit import draw
 from tests.server.conftest import MakeServer, Server
 

@@ -8,7 +8,7 @@ import pytest
 from starlette.requests import Request
 
 from mmjax.errors import RequestCancelledError
-from mmjax.server.streaming import while_connected
+from mmjax.server.openai.streaming import while_connected
 
 
 class Connection:

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from mmjax.errors import RequestValueError
-from mmjax.server import request_body
-from mmjax.server.protocol import ChatCompletionRequest, CompletionRequest
-from mmjax.server.request_body import JsonScan, RequestReader, parse
+from mmjax.server.openai import request_body
+from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from mmjax.server.openai.request_body import JsonScan, RequestReader, parse
 from tests.server.conftest import Server
 
 MANY = 30_000

@@ -7,13 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.processing.fields import (
+from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
     MultiModalFlatField,
     MultiModalSharedField,
 )
-from mmjax.processing.inputs import MultiModalFeatureSpec, MultiModalKwargsItem, PlaceholderRange
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
 from mmjax.transport.messages import (

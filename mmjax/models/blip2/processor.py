@@ -11,18 +11,22 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import check_pixel_size
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import (
+from mmjax.processing.image_processors.image import check_pixel_size
+from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates import PromptIndexTargets, PromptInsertion, PromptUpdate
+from mmjax.processing.prompt_updates.updates import (
+    PromptIndexTargets,
+    PromptInsertion,
+    PromptUpdate,
+)
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 IMAGE_TOKEN = "<image>"
 

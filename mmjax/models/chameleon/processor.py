@@ -12,18 +12,18 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import check_pixel_size, check_resized_pixels
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.prompt_updates.updates import (
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
 )
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 
 class ChameleonProcessingInfo(BaseProcessingInfo):

@@ -14,17 +14,17 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import check_pixel_size
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.image_processors.image import check_pixel_size
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.prompt_updates.updates import (
     PromptIndexTargets,
     PromptInsertion,
     PromptUpdate,
     as_ids,
 )
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 
 class Florence2DataParser(MultiModalDataParser):

@@ -16,20 +16,26 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import fit_within, normalize, patchify, rescale, to_pixels
-from mmjax.processing.inputs import MultiModalKwargsItems
+from mmjax.processing.image_processors.image import (
+    fit_within,
+    normalize,
+    patchify,
+    rescale,
+    to_pixels,
+)
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.known_kwargs import KnownKwargs
-from mmjax.processing.parse import ImageSize, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
+from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PromptReplacement,
     PromptUpdate,
     PromptUpdateDetails,
 )
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 IMAGE_TOKEN, NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
 START_TOKEN, ANSWER_TOKEN = "<s>", "<0x04>"

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
-from mmjax.layers.attention import AttentionMetadata
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.embed import Embed, project_logits, soft_cap
-from mmjax.layers.kv_cache import KVCache
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.models.interface import EncoderSpec
 from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower

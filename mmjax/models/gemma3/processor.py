@@ -17,19 +17,17 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestRuntimeError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import (
+from mmjax.processing.items.parse import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_matching import (
+from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     find_mm_placeholders,
 )
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
     PromptReplacement,
@@ -38,6 +36,8 @@ from mmjax.processing.prompt_updates import (
     as_ids,
 )
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 _MAX_NEWLINES = 64
 """Longest run of newlines that a vocabulary is searched for (Gemma's own has 31)."""

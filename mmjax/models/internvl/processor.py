@@ -16,12 +16,18 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import EmbeddingItems, ImageSize, MultiModalDataItems
-from mmjax.processing.parts import PartsMultiModalProcessor, ProcessorOfParts
-from mmjax.processing.prompt_matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates import (
+from mmjax.processing.image_processors.parts import PartsMultiModalProcessor, ProcessorOfParts
+from mmjax.processing.image_processors.tiling import (
+    HFFrameCutter,
+    HFTileCutter,
+    OriginalFrameCutter,
+    OriginalTileCutter,
+    find_largest_picture,
+)
+from mmjax.processing.items.parse import EmbeddingItems, ImageSize, MultiModalDataItems
+from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
+from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
+from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PromptReplacement,
     PromptUpdate,
@@ -29,14 +35,8 @@ from mmjax.processing.prompt_updates import (
     as_ids,
 )
 from mmjax.processing.registry import ProcessorFactories
-from mmjax.processing.text_splicing import has_long_target, splice_in_text
-from mmjax.processing.tiling import (
-    HFFrameCutter,
-    HFTileCutter,
-    OriginalFrameCutter,
-    OriginalTileCutter,
-    find_largest_picture,
-)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 _VIDEO_TOKENS = {

@@ -13,18 +13,22 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.image import check_pixel_size, check_resized_pixels, check_squared_pixels
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import (
+from mmjax.processing.image_processors.image import (
+    check_pixel_size,
+    check_resized_pixels,
+    check_squared_pixels,
+)
+from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates import PromptReplacement, PromptUpdate
+from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 _NUM_EXTRA_FEATURES = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Features of a tower that stand for no patch (CLIP's class token), by its `model_type`."""

@@ -13,17 +13,17 @@ from transformers import BatchFeature
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.fields import MultiModalFieldConfig
-from mmjax.processing.inputs import MultiModalKwargsItems
-from mmjax.processing.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
-from mmjax.processing.parts import (
+from mmjax.processing.image_processors.parts import (
     PartsMultiModalProcessor,
     ProcessorOfParts,
     load_video_settings,
 )
-from mmjax.processing.patches import ImagePatcher, VideoPatcher
-from mmjax.processing.prompt_updates import PromptReplacement, PromptUpdate
+from mmjax.processing.image_processors.patches import ImagePatcher, VideoPatcher
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.registry import ProcessorFactories
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 _PLACEHOLDERS = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",

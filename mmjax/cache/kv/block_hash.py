@@ -1,0 +1,178 @@
+"""What makes a block of the KV cache the one that is wanted: all that its keys depend on.
+
+A block's hash covers its tokens, everything before it (through its parent's hash), and what the
+token ids do not say: the adapter, the items whose placeholders it overlaps, the caller's salt.
+Tokens and identifiers in, bytes out; knows neither blocks nor requests' states.
+
+NOTE: features lie in the prompt whose blocks are hashed. An encoder-decoder model's lie in the
+other one, and its decoder's blocks depend on all of them: those must not be shared by these hashes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+from blake3 import blake3
+
+from mmjax.processing.tensors.inputs import PlaceholderRange
+
+BlockHash = bytes
+"""32 bytes, which stand for a full block and all before it."""
+
+BlockHashAlgorithm = Literal["sha256", "blake3"]
+
+ExtraKey = tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]
+"""`("lora", name)` or `("lora", name, path)`; `("mm", identifier, offset)`;
+`("cache_salt", salt)`."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_HASHERS: Mapping[BlockHashAlgorithm, Callable[[bytes], Any]] = {
+    "sha256": sha256,
+    "blake3": blake3,
+}
+
+
+@runtime_checkable
+class PlacedItem(Protocol):
+    """An item of a prompt: a `MultiModalFeatureSpec`, or what an engine makes of one."""
+
+    @property
+    def identifier(self) -> str:
+        """Equal identifiers have equal embeddings."""
+        ...
+
+    @property
+    def mm_position(self) -> PlaceholderRange:
+        """Where its placeholder stands."""
+        ...
+
+
+@runtime_checkable
+class HashableRequest(Protocol):
+    """What the hashes of a request's blocks depend on, besides its tokens.
+
+    The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_path`.
+    """
+
+    @property
+    def mm_features(self) -> Sequence[PlacedItem] | None:
+        """Sorted by `mm_position.offset`."""
+        ...
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Keeps apart the blocks of callers that must not learn of each other."""
+        ...
+
+
+@runtime_checkable
+class HashablePrompt(HashableRequest, Protocol):
+    """A request that knows its tokens."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """With every placeholder in place."""
+        ...
+
+
+def make_none_hash(seed: str = "") -> BlockHash:
+    """Return the parent of a first block; caches of different seeds share no hash."""
+    return sha256(_ENCODER.encode(("mmjax.block_hash", 1, seed))).digest()
+
+
+NONE_HASH: BlockHash = make_none_hash()
+"""The parent of a request's first block, unless a seed is given."""
+
+
+def generate_block_hash_extra_keys(
+    request: HashableRequest, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+) -> tuple[tuple[ExtraKey, ...] | None, int]:
+    """Return what a block's hash covers besides tokens, and where to look for the next block's.
+
+    An image whose placeholder begins 3 tokens before the block gives `("mm", identifier, -3)`.
+
+    Args:
+        request: Its features are sorted by their place in the prompt.
+        start_token_idx: The block's first token.
+        end_token_idx: The token after the block.
+        start_mm_idx: No feature before this one overlaps the block; -1: only the last one may.
+
+    Returns:
+        The keys, or None where there are none; and the first feature that a later block may
+        overlap.
+    """
+    mm_keys, next_mm_idx = _mm_keys(
+        request.mm_features or (), start_token_idx, end_token_idx, start_mm_idx
+    )
+    keys = (*_lora_keys(request), *mm_keys, *_salt_keys(request, start_token_idx))
+    return keys or None, next_mm_idx
+
+
+def hash_block_tokens(
+    parent: BlockHash | None,
+    token_ids: Sequence[int] | np.ndarray,
+    extra_keys: tuple[ExtraKey, ...] | None = None,
+    algorithm: BlockHashAlgorithm = "sha256",
+) -> BlockHash:
+    """Return the hash of a full block; `parent` is that of the block before it, None at first."""
+    tokens = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
+    # msgpack tells bytes, text, ints and lists apart, and says how long each is.
+    framed = _ENCODER.encode((parent or NONE_HASH, tokens, extra_keys))
+    return _HASHERS[algorithm](framed).digest()
+
+
+def iter_block_hashes(
+    request: HashablePrompt,
+    block_size: int,
+    *,
+    token_ids: Sequence[int] | np.ndarray | None = None,
+    previous: Sequence[BlockHash] = (),
+    algorithm: BlockHashAlgorithm = "sha256",
+    none_hash: BlockHash = NONE_HASH,
+) -> Iterator[BlockHash]:
+    """Yield the hashes of the full blocks of a request, after the `previous` ones.
+
+    `token_ids` are all of its tokens, where they are more than its prompt.
+    """
+    if token_ids is None:
+        token_ids = request.prompt_token_ids
+    parent = previous[-1] if previous else none_hash
+    mm_idx = 0
+    for start in range(len(previous) * block_size, len(token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        extra_keys, mm_idx = generate_block_hash_extra_keys(request, start, end, mm_idx)
+        parent = hash_block_tokens(parent, token_ids[start:end], extra_keys, algorithm)
+        yield parent
+
+
+def _mm_keys(
+    features: Sequence[PlacedItem], start: int, end: int, first: int
+) -> tuple[list[ExtraKey], int]:
+    index = max(first + len(features), 0) if first < 0 else first
+    keys: list[ExtraKey] = []
+    next_mm_idx = None
+    while index < len(features) and features[index].mm_position.offset < end:
+        offset = features[index].mm_position.offset
+        stop = offset + features[index].mm_position.length
+        if max(start, offset) < min(end, stop):
+            keys.append(("mm", features[index].identifier, offset - start))
+        if stop > end and next_mm_idx is None:
+            next_mm_idx = index
+        index += 1
+    return keys, index if next_mm_idx is None else next_mm_idx
+
+
+def _lora_keys(request: HashableRequest) -> list[ExtraKey]:
+    adapter = getattr(request, "lora_request", None)
+    name = getattr(request if adapter is None else adapter, "lora_name", None)
+    if name is None:
+        return []
+    path = getattr(adapter, "lora_path", None)
+    return [("lora", name)] if path is None else [("lora", name, path)]
+
+
+def _salt_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
+    # Later blocks have it through their parents.
+    return [("cache_salt", request.cache_salt)] if start == 0 and request.cache_salt else []

@@ -1,0 +1,95 @@
+"""Which blocks of the paged KV cache are free, and what each holds: block ids in, block ids out.
+
+A full block keeps its hash after its last holder has let it go: it can be taken back until its room
+is needed. Knows no device.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from mmjax.cache.kv.block_hash import BlockHash
+
+
+class BlockPool:
+    """Hands out block ids, counts references, and finds blocks by their hash.
+
+    Reused first is a block that nobody can ask for again, then the one that was freed longest ago.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._by_hash: dict[BlockHash, int] = {}
+        self._hash_of: dict[int, BlockHash] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many blocks nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """How many blocks can be found by a hash, held or not."""
+        return len(self._by_hash)
+
+    @property
+    def usage(self) -> float:
+        """The held share of the pool, between 0 and 1."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def find_prefix(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the blocks of the longest prefix that is cached; changes nothing."""
+        found = []
+        for block_hash in block_hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def cache(self, block_id: int, block_hash: BlockHash) -> None:
+        """Let a held, full block be found by its hash; an equal one that is known stays instead."""
+        assert self._ref_counts[block_id] > 0, f"{block_id=} is free"
+        if block_hash not in self._by_hash and block_id not in self._hash_of:
+            self._by_hash[block_hash] = block_id
+            self._hash_of[block_id] = block_hash
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take `num_blocks` free blocks, which lose what they held; there must be room."""
+        assert num_blocks <= len(self._free), f"{num_blocks=} {len(self._free)=}"
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+            self._forget(block_id)
+        return block_ids
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """Add one reference to each block, also to one that waits in the free queue."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Drop one reference to each block, in this order; the first is reused first."""
+        nameless = []
+        for block_id in block_ids:
+            assert self._ref_counts[block_id] > 0, f"{block_id=} is free already"
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if block_id not in self._hash_of:
+                    nameless.append(block_id)
+        for block_id in reversed(nameless):
+            self._free.move_to_end(block_id, last=False)
+
+    def forget_all(self) -> None:
+        """Let no block be found any more; references stay."""
+        self._by_hash.clear()
+        self._hash_of.clear()
+
+    def _forget(self, block_id: int) -> None:
+        block_hash = self._hash_of.pop(block_id, None)
+        if block_hash is not None:
+            del self._by_hash[block_hash]

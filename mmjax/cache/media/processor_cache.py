@@ -1,0 +1,218 @@
+"""What P0 and P1 keep of processed items, so that a picture is processed and sent once.
+
+Bookkeeping over hashes and sizes; satisfies `ProcessorCache` of the processing floor.
+"""
+
+import sys
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmjax.cache.lru import CacheInfo, LRUCache
+from mmjax.errors import MultiModalCacheMissError
+from mmjax.logger import get_logger
+from mmjax.processing.commit import commit_items
+from mmjax.processing.prepared import ProcessedItem
+from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
+from mmjax.processing.tensors.fields import MultiModalFieldElem
+from mmjax.processing.tensors.inputs import ItemData, MultiModalFeatureSpec
+
+logger = get_logger(__name__)
+
+SentItem = tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]
+"""What goes to P1 in place of the tensors (None: P1 holds them), and the prompt update."""
+
+
+def get_item_size(value: Any) -> int:
+    """Return the bytes of a value's tensors.
+
+    The same in P0 and P1, before and after the bridge: a number counts as the array that it
+    becomes there. What cannot cross the bridge counts as Python holds it.
+    """
+    if value is None:
+        return 0
+    if isinstance(value, MultiModalFieldElem):
+        return get_item_size(value.data)
+    if isinstance(value, Mapping):
+        return sum(get_item_size(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(get_item_size(part) for part in value)
+    if isinstance(value, bool | int | float | complex):
+        return np.asarray(value).nbytes
+    nbytes = getattr(value, "nbytes", None)
+    return int(nbytes) if nbytes is not None else sys.getsizeof(value)
+
+
+def get_item_complexity(value: Any) -> int:
+    """Return the number of a value's leaves: tensors, numbers, texts."""
+    if value is None:
+        return 0
+    if isinstance(value, MultiModalFieldElem):
+        return get_item_complexity(value.data)
+    if isinstance(value, Mapping):
+        return sum(get_item_complexity(part) for part in value.values())
+    if isinstance(value, list | tuple):
+        return sum(get_item_complexity(part) for part in value)
+    return 1
+
+
+class BaseMultiModalProcessorCache(ABC):
+    """A cache of processed items in P0. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        # Re-entrant: `get_and_update` holds it over the questions for its single items.
+        self._lock = threading.RLock()
+
+    @abstractmethod
+    def is_cached_item(self, mm_hash: str) -> bool:
+        """Whether an item is held; changes neither order nor statistics."""
+
+    @abstractmethod
+    def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
+        """Return a held item's prompt update; changes neither order nor statistics."""
+
+    @abstractmethod
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        """Mark an item as used, if it is held; statistics stay."""
+
+    @abstractmethod
+    def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
+        """Return the held item; else store `mm_item`; else raise MultiModalCacheMissError."""
+
+    @abstractmethod
+    def invalidate(self, mm_hash: str) -> None:
+        """Forget one item, if it is held."""
+
+    @abstractmethod
+    def clear_cache(self) -> None:
+        """Forget every item; statistics stay."""
+
+    @abstractmethod
+    def reset_readers(self) -> None:
+        """Learn that P1 died, and that a new one holds nothing of what it held."""
+
+    @abstractmethod
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        """Return hits and questions, ever or since the last call with `delta`."""
+
+    def close(self) -> None:
+        """Forget every item, and give back what is held outside of Python. Idempotent."""
+        self.clear_cache()
+
+    def is_cached(self, mm_hashes: Sequence[str]) -> list[bool]:
+        """Whether each item is held; changes neither order nor statistics."""
+        return [self.is_cached_item(mm_hash) for mm_hash in mm_hashes]
+
+    def get_and_update(
+        self, mm_items: Sequence[ProcessedItem | None], mm_hashes: Sequence[str]
+    ) -> list[SentItem]:
+        """Look up and store the items of one request, in the order of the prompt, as one change.
+
+        An item that another thread has stored by now is a held one. Before any change,
+        MultiModalCacheMissError names all that are neither held nor given.
+        """
+        fresh: dict[str, ProcessedItem] = {}
+        for item, mm_hash in zip(mm_items, mm_hashes, strict=True):
+            if item is not None:
+                fresh.setdefault(mm_hash, item)
+        with self._lock:
+            held = {mm_hash: self.peek_prompt_updates(mm_hash) for mm_hash in mm_hashes}
+            rows = commit_items(self, mm_hashes, fresh)
+        sent: list[SentItem] = []
+        for row, mm_hash in zip(rows, mm_hashes, strict=True):
+            updates = held[mm_hash]
+            sent.append((row, fresh[mm_hash][1] if updates is None else updates))
+        return sent
+
+
+class BaseMultiModalReceiverCache(ABC):
+    """P1's part of a cache whose sender is in P0."""
+
+    @abstractmethod
+    def get_and_update_features(
+        self, features: Sequence[MultiModalFeatureSpec]
+    ) -> list[MultiModalFeatureSpec]:
+        """Fill in the tensors of one request's features, which are in the order of the prompt.
+
+        Keeps what came with data. Afterwards raises one MultiModalCacheMissError with every hash
+        whose tensors are not here; the other features are filled in by then.
+        """
+
+    @abstractmethod
+    def clear_cache(self) -> None:
+        """Forget every item."""
+
+    def close(self) -> None:
+        """Forget every item, and give back what is held outside of Python. Idempotent."""
+        self.clear_cache()
+
+
+class OversizeNotice:
+    """Says once that items are larger than their cache, and served without it."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+
+    def give(self, num_bytes: int, capacity_bytes: int) -> None:
+        """Log a warning, the first time."""
+        if self._is_given:
+            return
+        self._is_given = True
+        logger.warning(
+            "an item of %d bytes exceeds the processor cache of %d bytes and is not "
+            "cached; raise `--mm-processor-cache-gb`",
+            num_bytes,
+            capacity_bytes,
+        )
+
+
+class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
+    """Keeps tensors and prompt updates in P0; the engine gets the tensors every time."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__()
+        # Prompt updates share their contents among items and weigh little: the tensors count.
+        self._cache: LRUCache[str, ProcessedItem] = LRUCache(
+            capacity_bytes, getsizeof=lambda cached: get_item_size(cached[0])
+        )
+        self._oversize = OversizeNotice()
+
+    def is_cached_item(self, mm_hash: str) -> bool:
+        return mm_hash in self._cache
+
+    def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
+        cached = self._cache.cache.get(mm_hash)
+        return None if cached is None else cached[1]
+
+    def touch_sender_cache_item(self, mm_hash: str) -> None:
+        with self._lock:
+            self._cache.touch(mm_hash)
+
+    def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
+        with self._lock:
+            cached = self._cache.get(mm_hash)
+            if cached is not None:
+                return cached
+            if mm_item is None:
+                raise MultiModalCacheMissError([mm_hash])
+            if not self._cache.put_if_fits(mm_hash, mm_item):
+                self._oversize.give(get_item_size(mm_item[0]), self._cache.capacity)
+            return mm_item
+
+    def invalidate(self, mm_hash: str) -> None:
+        with self._lock:
+            self._cache.pop(mm_hash, None)
+
+    def clear_cache(self) -> None:
+        with self._lock:
+            self._cache.clear()
+
+    def reset_readers(self) -> None:
+        """Change nothing: P1 gets the tensors every time."""
+
+    def make_stats(self, *, delta: bool = False) -> CacheInfo:
+        with self._lock:
+            return self._cache.stat(delta=delta)

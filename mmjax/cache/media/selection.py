@@ -1,0 +1,72 @@
+"""Which caches a configuration asks for: P0's half and P1's."""
+
+from dataclasses import replace
+
+from mmjax.cache.media.mirrored import MultiModalProcessorSenderCache, MultiModalReceiverCache
+from mmjax.cache.media.processor_cache import (
+    BaseMultiModalProcessorCache,
+    BaseMultiModalReceiverCache,
+    MultiModalProcessorOnlyCache,
+)
+from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.config import MultiModalConfig, ProcessorCacheType
+from mmjax.errors import ConfigError
+
+_MIB, _GIB = 2**20, 2**30
+
+
+def processor_cache_from_config(
+    config: MultiModalConfig, *, num_api_processes: int = 1
+) -> BaseMultiModalProcessorCache | None:
+    """Return P0's cache, or None where there is none; the type shm makes its segment here."""
+    match _get_cache_type(config, num_api_processes):
+        case "processor_only":
+            return MultiModalProcessorOnlyCache(_capacity_bytes(config))
+        case "lru":
+            return MultiModalProcessorSenderCache(_capacity_bytes(config))
+        case "shm":
+            return ShmObjectStoreSenderCache(
+                _capacity_bytes(config),
+                max_object_bytes=config.mm_shm_cache_max_object_size_mb * _MIB,
+                name=config.mm_shm_name,
+            )
+        case None:
+            return None
+
+
+def engine_receiver_cache_from_config(
+    config: MultiModalConfig, *, num_api_processes: int = 1
+) -> BaseMultiModalReceiverCache | None:
+    """Return P1's cache, or None where requests bring their tensors themselves."""
+    match _get_cache_type(config, num_api_processes):
+        case "lru":
+            return MultiModalReceiverCache(_capacity_bytes(config))
+        case "shm":
+            if config.mm_shm_name is None:
+                raise ConfigError(
+                    "`mm_shm_name` is None; make P0's cache first, and give P1 "
+                    "`config_with_segment` of it"
+                )
+            return ShmObjectStoreReceiverCache(config.mm_shm_name)
+        case _:
+            return None
+
+
+def config_with_segment(
+    config: MultiModalConfig, cache: BaseMultiModalProcessorCache | None
+) -> MultiModalConfig:
+    """Return P1's configuration: it names the segment, where P0's `cache` has made one."""
+    is_shared = isinstance(cache, ShmObjectStoreSenderCache)
+    return replace(config, mm_shm_name=cache.name) if is_shared else config
+
+
+def _get_cache_type(config: MultiModalConfig, num_api_processes: int) -> ProcessorCacheType | None:
+    if config.mm_processor_cache_gb <= 0:
+        return None
+    # Several senders cannot keep one receiver's order.
+    return "processor_only" if num_api_processes > 1 else config.mm_processor_cache_type
+
+
+def _capacity_bytes(config: MultiModalConfig) -> int:
+    return int(config.mm_processor_cache_gb * _GIB)

@@ -1,0 +1,182 @@
+"""The file in shared memory that P0 writes and P1 reads, and who may store which word of it.
+
+    control   magic, version, capacity, epoch, key     stored by P0
+    released  one word for each page of data           stored by P1, zeroed by P0
+    data      objects, each on pages of its own        stored by P0; P1 maps it read-only
+
+Why no lock is shared: every word has one side that counts with it, and is eight aligned bytes,
+which the machine stores and loads whole.
+
+- P0 counts in its own memory how often it handed an object out, P1 counts in `released` how often
+  it gave it back. P0 takes an object's room only where both counts are equal. A stale load of
+  `released` shows too small a count: then P0 spares the object for another while.
+- P0 stores an object's bytes before it sends the message that names them, and P1 loads them after
+  it received that message: the socket between them orders the two.
+- P1 stores `released` behind a lock of its own, which orders its loads of the object before it.
+- A word of `released` carries the epoch of its reader. P0 starts an epoch where a reader died:
+  counts of an earlier one are no counts, and the new reader begins at 0.
+
+The key that signs handles lies in the control page: whoever can read the file can read every
+object in it, so that the key gives nothing more; it stands in no argument, environment or
+message; and a P1 that is started anew finds it by attaching.
+"""
+
+import mmap
+import os
+import secrets
+import struct
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mmjax.cache.media.shm.files import create_file, open_file, remove_file
+from mmjax.errors import ConfigError
+from mmjax.rounding import round_up
+
+PAGE = 4096
+"""Objects begin at multiples of it."""
+HEADER = 64
+"""Bytes before an object's arrays: mark, id, size."""
+
+_MAGIC = int.from_bytes(b"mmjaxshm", "little")
+_VERSION = 1
+_WORD_MAGIC, _WORD_VERSION, _WORD_CAPACITY, _WORD_EPOCH, _WORD_MARK = range(5)
+_KEY = slice(64, 96)
+_COUNT_BITS = 40
+
+
+class Segment:
+    """One mapping of the file: P0's (`create`) or P1's (`attach`)."""
+
+    _give_back: Callable[[], object] = staticmethod(lambda: None)
+
+    def __init__(self, path: Path, fd: int, capacity: int, *, is_writer: bool) -> None:
+        self.path = path
+        self.capacity = capacity
+        """Bytes of data."""
+        offset = _data_offset(capacity)
+        if is_writer:
+            self._maps = [mmap.mmap(fd, offset + capacity)]
+            whole = memoryview(self._maps[0])
+            self._control, self.data = whole[:offset], whole[offset:]
+        else:
+            # P1 can store releases, and nothing else: not even a stray write changes an object.
+            data = mmap.mmap(fd, capacity, prot=mmap.PROT_READ, offset=offset)
+            self._maps = [mmap.mmap(fd, offset), data]
+            self._control, self.data = map(memoryview, self._maps)
+        self._words, self._data_words = self._control.cast("Q"), self.data.cast("Q")
+        self._mark = self._words[_WORD_MARK]
+        self._fd = fd
+
+    @classmethod
+    def create(cls, capacity: int, name: str, directory: Path | None = None) -> "Segment":
+        """Make the file, of `capacity` bytes of data: whole pages."""
+        path, fd = create_file(name, _data_offset(capacity) + capacity, directory)
+        try:
+            with mmap.mmap(fd, PAGE) as page:
+                _write_control(page, capacity)
+            segment = cls(path, fd, capacity, is_writer=True)
+        except BaseException:
+            remove_file(path, fd, os.getpid())
+            raise
+        segment._give_back = weakref.finalize(segment, remove_file, path, fd, os.getpid())
+        return segment
+
+    @classmethod
+    def attach(cls, name: str, directory: Path | None = None) -> "Segment":
+        """Map the file that P0 made."""
+        path, fd = open_file(name, directory)
+        try:
+            return cls(path, fd, _read_capacity(path, fd), is_writer=False)
+        finally:
+            os.close(fd)
+
+    @property
+    def key(self) -> bytes:
+        """The secret that signs handles."""
+        return bytes(self._control[_KEY])
+
+    @property
+    def epoch(self) -> int:
+        """How many readers there have been."""
+        return self._words[_WORD_EPOCH]
+
+    def start_epoch(self) -> None:
+        """Make what earlier readers release count for nothing."""
+        self._words[_WORD_EPOCH] += 1
+
+    # ---- one object ----------------------------------------------------------------------------
+
+    def publish(self, address: int, object_id: int, size: int) -> None:
+        """Mark the bytes at `address` as an object that no reader has had yet."""
+        word = address // 8
+        self._data_words[word + 1] = object_id
+        self._data_words[word + 2] = size
+        self._data_words[word] = self._mark
+        self._words[self._release_word(address)] = 0
+
+    def erase(self, address: int) -> None:
+        """Take the mark away: a handle that names this object is stale from now on."""
+        self._data_words[address // 8] = 0
+
+    def holds(self, address: int, object_id: int, size: int) -> bool:
+        """Whether this very object lies at `address`."""
+        if address % PAGE or not HEADER <= size <= self.capacity - address:
+            return False
+        word = address // 8
+        # The mark is secret: no picture can be drawn so that its bytes look like a header.
+        return self._data_words[word : word + 3].tolist() == [self._mark, object_id, size]
+
+    def num_released(self, address: int) -> int:
+        """How often the present reader gave the object back."""
+        word = self._words[self._release_word(address)]
+        return word & ((1 << _COUNT_BITS) - 1) if word >> _COUNT_BITS == self.epoch else 0
+
+    def set_num_released(self, address: int, count: int, epoch: int) -> None:
+        """Note that a reader of `epoch` gave the object back `count` times; void if it is over."""
+        if epoch == self.epoch:
+            self._words[self._release_word(address)] = epoch << _COUNT_BITS | count
+
+    def back_with_memory(self, address: int, size: int) -> None:
+        """Reserve pages; OSError where there is none left (a mere store would kill the process)."""
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._fd, _data_offset(self.capacity) + address, size)
+
+    def close(self) -> None:
+        """Give the mapping back once no view needs it; P0 removes the file. Idempotent."""
+        self._give_back()
+        for view in (self._words, self._data_words, self._control, self.data):
+            with suppress(BufferError):
+                view.release()
+        for mapping in self._maps:
+            with suppress(BufferError):
+                mapping.close()
+
+    @staticmethod
+    def _release_word(address: int) -> int:
+        return (PAGE + address // PAGE * 8) // 8
+
+
+def _data_offset(capacity: int) -> int:
+    unit = max(PAGE, mmap.ALLOCATIONGRANULARITY)
+    return round_up(PAGE + capacity // PAGE * 8, unit)
+
+
+def _write_control(page: mmap.mmap, capacity: int) -> None:
+    mark = secrets.randbits(63) + 1
+    page[:40] = struct.pack("5Q", _MAGIC, _VERSION, capacity, 1, mark)
+    page[_KEY] = secrets.token_bytes(_KEY.stop - _KEY.start)
+
+
+def _read_capacity(path: Path, fd: int) -> int:
+    size = os.fstat(fd).st_size
+    magic = version = capacity = 0
+    if size > PAGE:
+        with mmap.mmap(fd, PAGE, prot=mmap.PROT_READ) as page:
+            magic, version, capacity = struct.unpack_from("3Q", page)
+    if (magic, version) != (_MAGIC, _VERSION) or size != _data_offset(capacity) + capacity:
+        raise ConfigError(
+            f"`{path}` is not a segment of version {_VERSION}; P0 and P1 must run the same mmjax"
+        )
+    return capacity

@@ -1,0 +1,364 @@
+"""From scheduled windows to the arrays of one step: packed on the host, unpacked under jit.
+
+All fields are int32 and share one flat buffer, so that a step is one transfer; floats travel as
+their bits. `Layout` knows where each field lies, on both sides.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from mmjax.engine.scheduling.admission import MAX_MASKED_TOKEN_IDS
+from mmjax.engine.scheduling.buckets import StepBucket
+from mmjax.engine.scheduling.outputs import ScheduledRequest
+from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.rounding import cdiv
+
+NO_TOKEN = np.iinfo(np.int32).max
+"""Pads lists of token ids: beyond every vocabulary, so a scatter drops it."""
+
+_CROSS = "cross_"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class StepBatch(NamedTuple):
+    """The input of `step`, beside parameters and caches."""
+
+    token_ids: Int[Array, " T"]
+    token_from: Int[Array, " T"]
+    """Row of the previous sample that holds the token instead, or -1."""
+    positions: Int[Array, "3 T"]
+    src_index: Int[Array, " T"]
+    """Row of the encoder-output pool, or -1 for text."""
+    metadata: PagedAttentionMetadata
+    cross_src: Int[Array, " S"] | None = None
+    """Row of the pool that an encoder state to be written is; None for a decoder alone."""
+
+
+class SampleBatch(NamedTuple):
+    """The input of `sample`, beside parameters and hidden states."""
+
+    rows: Int[Array, " R"]
+    """Rows of the hidden states; padding: 0."""
+    positions: Int[Array, " R"]
+    """The place in the sequence that the new token gets."""
+    seeds: UInt32[Array, "R 2"]
+    top_k: Int[Array, " R"]
+    """0 or below: all."""
+    temperature: Float[Array, " R"]
+    """0: greedy."""
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    masked_token_ids: Int[Array, "R _masked"]
+    """Ids that may not come yet (`min_tokens`); padding: `NO_TOKEN`."""
+    has_filters: Int[Array, ""]
+    """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
+    has_logprobs: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of named int32 fields in one flat buffer."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Field -> its part of the buffer, its shape."""
+        slices, start = {}, 0
+        for name, shape in self.shapes:
+            slices[name] = (slice(start, start + prod(shape)), shape)
+            start += prod(shape)
+        return slices
+
+    @cached_property
+    def size(self) -> int:
+        """Numbers in the buffer."""
+        return sum(prod(shape) for _, shape in self.shapes)
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """Return the fields: views of a numpy buffer, slices of a traced one."""
+        return {name: flat[part].reshape(shape) for name, (part, shape) in self.slices.items()}
+
+
+def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
+    """Return the fields of a `StepBatch` of one bucket.
+
+    An encoder-decoder's have those of `CrossAttentionMetadata` as well, named `cross_...`.
+    """
+    tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_ids": (tokens,),
+        "token_from": (tokens,),
+        "positions": (3, tokens),
+        "src_index": (tokens,),
+        "slot_block": (tokens,),
+        "slot_offset": (tokens,),
+        "token_index": (tokens,),
+        **({"span_end": (tokens,)} if bucket.has_spans else {}),
+        "tile_rows": (tiles, bucket.tile_size),
+        "tile_request": (tiles,),
+        "row_slot": (tokens,),
+        "block_tables": (requests, max_blocks),
+    }
+    if max_encoder_blocks:
+        states = (bucket.num_states,)
+        shapes |= {
+            "cross_src": states,
+            "cross_slot_block": states,
+            "cross_slot_offset": states,
+            "cross_lengths": (requests,),
+            "cross_block_tables": (requests, max_encoder_blocks),
+        }
+    return Layout(tuple(shapes.items()))
+
+
+def sample_layout(num_requests: int) -> Layout:
+    """Return the fields of a `SampleBatch` of one bucket."""
+    one = (num_requests,)
+    shapes: Shapes = {
+        "rows": one,
+        "positions": one,
+        "seeds": (num_requests, 2),
+        "top_k": one,
+        "temperature": one,
+        "top_p": one,
+        "min_p": one,
+        "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
+        "has_filters": (),
+        "has_logprobs": (),
+    }
+    return Layout(tuple(shapes.items()))
+
+
+def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
+    """Return the traced batch of a packed buffer."""
+    fields = layout.views(flat)
+    names = ("token_ids", "token_from", "positions", "src_index")
+    head = {name: fields.pop(name) for name in names}
+    cross = {name: fields.pop(name) for name in list(fields) if name.startswith(_CROSS)}
+    if cross:
+        head["cross_src"] = cross.pop("cross_src")
+        named = {name.removeprefix(_CROSS): field for name, field in cross.items()}
+        fields["cross"] = CrossAttentionMetadata(**named)
+    return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
+
+
+def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
+    """Return the first rows of a packed batch, floats and seeds restored from their bits."""
+    fields = {
+        name: value[:num_rows] if value.ndim else value
+        for name, value in layout.views(flat).items()
+    }
+    for name in ("temperature", "top_p", "min_p"):
+        fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
+    fields["seeds"] = jax.lax.bitcast_convert_type(fields["seeds"], jnp.uint32)
+    return SampleBatch(**fields)
+
+
+class BatchBuilder:
+    """Writes scheduled windows into padded buffers."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_blocks: int,
+        max_num_seqs: int,
+        rows_of: Callable[[str], np.ndarray],
+        has_spans: bool,
+        max_encoder_blocks: int = 0,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.sample_layout = sample_layout(max_num_seqs)
+        """Of what follows every packed step: one size, whatever the bucket."""
+        self.rows_of = rows_of
+        """identifier -> rows of the encoder-output pool, int32[embeddings]."""
+        self.has_spans = has_spans
+        self.max_encoder_blocks = max_encoder_blocks
+
+    def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return a buffer of nothing but padding, and its fields."""
+        layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
+        flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
+        fields = layout.views(flat)
+        fields["token_from"][:] = -1
+        fields["src_index"][:] = -1
+        fields["slot_block"][:] = self.num_blocks
+        fields["tile_rows"][:] = bucket.num_tokens
+        if self.max_encoder_blocks:
+            fields["cross_slot_block"][:] = self.num_blocks
+        return flat, fields
+
+    def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
+        """Return the encoder states that the step's bucket must have room for."""
+        if not self.max_encoder_blocks:
+            return 0
+        return sum(scheduled.num_new_states for scheduled in requests)
+
+    def needs_spans(self, requests: Sequence[ScheduledRequest]) -> bool:
+        """Return whether the step's bucket must have spans: it holds a part of an image."""
+        return self.has_spans and any(
+            scheduled.start < scheduled.request.items_end
+            and scheduled.request.items_between(scheduled.start, scheduled.end)
+            for scheduled in requests
+        )
+
+    def build(
+        self, requests: Sequence[ScheduledRequest], bucket: StepBucket
+    ) -> tuple[np.ndarray, bool]:
+        """Return the packed step and its sample; whether greedy is all that is asked of that."""
+        flat, last_rows = self.build_step(requests, bucket)
+        sampled = [one for one in requests if one.samples]
+        if len(sampled) < len(requests):
+            last_rows = last_rows[[one.samples for one in requests]]
+        return flat, self.fill_sample(flat[-self.sample_layout.size :], sampled, last_rows)
+
+    def build_step(
+        self, requests: Sequence[ScheduledRequest], bucket: StepBucket
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the packed step, and each request's last row in it, int32[requests]."""
+        flat, fields = self.empty_step(bucket)
+        counts = np.fromiter((item.num_tokens for item in requests), np.int32, len(requests))
+        ends = np.cumsum(counts, dtype=np.int32)
+        num_tokens = int(ends[-1])
+        request_of_row = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
+        starts = np.fromiter((item.start for item in requests), np.int32, len(requests))
+        place = np.arange(num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
+        index = np.repeat(starts, counts) + place
+
+        tables = fields["block_tables"][: len(requests)].reshape(-1)
+        np.concatenate([item.block_table for item in requests], out=tables)
+        token_from = [item.token_from for item in requests]
+        fields["token_from"][ends - 1] = token_from
+        if num_tokens > len(requests) or -1 in token_from:
+            fields["token_ids"][:num_tokens] = np.concatenate(
+                [item.request.token_ids[item.start : item.end] for item in requests]
+            )
+        fields["positions"][:, :num_tokens] = index
+        fields["token_index"][:num_tokens] = index
+        if bucket.has_spans:
+            fields["span_end"][:num_tokens] = index + 1
+        blocks = fields["block_tables"][request_of_row, index // self.block_size]
+        fields["slot_block"][:num_tokens] = blocks
+        fields["slot_offset"][:num_tokens] = index % self.block_size
+        self._fill_tiles(fields, bucket, counts, place)
+        self._fill_items(fields, requests, ends - counts)
+        if self.max_encoder_blocks:
+            self._fill_cross(fields, requests)
+        return flat, ends - 1
+
+    def _fill_tiles(
+        self,
+        fields: dict[str, np.ndarray],
+        bucket: StepBucket,
+        counts: np.ndarray,
+        place: np.ndarray,
+    ) -> None:
+        """Cut each request's rows into tiles: 70 and 3 rows in tiles of 64 give 64, 6, 3."""
+        size = bucket.tile_size
+        tiles = cdiv(counts, size)
+        first_tile = np.cumsum(tiles, dtype=np.int32) - tiles
+        slots = np.repeat(first_tile * size, counts) + place
+        fields["row_slot"][: len(place)] = slots
+        fields["tile_rows"].reshape(-1)[slots] = np.arange(len(place), dtype=np.int32)
+        num_tiles = int(tiles.sum())
+        fields["tile_request"][:num_tiles] = np.repeat(
+            np.arange(len(counts), dtype=np.int32), tiles
+        )
+
+    def _fill_items(
+        self,
+        fields: dict[str, np.ndarray],
+        requests: Sequence[ScheduledRequest],
+        first_rows: np.ndarray,
+    ) -> None:
+        """Point the rows of embeddings at the pool, and at the end of their picture."""
+        for scheduled, first_row in zip(requests, first_rows, strict=True):
+            if scheduled.start >= scheduled.request.items_end:
+                continue
+            for item in scheduled.request.items_between(scheduled.start, scheduled.end):
+                low = max(scheduled.start, item.start)
+                high = min(scheduled.end, item.end)
+                window = slice(
+                    first_row + low - scheduled.start, first_row + high - scheduled.start
+                )
+                inside = slice(low - item.start, high - item.start)
+                first, last = item.mm_position.get_embeds_indices_in_range(
+                    inside.start, inside.stop
+                )
+                if first == last:
+                    continue  # marks alone, for which the item was not encoded
+                rows = self.rows_of(item.identifier)[first:last]
+                mask = item.mm_position.is_embed
+                chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
+                fields["src_index"][window][chosen] = rows
+                if self.has_spans and "span_end" in fields:
+                    spans = scheduled.request.span_ends[low:high]
+                    span_end = fields["span_end"][window]
+                    np.maximum(span_end, spans, out=span_end)
+
+    def _fill_cross(
+        self, fields: dict[str, np.ndarray], requests: Sequence[ScheduledRequest]
+    ) -> None:
+        """Show every request its encoder's states, and say where those of new ones come from."""
+        start = 0
+        for row, scheduled in enumerate(requests):
+            encoder, table = scheduled.request.encoder, scheduled.encoder_table
+            if encoder is None or table is None:
+                continue
+            fields["cross_lengths"][row] = encoder.num_states
+            fields["cross_block_tables"][row] = table
+            places = np.arange(scheduled.num_new_states, dtype=np.int32)
+            new = slice(start, start + len(places))
+            if len(places):
+                rows = self.rows_of(encoder.item.identifier)
+                fields["cross_src"][new] = rows[: len(places)]
+                fields["cross_slot_block"][new] = table[places // self.block_size]
+                fields["cross_slot_offset"][new] = places % self.block_size
+            start = new.stop
+
+    def fill_sample(
+        self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray
+    ) -> bool:
+        """Pack the sample of the requests' next tokens; return whether greedy is all they ask."""
+        fields = self.sample_layout.views(flat)
+        fields["rows"][: len(rows)] = rows
+        is_plain = True
+        for row, scheduled in enumerate(requests):
+            request, params = scheduled.request, scheduled.request.sampling_params
+            if scheduled.end >= request.plain_from:
+                continue
+            may_end = not request.needs_min_tokens(scheduled.end)
+            if is_plain:
+                is_plain = False
+                fields["masked_token_ids"][:] = NO_TOKEN
+            fields["has_logprobs"][...] |= params.logprobs is not None
+            if not may_end:
+                masked = sorted(request.ending_token_ids)
+                fields["masked_token_ids"][row, : len(masked)] = masked
+            if not params.is_greedy:
+                _fill_sampling(fields, row, scheduled)
+        return is_plain
+
+
+def _fill_sampling(fields: dict[str, np.ndarray], row: int, scheduled: ScheduledRequest) -> None:
+    request, params = scheduled.request, scheduled.request.sampling_params
+    fields["positions"][row] = scheduled.end
+    seed = request.seed % 2**64
+    fields["seeds"].view(np.uint32)[row] = (seed >> 32, seed & 0xFFFFFFFF)
+    fields["top_k"][row] = max(params.top_k, 0)
+    for name in ("temperature", "top_p", "min_p"):
+        fields[name].view(np.float32)[row] = getattr(params, name)
+    fields["has_filters"][...] |= params.top_k > 0 or params.top_p < 1 or params.min_p > 0

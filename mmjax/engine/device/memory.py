@@ -1,0 +1,326 @@
+"""What the engine may take of a device's memory, and what of it becomes the KV cache.
+
+All figures are bytes on one device: the one with the least room, where there are several.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.config import CacheConfig
+from mmjax.engine.device.compilation import compile_programs
+from mmjax.engine.device.mesh import Placement, shard_bytes
+from mmjax.engine.device.programs import Programs
+from mmjax.errors import ConfigError
+from mmjax.logger import get_logger
+from mmjax.rounding import cdiv
+
+logger = get_logger(__name__)
+
+_CPU_CACHE_LIMIT = 4 * 2**30
+"""On CPU, more than the longest request needs: memory is shared with others there."""
+_CPU_CACHE_SHARE = 0.5
+_TOKENS_STEP = 64
+_MAX_UTILIZATION = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """What the engine finds when its weights are loaded."""
+
+    total: int
+    """Of the device, or of the machine: a container's limit counts."""
+    free: int
+    """May still be taken, within `gpu_memory_utilization`."""
+    is_shared: bool
+    """Whether it is the host's, which others use as well: a CPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedMemory:
+    """What the engine takes whatever the size of its KV cache."""
+
+    weights: int
+    """In memory already."""
+    programs: int
+    """What the largest of each kind take while they run."""
+    encoder_pool: int
+    hidden_states: int
+
+    @property
+    def to_come(self) -> int:
+        """What is not in memory yet."""
+        return self.programs + self.encoder_pool + self.hidden_states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDemand:
+    """What the KV cache is for."""
+
+    bytes_per_block: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_encoder_len: int = 0
+    """States of an encoder-decoder's longest encoder, which have blocks of their own."""
+
+    @property
+    def least(self) -> int:
+        """Blocks of one request of `max_model_len`, and of its encoder."""
+        return cdiv(self.max_model_len, self.block_size) + self.encoder_blocks
+
+    @property
+    def encoder_blocks(self) -> int:
+        """Blocks of one request's encoder."""
+        return cdiv(self.max_encoder_len, self.block_size)
+
+    @property
+    def useful(self) -> int:
+        """Blocks with which no request ever waits for another's."""
+        return self.max_num_seqs * self.least
+
+
+def fit_kv_cache(
+    programs: Programs,
+    demand: KVDemand,
+    cache: CacheConfig,
+    placement: Placement,
+    *,
+    weights: int,
+    num_threads: int | None = None,
+) -> int:
+    """Compile the largest programs, and return how many KV blocks fit beside them.
+
+    They are compiled for as many blocks as fit without them: where that number stands, as it does
+    on CPU as a rule, they need not be compiled again.
+    """
+    memory = device_memory(placement, cache)
+    arrays = programs.describe_arrays(demand.least)
+    fixed = FixedMemory(
+        weights=weights,
+        programs=0,
+        encoder_pool=shard_bytes(arrays.pool),
+        hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
+    )
+    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
+    # Summed up, although they run in turn: the next one is given its memory while one runs.
+    fixed = replace(fixed, programs=sum(compile_programs(largest, num_threads=num_threads)))
+    num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
+    return num_blocks
+
+
+def choose_num_blocks(
+    cache: CacheConfig, demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory
+) -> int:
+    """Return how many KV blocks to allocate; `ConfigError` where one long request does not fit.
+
+    An accelerator's room becomes KV cache, all of it. On CPU it is what `max_num_seqs` requests can
+    use, half of the room, or 4 GiB, whichever is least.
+    """
+    room = memory.free - fixed.to_come
+    size = cache.kv_cache_memory_bytes
+    if size is None:
+        size = room
+        if memory.is_shared:
+            need = demand.least * demand.bytes_per_block
+            modest = min(int(room * _CPU_CACHE_SHARE), _CPU_CACHE_LIMIT)
+            useful = demand.useful * demand.bytes_per_block
+            size = min(useful, max(need, modest), room)
+    num_blocks = size // demand.bytes_per_block
+    if size > room or num_blocks < demand.least:
+        raise ConfigError(_too_little(cache, demand, memory, fixed))
+    return num_blocks
+
+
+def _too_little(
+    cache: CacheConfig, demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory
+) -> str:
+    """Say what is missing, and every flag that would mend it, with its value."""
+    room = memory.free - fixed.to_come
+    given = cache.kv_cache_memory_bytes
+    need = demand.least * demand.bytes_per_block
+    if given is not None and given > max(room, 0):
+        what = f"`--kv-cache-memory-bytes` asks for {format_bytes(given)}"
+    else:
+        encoder = f", encoder {demand.max_encoder_len}" if demand.max_encoder_len else ""
+        what = (
+            f"the KV cache of one request of `max_model_len` ({demand.max_model_len} tokens"
+            f"{encoder}) needs {format_bytes(need)}"
+        )
+    available = max(room, 0) if given is None else min(max(room, 0), given)
+    remedies = [
+        *_cache_remedies(cache, demand, room, available),
+        *_step_remedies(demand, memory, fixed, need),
+        *_utilization_remedies(cache, memory, need - room),
+    ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
+    return (
+        f"{what}, but {format_bytes(available)} are there (of {format_bytes(memory.total)}: "
+        f"weights {format_bytes(fixed.weights)}, programs {format_bytes(fixed.programs)}, encoder "
+        f"outputs {format_bytes(fixed.encoder_pool)}, hidden states "
+        f"{format_bytes(fixed.hidden_states)}); {'; or '.join(remedies)}"
+    )
+
+
+def _cache_remedies(cache: CacheConfig, demand: KVDemand, room: int, available: int) -> list[str]:
+    remedies = []
+    need = demand.least * demand.bytes_per_block
+    given = cache.kv_cache_memory_bytes
+    if given is not None and given > room >= need:
+        remedies.append(f"lower `--kv-cache-memory-bytes` to {room}")
+    elif given is not None and given < need <= room:
+        remedies.append(f"raise `--kv-cache-memory-bytes` to {need}")
+    num_blocks = available // demand.bytes_per_block - demand.encoder_blocks
+    longest = num_blocks * demand.block_size
+    if 0 < longest < demand.max_model_len:
+        remedies.append(f"lower `--max-model-len` to {longest}")
+    return remedies
+
+
+def _step_remedies(
+    demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory, need: int
+) -> list[str]:
+    """Programs, hidden states and encoder outputs grow with the tokens of a step."""
+    share = (memory.free - need) / max(fixed.to_come, 1)
+    tokens = int(demand.max_num_batched_tokens * share) // _TOKENS_STEP * _TOKENS_STEP
+    if not _TOKENS_STEP <= tokens < demand.max_num_batched_tokens:
+        return []
+    remedy = f"lower `--max-num-batched-tokens` to about {tokens}"
+    if tokens < demand.max_num_seqs:
+        remedy += f" and `--max-num-seqs` to {tokens}"
+    return [remedy]
+
+
+def _utilization_remedies(cache: CacheConfig, memory: DeviceMemory, missing: int) -> list[str]:
+    wanted = cache.gpu_memory_utilization + max(missing, 0) / memory.total
+    wanted = np.ceil(wanted * 100) / 100
+    if cache.gpu_memory_utilization < wanted <= _MAX_UTILIZATION:
+        return [f"raise `--gpu-memory-utilization` to {wanted:.2f}"]
+    return []
+
+
+# ---- what is there -------------------------------------------------------------------------------
+
+
+def device_memory(placement: Placement, cache: CacheConfig) -> DeviceMemory:
+    """Ask the device of this process that has the least room."""
+    devices = placement.local_devices
+    found = [_of_device(device, len(devices), cache.gpu_memory_utilization) for device in devices]
+    return min(found, key=lambda memory: memory.free)
+
+
+def _of_device(device: Any, num_neighbours: int, utilization: float) -> DeviceMemory:
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats is not None and "bytes_limit" in stats:
+        total = int(stats["bytes_limit"])
+        free = int(total * utilization) - int(stats["bytes_in_use"])
+        return DeviceMemory(total=total, free=free, is_shared=False)
+    total, available = host_memory()
+    free = int(available * utilization) // num_neighbours
+    return DeviceMemory(total=total, free=free, is_shared=True)
+
+
+def host_memory(root: Path = Path("/")) -> tuple[int, int]:
+    """Return (bytes of the machine, bytes that may still be taken), within a container's limit."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * page
+    available = _mem_available(root) or os.sysconf("SC_AVPHYS_PAGES") * page
+    for limit, used in _cgroup_limits(root):
+        total = min(total, limit)
+        available = min(available, max(0, limit - used))
+    return total, available
+
+
+def _mem_available(root: Path) -> int | None:
+    """What Linux says can be had without swapping: its file caches, too."""
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
+    """Return (limit, used) of every control group around this process that has a limit."""
+    base = root / "sys/fs/cgroup"
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            folder, names, top = base, ("memory.max", "memory.current", "inactive_file"), base
+        elif "memory" in controllers.split(","):
+            top = base / "memory"
+            folder = top
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # A container sees its own group as the root; outside, a parent's limit holds as well.
+        folder = top / path.strip("/")
+        for group in [folder, *folder.parents]:
+            limit = _read_limit(group, names)
+            if limit is not None:
+                found.append(limit)
+            if group == top:
+                break
+    return found
+
+
+def _read_limit(group: Path, names: tuple[str, str, str]) -> tuple[int, int] | None:
+    limit_name, usage_name, cache_name = names
+    limit, used = _read(group / limit_name).strip(), _read(group / usage_name).strip()
+    if not limit.isdecimal() or not used.isdecimal():
+        return None  # no such group, or "max"
+    reclaimable = 0
+    for line in _read(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == cache_name:
+            reclaimable = int(value)
+    return int(limit), max(0, int(used) - reclaimable)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+# ---- figures -------------------------------------------------------------------------------------
+
+
+def memory_table(
+    memory: DeviceMemory, fixed: FixedMemory, demand: KVDemand, num_blocks: int
+) -> str:
+    """Return the start's account of memory, a line for each item."""
+    rows = [
+        ("weights", fixed.weights, ""),
+        ("programs", fixed.programs, "largest encode, step and sample"),
+        ("encoder outputs", fixed.encoder_pool, ""),
+        ("hidden states", fixed.hidden_states, ""),
+        (
+            "KV cache",
+            num_blocks * demand.bytes_per_block,
+            f"{num_blocks} blocks of {demand.block_size} slots",
+        ),
+    ]
+    left = memory.free - fixed.to_come - num_blocks * demand.bytes_per_block
+    rows.append(("left", left, f"of {format_bytes(memory.total)}"))
+    return "\n".join(_row(name, size, note) for name, size, note in rows)
+
+
+def _row(name: str, size: int, note: str) -> str:
+    return f"  {name:<16}{format_bytes(size):>12}  {note}".rstrip()
+
+
+def format_bytes(size: int) -> str:
+    """Return a size as people read it: 1536 is "1.5 KiB"."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"

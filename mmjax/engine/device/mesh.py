@@ -1,0 +1,273 @@
+"""Which devices an engine runs on, and where each of its arrays lies on them.
+
+The collectives are XLA's: here stands only what is cut where, and the compiler does the rest.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from jaxtyping import Array, Shaped
+
+from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.errors import ConfigError
+from mmjax.layers.attention.kv_cache import HeadSharding
+from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.rounding import round_up
+from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
+
+_AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
+_HEADER_SIZE = 6
+
+
+class Call(IntEnum):
+    """What the leader is about to do, and the followers with it."""
+
+    WAIT = 0
+    """Nothing; sent while there is nothing to do, since a collective may not wait for ever."""
+    END = 1
+    RESET = 2
+    ENCODE = 3
+    STEP = 4
+    SAMPLE = 5
+
+
+class Placement:
+    """Where the arrays of one engine lie: on one device (no mesh), or cut over a mesh.
+
+    Keys and values are cut by heads. Hidden states and the pool of encoder outputs are whole
+    everywhere: each half of a block ends with the sum that leaves them so, every device reads any
+    row of the pool, and both are small beside the KV cache.
+    """
+
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+        self.replicated: Sharding = self._named()
+        self.num_kv_shards = 1 if mesh is None else mesh.shape[MODEL_AXIS]
+        self.size = 1 if mesh is None else mesh.size
+        devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
+        owners = [device.process_index for device in devices]
+        self.local_devices = [d for d in devices if d.process_index == jax.process_index()]
+        self.is_shared = len(set(owners)) > 1
+        """Whether other processes hold parts: then each must make the same calls, in one order."""
+        self.is_leader = not self.is_shared or jax.process_index() == 0
+        """Whether requests come to this process."""
+        self._leaders_row = owners.index(0) if self.is_shared else 0
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: "cpu", "gpu", "tpu"."""
+        return self.local_devices[0].platform
+
+    def heads(self, axis: int) -> Sharding:
+        """Return where keys and values lie whose heads are counted along `axis`."""
+        return self._named(*[None] * axis, MODEL_AXIS)
+
+    @property
+    def head_sharding(self) -> HeadSharding | None:
+        """Return how attention is cut by heads; None on one device."""
+        if self.mesh is None:
+            return None
+        axes = {"query_axes": (MODEL_AXIS, GROUP_AXIS), "kv_axes": (MODEL_AXIS,)}
+        return HeadSharding(mesh=self.mesh, **axes)
+
+    def units(self, num_units: int) -> Sharding:
+        """Return where the inputs of `encode` lie: cut over the devices if each gets as many."""
+        return self.replicated if num_units % self.size else self._named(_AXES)
+
+    def padded_units(self, num_units: int) -> int:
+        """Return the size of an encoder call: a multiple of the devices if it has one for each."""
+        return num_units if num_units < self.size else round_up(num_units, self.size)
+
+    def place_params(self, params: Params) -> Params:
+        """Move parameters that are in memory to their places; those that are there stay."""
+        leaves = flatten_params(params)
+        return unflatten_params({name: self._place(name, leaf) for name, leaf in leaves.items()})
+
+    def put(self, arrays: Any, sharding: Sharding | None = None) -> Any:
+        """Move a tree of the leader's host arrays to the devices; a follower's tell their shape."""
+        target = sharding or self.replicated
+        if not self.is_shared:
+            return jax.device_put(arrays, target)
+        return jax.tree.map(partial(self._broadcast, target=target), arrays)
+
+    def tell(self, call: Call, *numbers: int) -> None:
+        """Announce a call to the followers. Does not wait for them."""
+        header = np.zeros(_HEADER_SIZE, np.int32)
+        header[: len(numbers) + 1] = (call, *numbers)
+        self.put(header)
+
+    def hear(self) -> tuple[Call, list[int]]:
+        """Wait for the leader's next call, and its numbers (padded with 0)."""
+        call, *numbers = np.asarray(self.put(np.zeros(_HEADER_SIZE, np.int32))).tolist()
+        return Call(call), numbers
+
+    def make(self, build: Callable[[], Any], shardings: Any) -> Any:
+        """Return what `build` makes, made in its place: no device ever holds all of it."""
+        return jax.jit(build, out_shardings=shardings)()
+
+    def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+        """Under jit: have all of `x` on every device, computed in parts along `axis` if it divides.
+
+        Without a word on the parts, the compiler may gather the weights that `x` is made of.
+        """
+        if self.mesh is None:
+            return x
+        if x.shape[axis] % self.size == 0:
+            x = jax.lax.with_sharding_constraint(x, self._named(*[None] * axis, _AXES))
+        return jax.lax.with_sharding_constraint(x, self.replicated)
+
+    def least(self, value: int) -> int:
+        """Return the smallest that any process says."""
+        if not self.is_shared:
+            return value
+        return int(multihost_utils.process_allgather(np.int32(min(value, 2**31 - 1))).min())
+
+    def _named(self, *spec: Any) -> Sharding:
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.local_devices()[0])
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def _place(self, name: str, leaf: Any) -> Array:
+        sharding = param_sharding(name, leaf.shape, self.mesh)
+        if not self.is_shared or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+            return jax.device_put(leaf, sharding)
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
+
+    def _broadcast(self, array: np.ndarray, *, target: Sharding) -> Array:
+        """Sum a row for every device, all 0 but the leader's."""
+        array = np.asarray(array)
+
+        def row(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None, "asked for rows of this process alone"
+            is_source = self.is_leader and index[0].start == self._leaders_row
+            return array[None] if is_source else np.zeros_like(array)[None]
+
+        shape = (self.size, *array.shape)
+        return _sum_rows(jax.make_array_from_callback(shape, self._named(_AXES), row), target)
+
+
+def shard_bytes(tree: Any) -> int:
+    """Return what the arrays of a tree take on one device; abstract ones count as well."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+@partial(jax.jit, static_argnums=1)
+def _sum_rows(rows: Shaped[Array, "N ..."], target: Sharding) -> Shaped[Array, "..."]:
+    return jax.lax.with_sharding_constraint(rows.sum(0, dtype=rows.dtype), target)
+
+
+def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int) -> Placement:
+    """Spread the engine over the devices of all processes; they have met before.
+
+    Args:
+        config: Over how many.
+        num_heads: Attention heads of the language model: each device gets as many.
+        num_kv_heads: Its key-value heads; fewer than devices are shared by groups of these.
+    """
+    size = config.tensor_parallel_size
+    if num_heads % size:
+        fitting = [
+            n for n in range(1, num_heads + 1) if not (num_heads % n or n % config.num_processes)
+        ]
+        raise ConfigError(
+            f"`--tensor-parallel-size` is {size}, but the language model has {num_heads} attention "
+            f"heads, which {size} devices cannot share evenly; give one of "
+            f"{', '.join(map(str, fitting))}"
+        )
+    if size == 1:
+        return Placement()
+    devices = _choose_devices(config)
+    num_shards = _num_kv_shards(num_kv_heads, size)
+    shape = (1, num_shards, size // num_shards)
+    return Placement(_make_mesh(shape, devices))
+
+
+def _make_mesh(shape: tuple[int, ...], devices: Sequence[Any]) -> Mesh:
+    """Return a mesh whose shardings the compiler fills in where a program leaves them open."""
+    if len(devices) == jax.device_count():
+        # In an order in which neighbours on the wire are neighbours in the mesh.
+        axis_types = (AxisType.Auto,) * len(_AXES)
+        return jax.make_mesh(shape, _AXES, axis_types=axis_types, devices=devices)
+    return Mesh(np.array(devices).reshape(shape), _AXES)
+
+
+def join_processes(config: EngineConfig) -> None:
+    """Meet the other processes, if there are any; before anything else asks JAX for a device.
+
+    Raises `ConfigError` in all of them if they were started with different settings: shapes follow
+    from these, and processes that disagree would wait for each other for ever.
+    """
+    parallel = config.parallel
+    if parallel.num_processes == 1:
+        return
+    if not jax.distributed.is_initialized():
+        jax.distributed.initialize(
+            parallel.coordinator_address, parallel.num_processes, parallel.process_id
+        )
+    digests = multihost_utils.process_allgather(np.uint32(settings_digest(config)))
+    strangers = np.flatnonzero(digests != digests[0]).tolist()
+    if strangers:
+        raise ConfigError(
+            f"processes {strangers} have other settings than process 0, or another JAX; give all "
+            "the same model and flags, but for `--distributed-process-id`"
+        )
+
+
+def settings_digest(config: EngineConfig) -> int:
+    """Return a number of what decides the processes' shapes, and of nothing of one host's own."""
+    model = config.model
+    settings = (
+        jax.__version__,
+        model.max_model_len,
+        model.dtype,
+        model.hf_config.to_json_string(use_diff=False),
+        config.cache,
+        config.scheduler,
+        replace(config.parallel, process_id=0),
+    )
+    return zlib.crc32(repr(settings).encode())
+
+
+def _choose_devices(config: ParallelConfig) -> list[Any]:
+    share = config.tensor_parallel_size // config.num_processes
+    by_process: dict[int, list[Any]] = {}
+    for device in jax.devices():
+        by_process.setdefault(device.process_index, []).append(device)
+    fewest = min(map(len, by_process.values()))
+    if share > fewest:
+        here = f"{fewest} {jax.default_backend()} devices"
+        raise ConfigError(
+            f"`--tensor-parallel-size` is {config.tensor_parallel_size}, {share} in each process, "
+            f"but a process has {here}; lower it, or add devices"
+        )
+    return [device for devices in by_process.values() for device in devices[:share]]
+
+
+def _num_kv_shards(num_kv_heads: int, size: int) -> int:
+    """Return over how many devices key-value heads are cut; the rest hold the same ones.
+
+    8 heads on 4 devices: 4, two each. 4 heads on 8: 4, each held by two. 1 head: 1, held by all.
+    """
+    if num_kv_heads % size == 0:
+        return size
+    return num_kv_heads if size % num_kv_heads == 0 else 1

@@ -1,0 +1,313 @@
+"""The three functions that run on the device, and the shapes that they are compiled for.
+
+Knows no array but the parameters: what else the functions take is described, so that programs can
+be compiled, and their memory known, before anything is allocated.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmjax.engine.device.batch import Layout, sample_layout, step_layout, unpack_sample, unpack_step
+from mmjax.engine.device.compilation import Program, compiler_options
+from mmjax.engine.device.encoder_calls import make_encoder_calls
+from mmjax.engine.device.mesh import Placement, shard_bytes
+from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
+from mmjax.engine.scheduling.buckets import Buckets, StepBucket
+from mmjax.layers.attention.api import choose_cache_type
+from mmjax.layers.attention.kv_cache import KVCache, LayerCache, allocate
+from mmjax.layers.module import Params, bind
+
+Gather = Callable[[Array, int], Array]
+"""Makes an array, which the devices compute in parts along an axis, whole on each of them."""
+
+
+class ModelShape(NamedTuple):
+    """What the engine must know of a model before it allocates."""
+
+    graphdef: Any
+    """The model's structure, for `layers.module.bind`."""
+    vocab_size: int
+    hidden_size: int
+    dtype: Any
+    """Of hidden states, encoder outputs and the KV cache."""
+
+    @classmethod
+    def of(cls, graphdef: Any, params: Params) -> "ModelShape":
+        """Ask the model's own functions, abstractly."""
+
+        def probe(params: Params) -> tuple[Array, Array]:
+            model = bind(graphdef, params)
+            embeds = model.embed_input_ids(jnp.zeros(1, jnp.int32))
+            return embeds, model.compute_logits(embeds)
+
+        embeds, logits = jax.eval_shape(probe, params)
+        return cls(graphdef, logits.shape[1], embeds.shape[1], embeds.dtype)
+
+
+class StepState(NamedTuple):
+    """What `step` consumes and returns: donated, so that nothing is copied."""
+
+    kv_cache: KVCache
+    hidden: Float[Array, "rows D"]
+    """States after the final norm, of the size of the largest bucket: a step of T tokens fills the
+    first T rows, so that `sample` compiles once for all of them."""
+
+
+# ---- the three jitted functions ----------------------------------------------------------------
+
+
+def encode(
+    graphdef: Any,
+    gather: Gather,
+    params: Params,
+    pool: Float[Array, "rows D"],
+    inputs: Mapping[str, Array],
+    dst_rows: Int[Array, " outputs"],
+) -> Float[Array, "rows D"]:
+    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
+    embeds = bind(graphdef, params).embed_multimodal(**inputs)
+    flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
+    return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def step(
+    graphdef: Any,
+    *,
+    layout: Layout,
+    params: Params,
+    state: StepState,
+    pool: Float[Array, "outputs D"],
+    previous: Int[Array, " sampled"],
+    packed: Int[Array, " size"],
+) -> tuple[StepState, Int[Array, " rest"]]:
+    """Compute a bucket of tokens: text, and embeddings out of the pool.
+
+    Tokens that the host does not know yet are rows of the `previous` sample. Where an
+    encoder-decoder's requests begin, their encoders' states are rows of the pool, too. Returned
+    beside the state is what follows the step in its buffer: the sample's input, on the device.
+    """
+    model = bind(graphdef, params)
+    batch = unpack_step(layout, packed)
+    sampled = previous[jnp.maximum(batch.token_from, 0)]
+    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
+    is_embed = (batch.src_index >= 0)[:, None]
+    merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
+    metadata = batch.metadata
+    if metadata.cross is not None:
+        metadata = metadata._replace(cross=metadata.cross._replace(states=pool[batch.cross_src]))
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
+    hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
+    return StepState(kv_cache, hidden), packed[layout.size :]
+
+
+def sample(
+    graphdef: Any,
+    gather: Gather,
+    *,
+    layout: Layout,
+    num_rows: int,
+    is_plain: bool,
+    params: Params,
+    hidden: Float[Array, "rows D"],
+    packed: Int[Array, " size"],
+) -> Int[Array, " R"] | SampleOutput:
+    """Draw the next token of the rows that end a request's window.
+
+    `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
+    `num_rows` of an array that has one size always, since the next step reads it.
+    """
+    batch = unpack_sample(layout, packed, num_rows)
+    logits = gather(bind(graphdef, params).compute_logits(hidden[batch.rows]), 1)
+    if is_plain:
+        return _pad_tokens(sample_greedy(logits), layout)
+    drawn = sample_full(logits, batch)
+    return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
+
+
+def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:
+    (capacity,) = layout.slices["rows"][1]
+    return jnp.pad(token_ids, (0, capacity - len(token_ids)))
+
+
+class DeviceArrays(NamedTuple):
+    """All that lives on the device beside the parameters."""
+
+    state: StepState
+    pool: Float[Array, "rows D"]
+    """Encoder outputs."""
+    previous: Int[Array, " sampled"]
+    """The last sample."""
+
+
+class Programs:
+    """The functions of one model, on one placement, over all buckets."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        params: Params,
+        *,
+        buckets: Buckets,
+        placement: Placement,
+        num_encoder_rows: int,
+        block_size: int,
+        max_blocks: int,
+        max_encoder_blocks: int = 0,
+        cache_type: type[LayerCache] | None = None,
+    ) -> None:
+        """Describe all programs. `cache_type` None: the one of the placement's platform."""
+        model = bind(shape.graphdef, params)
+        self.buckets = buckets
+        self.encoder_calls = make_encoder_calls(
+            model.encoder_spec, buckets, placement, num_encoder_rows
+        )
+        self.step_layouts = {
+            bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
+        }
+        self.sample_layout = sample_layout(buckets.sample[-1])
+        self.vocab_size = shape.vocab_size
+        self._shape = shape
+        self._params = params
+        self._placement = placement
+        self.num_encoder_rows = num_encoder_rows
+        self._cache_type = cache_type or choose_cache_type(
+            placement.platform,
+            model.kv_cache_spec,
+            shape.dtype,
+            num_shards=placement.num_kv_shards,
+        )
+        self._new_cache = partial(
+            allocate,
+            model.kv_cache_spec,
+            block_size=block_size,
+            dtype=shape.dtype,
+            cache_type=self._cache_type,
+            sharding=placement.head_sharding,
+        )
+        self._jit()
+
+    def _jit(self) -> None:
+        graphdef, placement = self._shape.graphdef, self._placement
+        # What comes out lies where it lay: else the next call would compile anew.
+        whole: Any = placement.replicated
+        kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
+        self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
+        jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
+        self.encode = jit(
+            partial(encode, graphdef, self.encoder_calls.gather),
+            donate_argnames="pool",
+            out_shardings=whole,
+        )
+        self.step = jit(
+            partial(step, graphdef),
+            static_argnames="layout",
+            donate_argnames="state",
+            out_shardings=(self._shardings.state, whole),
+        )
+        self.sample = jit(
+            partial(sample, graphdef, placement.gather),
+            static_argnames=("layout", "num_rows", "is_plain"),
+            out_shardings=whole,
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """What a block takes on a device, as the KV cache is laid out there."""
+        one, two = (shard_bytes(self.describe_arrays(number).state.kv_cache) for number in (1, 2))
+        return two - one
+
+    # ---- arrays --------------------------------------------------------------------------------
+
+    def make_arrays(self, num_blocks: int) -> DeviceArrays:
+        """Allocate everything, zeroed."""
+        return self._placement.make(partial(self._zeros, num_blocks), self._shardings)
+
+    def describe_arrays(self, num_blocks: int) -> DeviceArrays:
+        """Return shapes, dtypes and places of what `make_arrays` makes."""
+        shapes = jax.eval_shape(partial(self._zeros, num_blocks))
+        return jax.tree.map(
+            lambda sharding, part: jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), part
+            ),
+            self._shardings,
+            shapes,
+        )
+
+    def _zeros(self, num_blocks: int) -> DeviceArrays:
+        shape, buckets = self._shape, self.buckets
+        hidden = jnp.zeros((buckets.max_num_tokens, shape.hidden_size), shape.dtype)
+        pool = jnp.zeros((self.num_encoder_rows, shape.hidden_size), shape.dtype)
+        previous = jnp.zeros(buckets.sample[-1], jnp.int32)
+        return DeviceArrays(
+            StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
+        )
+
+    # ---- programs ------------------------------------------------------------------------------
+
+    def all(self, num_blocks: int) -> list[Program]:
+        """Return every program that serving calls, the slow ones to compile first."""
+        return [program for kind in self.by_kind(num_blocks).values() for program in kind]
+
+    def by_kind(self, num_blocks: int) -> dict[str, list[Program]]:
+        """Return the programs of each function, the largest first."""
+        arrays = self.describe_arrays(num_blocks)
+        return {
+            "step": list(self._steps(arrays)),
+            "encode": list(self._encodes(arrays)),
+            "sample": list(self._samples(arrays)),
+        }
+
+    def _steps(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for bucket in reversed(self.buckets.steps):
+            layout = self.step_layouts[bucket]
+            arguments = {
+                "layout": layout,
+                "params": self._params,
+                "state": arrays.state,
+                "pool": arrays.pool,
+                "previous": arrays.previous,
+                "packed": self._flat(layout.size + self.sample_layout.size),
+            }
+            yield Program(step_label(bucket), self.step, arguments)
+
+    def _encodes(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for bucket in reversed(self.buckets.encode):
+            inputs, num_outputs = self.encoder_calls.describe(bucket)
+            arguments = {
+                "params": self._params,
+                "pool": arrays.pool,
+                "inputs": inputs,
+                "dst_rows": self._flat(num_outputs),
+            }
+            yield Program(f"encode {bucket}", self.encode, arguments)
+
+    def _samples(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for num_rows in reversed(self.buckets.sample):
+            for is_plain in (False, True):
+                arguments = {
+                    "layout": self.sample_layout,
+                    "num_rows": num_rows,
+                    "is_plain": is_plain,
+                    "params": self._params,
+                    "hidden": arrays.state.hidden,
+                    "packed": self._flat(self.sample_layout.size),
+                }
+                yield Program(sample_label(num_rows, is_plain), self.sample, arguments)
+
+    def _flat(self, size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement.replicated)
+
+
+def step_label(bucket: StepBucket) -> str:
+    """Return what the log calls a step's program."""
+    return f"step {bucket.num_tokens} x {bucket.num_requests}"
+
+
+def sample_label(num_rows: int, is_plain: bool) -> str:
+    """Return what the log calls a sample's program."""
+    return f"sample {num_rows}{' greedy' if is_plain else ''}"

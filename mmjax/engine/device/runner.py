@@ -1,0 +1,260 @@
+"""Runs what the scheduler decided: parameters, caches and the three jitted functions.
+
+Knows no queue and no policy. Every array on the device has its final size from the start.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from mmjax.engine.device.batch import BatchBuilder
+from mmjax.engine.device.encoder_calls import EncoderCall
+from mmjax.engine.device.encoder_rows import EncoderRows
+from mmjax.engine.device.mesh import Call, Placement
+from mmjax.engine.device.programs import Programs
+from mmjax.engine.device.sampler import SampleOutput
+from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
+from mmjax.engine.scheduling.outputs import (
+    ModelRunnerOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from mmjax.engine.scheduling.request import EncoderItem
+from mmjax.layers.module import Params
+from mmjax.logger import get_logger
+from mmjax.transport.messages import TokenLogprobs
+
+logger = get_logger(__name__)
+
+
+class InFlight(NamedTuple):
+    """A step that was given to the device."""
+
+    sampled: list[ScheduledRequest]
+    """Whose tokens it samples, in the order of their rows."""
+    drawn: Array | SampleOutput
+    """Where nothing is sampled: something that is there once the step is over."""
+
+
+class ModelRunner:
+    """Holds the device's arrays, and runs steps over them."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        params: Params,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_blocks: int,
+        has_spans: bool,
+        placement: Placement,
+        max_encoder_blocks: int = 0,
+    ) -> None:
+        self.buckets = programs.buckets
+        self.rows = EncoderRows(programs.num_encoder_rows)
+        self._programs = programs
+        self._params = params
+        self._placement = placement
+        self._encoder_calls = programs.encoder_calls
+        self._num_blocks = num_blocks
+        self._builder = BatchBuilder(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_blocks=max_blocks,
+            max_num_seqs=self.buckets.sample[-1],
+            rows_of=self.rows.get,
+            has_spans=has_spans,
+            max_encoder_blocks=max_encoder_blocks,
+        )
+        self._is_leading = False
+        """Whether other processes wait to be told of every call, to make it as well."""
+        self._make_arrays()
+
+    def reset(self) -> None:
+        """Make all caches anew, after a step that failed half-way."""
+        self._tell(Call.RESET)
+        self.rows.reset()
+        # The device has no room for both. Whoever still refers to the old ones (the frames of an
+        # error do) holds arrays without memory.
+        for array in jax.tree.leaves((self._state, self._pool, self._previous)):
+            array.delete()
+        self._make_arrays()
+
+    def _make_arrays(self) -> None:
+        self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def dispatch(self, output: SchedulerOutput) -> InFlight | None:
+        """Have the device encode, compute and sample; return at once. None: there is no step.
+
+        Tokens in flight are looked for in the sample of the dispatch before this one.
+        """
+        for identifier in output.freed_identifiers:
+            self.rows.free(identifier)
+        self._encode_items(output.encoder_items)
+        if not output.requests:
+            return None
+        bucket = self.buckets.step_bucket(
+            output.num_tokens,
+            len(output.requests),
+            has_spans=self._builder.needs_spans(output.requests),
+            num_states=self._builder.count_states(output.requests),
+        )
+        logger.debug(
+            "step: %d requests in %s, %d items encoded",
+            *(len(output.requests), bucket, len(output.encoder_items)),
+        )
+        packed, is_plain = self._builder.build(output.requests, bucket)
+        rest = self._run_step(bucket, packed)
+        sampled = [scheduled for scheduled in output.requests if scheduled.samples]
+        if not sampled:
+            return InFlight(sampled, rest)
+        size = next_bucket(self.buckets.sample, len(sampled))
+        return InFlight(sampled, self._run_sample(size, is_plain, rest))
+
+    def read(self, in_flight: InFlight) -> ModelRunnerOutput:
+        """Wait for a step; return the tokens of the requests whose window ends them."""
+        if not in_flight.sampled:
+            jax.block_until_ready(in_flight.drawn)
+            return {}
+        return _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+
+    def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
+        if self._is_leading:
+            self._tell(Call.STEP, *astuple(bucket))
+        self._state, rest = self._programs.step(
+            layout=self._programs.step_layouts[bucket],
+            params=self._params,
+            state=self._state,
+            pool=self._pool,
+            previous=self._previous,
+            packed=self._placement.put(packed),
+        )
+        return rest
+
+    def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
+        self._tell(Call.SAMPLE, num_rows, is_plain)
+        drawn = self._programs.sample(
+            layout=self._programs.sample_layout,
+            num_rows=num_rows,
+            is_plain=is_plain,
+            params=self._params,
+            hidden=self._state.hidden,
+            packed=rest,
+        )
+        self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
+        return drawn
+
+    def _run_encode(self, call: EncoderCall) -> None:
+        size = len(next(iter(call.inputs.values())))
+        self._tell(Call.ENCODE, size)
+        on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
+        rows = self._placement.put(call.dst_rows)
+        self._pool = self._programs.encode(
+            params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
+        )
+
+    def _encode_items(self, items: Sequence[EncoderItem]) -> None:
+        """Encode all of `items` that are not in the pool; several share a call."""
+        items = [item for item in items if item.identifier not in self.rows]
+        if not items:
+            return
+        rows = [self.rows.allocate(item.identifier, item.num_embeds) for item in items]
+        for call in self._encoder_calls.fill(items, rows):
+            self._run_encode(call)
+
+    # ---- several processes ---------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Show the followers that the leader lives."""
+        self._tell(Call.WAIT)
+
+    def end(self) -> None:
+        """Let the followers go."""
+        self._tell(Call.END)
+        self._is_leading = False
+
+    def follow(self) -> None:
+        """Make every call that the leader makes, until it lets go; on its numbers, not on ours."""
+        rest: Array | None = None
+        while True:
+            call, numbers = self._placement.hear()
+            if call is Call.END:
+                return
+            if call is Call.RESET:
+                self.reset()
+            elif call is Call.ENCODE:
+                self._run_encode(self._encoder_calls.empty(numbers[0]))
+            elif call is Call.STEP:
+                *sizes, has_spans, num_states = numbers
+                bucket = StepBucket(*sizes, has_spans=bool(has_spans), num_states=num_states)
+                rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
+            elif call is Call.SAMPLE:
+                assert rest is not None, "a sample follows a step"
+                self._run_sample(numbers[0], bool(numbers[1]), rest)
+
+    def _tell(self, call: Call, *numbers: int) -> None:
+        if self._is_leading:
+            self._placement.tell(call, *numbers)
+
+    # ---- warm-up -------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Run every bucket on padding alone; compiles what is not compiled yet."""
+        for call in self._warm_up_calls():
+            jax.block_until_ready(call())
+        self._is_leading = self._placement.is_shared and self._placement.is_leader
+        self.wait()
+
+    def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
+        for bucket in self.buckets.encode:
+            yield partial(self._run_encode, self._encoder_calls.empty(bucket))
+        for bucket in reversed(self.buckets.steps):
+            yield partial(self._warm_up_step, bucket)
+        for size in self.buckets.sample:
+            for is_plain in (True, False):
+                yield partial(self._warm_up_sample, size, is_plain)
+
+    def _warm_up_step(self, bucket: StepBucket) -> Array:
+        packed, _ = self._builder.empty_step(bucket)
+        return self._run_step(bucket, packed)
+
+    def _warm_up_sample(self, num_rows: int, is_plain: bool) -> Any:
+        rest = self._warm_up_step(self.buckets.steps[0])
+        return jax.device_get(self._run_sample(num_rows, is_plain, rest))
+
+
+def _read(
+    sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
+) -> ModelRunnerOutput:
+    """Return each request's token, with log-probabilities where it asked for them."""
+    if not isinstance(drawn, SampleOutput):
+        tokens = drawn.tolist()
+        return {
+            scheduled.request.request_id: SampledToken(tokens[row])
+            for row, scheduled in enumerate(sampled)
+        }
+    tokens = drawn.token_ids.tolist()
+    output: ModelRunnerOutput = {}
+    for row, scheduled in enumerate(sampled):
+        num_wanted = scheduled.request.sampling_params.logprobs
+        logprobs = None
+        if num_wanted is not None:
+            logprobs = TokenLogprobs(
+                token_ids=[tokens[row], *drawn.top_token_ids[row, :num_wanted].tolist()],
+                logprobs=[
+                    float(drawn.logprobs[row]),
+                    *drawn.top_logprobs[row, :num_wanted].tolist(),
+                ],
+                sampled_rank=int(drawn.ranks[row]),
+            )
+        output[scheduled.request.request_id] = SampledToken(tokens[row], logprobs)
+    return output

@@ -1,0 +1,114 @@
+"""From logits to the next token, on the device. A draw is a function of (logits, seed, position).
+
+Nothing here depends on the other rows of the batch: which branch runs may, what a row gets never.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmjax.engine.device.batch import SampleBatch
+from mmjax.sampling_params import MAX_LOGPROBS
+
+_GROUP = 64
+"""Token ids that share a first stage of the argmax, where the vocabulary can be cut so."""
+_MIN_TEMPERATURE = 1e-5
+"""Below this a draw is the argmax already; dividing by less would overflow float32."""
+
+
+class SampleOutput(NamedTuple):
+    """What the host reads; all but `token_ids` is 0 unless the batch asked for it."""
+
+    token_ids: Int[Array, " R"]
+    logprobs: Float[Array, " R"]
+    """Of the sampled token, from the raw logits, before temperature and masks."""
+    ranks: Int[Array, " R"]
+    """Its rank by probability, from 1."""
+    top_token_ids: Int[Array, "R W"]
+    top_logprobs: Float[Array, "R W"]
+
+
+def sample_greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """Take the most probable token; the lowest id of equals.
+
+    In two stages, of which the large one is a plain maximum: XLA's CPU backend has no vector code
+    for an argmax.
+    """
+    rows, vocab_size = logits.shape
+    groups = logits.reshape(rows, -1, math.gcd(vocab_size, _GROUP))
+    best = jnp.argmax(groups.max(-1), axis=-1)
+    inside = jnp.take_along_axis(groups, best[:, None, None], axis=1)[:, 0]
+    token_ids = best * groups.shape[2] + jnp.argmax(inside, axis=-1)
+    return token_ids.astype(jnp.int32)
+
+
+def sample_full(logits: Float[Array, "R V"], batch: SampleBatch) -> SampleOutput:
+    """Mask, draw, and report log-probabilities."""
+    each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    allowed = logits.at[each_row, batch.masked_token_ids].set(-jnp.inf, mode="drop")
+    is_random = batch.temperature > 0
+    drawn = jax.lax.cond(
+        is_random.any(), lambda: _draw(allowed, batch), lambda: jnp.zeros_like(batch.rows)
+    )
+    token_ids = jnp.where(is_random, drawn, sample_greedy(allowed))
+    reports = jax.lax.cond(
+        batch.has_logprobs > 0,
+        lambda: _report(logits, token_ids),
+        lambda: jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+            jax.eval_shape(_report, logits, token_ids),
+        ),
+    )
+    return SampleOutput(token_ids, *reports)
+
+
+def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
+    """Draw by the Gumbel-max trick from what top-k, top-p and min-p leave."""
+    temperature = jnp.maximum(batch.temperature, _MIN_TEMPERATURE)[:, None]
+    scaled = (logits - logits.max(-1, keepdims=True)) / temperature
+    threshold = jax.lax.cond(
+        batch.has_filters > 0,
+        lambda: _threshold(scaled, batch),
+        lambda: jnp.full(scaled.shape[:1], -jnp.inf, scaled.dtype),
+    )
+    kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+    keys = jax.vmap(jax.random.fold_in)(
+        jax.random.wrap_key_data(batch.seeds, impl="threefry2x32"), batch.positions
+    )
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],), jnp.float32))(keys)
+    return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
+
+
+def _threshold(scaled: Float[Array, "R V"], batch: SampleBatch) -> Float[Array, " R"]:
+    """Return the lowest score that survives the filters; equals of it survive as well.
+
+    In descending order each filter keeps a prefix: min-p, then top-k, then top-p of the
+    probability that these two leave. A row without filters keeps all.
+    """
+    ordered = -jnp.sort(-scaled, axis=-1)
+    place = jnp.arange(scaled.shape[1], dtype=jnp.int32)[None, :]
+    # The highest score is 0, so exp(score) is the probability relative to the highest.
+    num_likely = (ordered >= jnp.log(batch.min_p)[:, None]).sum(-1, dtype=jnp.int32)
+    num_top = jnp.where(batch.top_k > 0, batch.top_k, scaled.shape[1])
+    in_prefix = place < jnp.minimum(num_likely, num_top)[:, None]
+    weights = jnp.where(in_prefix, jnp.exp(ordered), 0.0)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    allowance = (batch.top_p * weights.sum(-1))[:, None]
+    # top_p = 1 keeps the tail that rounding in the sums would cut off.
+    survives = in_prefix & ((before < allowance) | (batch.top_p >= 1)[:, None])
+    last = jnp.maximum(survives.sum(-1, dtype=jnp.int32) - 1, 0)
+    return jnp.take_along_axis(ordered, last[:, None], axis=-1)[:, 0]
+
+
+def _report(
+    logits: Float[Array, "R V"], token_ids: Int[Array, " R"]
+) -> tuple[Float[Array, " R"], Int[Array, " R"], Int[Array, "R _width"], Float[Array, "R _width"]]:
+    """Return the tokens' log-probabilities and ranks, and the most probable tokens of each row."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    own = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
+    ranks = (logprobs > own).sum(-1, dtype=jnp.int32) + 1
+    top, top_ids = jax.lax.top_k(logprobs, min(MAX_LOGPROBS, logits.shape[1]))
+    return own[:, 0], ranks, top_ids.astype(jnp.int32), top

@@ -1,0 +1,172 @@
+"""What a request must satisfy to be taken in: whoever passes here can run to its end alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmjax.cache.kv.block_hash import PlacedItem
+from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.errors import MediaIdConflictError, RequestValueError
+from mmjax.rounding import cdiv
+
+MAX_MASKED_TOKEN_IDS = 32
+"""Ids that `min_tokens` can keep from being sampled: the width of a sampler's table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """The engine's sizes that bound a single request."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    encoder_budget: int
+    """Embeddings that one step may compute, and the encoder cache may hold: the smaller."""
+    keeps_runs_whole: bool
+    """Whether a run of embeddings must lie in one step."""
+    enable_chunked_prefill: bool = True
+    """Whether a prompt's places need not all lie in one step."""
+    max_encoder_len: int = 0
+    """States of an encoder-decoder's longest encoder; 0 for a decoder alone."""
+
+    def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
+        """Raise `RequestValueError` for a prompt that no step sequence can compute."""
+        if not token_ids:
+            raise RequestValueError("the prompt is empty; give at least one token", param="prompt")
+        if len(token_ids) >= self.max_model_len:
+            raise RequestValueError(
+                f"the prompt has {len(token_ids)} tokens; the model's context of "
+                f"{self.max_model_len} must also hold one new token: shorten the prompt",
+                param="prompt",
+            )
+        self._check_vocabulary(token_ids, items)
+        for item in items:
+            self._check_item(item, len(token_ids))
+        if not self.enable_chunked_prefill:
+            self._check_items_of_one_step(items)
+
+    def check_encoder_prompt(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
+        """Raise `RequestValueError` for a prompt that an encoder-decoder's encoder cannot read."""
+        if len(token_ids) > self.max_encoder_len:
+            raise RequestValueError(
+                f"the encoder's prompt has {len(token_ids)} tokens; the model's encoder reads "
+                f"{self.max_encoder_len}: shorten the prompt",
+                param="prompt",
+            )
+        self._check_vocabulary(token_ids, items)
+        for item in items:
+            _check_place(item, len(token_ids))
+
+    def check_request(self, request: Request) -> None:
+        """Raise `RequestValueError` for a request that cannot be served to its end."""
+        # The last token that is sampled is never computed.
+        num_slots = request.num_prompt_tokens + request.max_tokens - 1
+        num_blocks = cdiv(num_slots, self.block_size) + cdiv(request.encoder_len, self.block_size)
+        if num_blocks > self.num_blocks:
+            encoder = f" beside {request.encoder_len} encoder states" if request.encoder else ""
+            raise RequestValueError(
+                f"the request may grow to {num_slots} tokens{encoder}, which need {num_blocks} "
+                f"blocks of the KV cache; it has {self.num_blocks}: lower `max_tokens`, shorten "
+                "the prompt, or raise `kv_cache_memory_bytes`",
+                param="max_tokens",
+            )
+        num_masked = len(request.ending_token_ids)
+        if request.sampling_params.min_tokens and num_masked > MAX_MASKED_TOKEN_IDS:
+            raise RequestValueError(
+                f"`min_tokens` with {num_masked} ids that end the text; at most "
+                f"{MAX_MASKED_TOKEN_IDS} can be held back: shorten `stop_token_ids`",
+                param="stop_token_ids",
+            )
+
+    def _check_vocabulary(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
+        ids = np.asarray(token_ids, np.int64)
+        is_text = np.ones(len(ids), bool)
+        for item in items:
+            for first, last in item.mm_position.extract_embeds_range():
+                is_text[first : last + 1] = False
+        unknown = ids[is_text & ((ids < 0) | (ids >= self.vocab_size))]
+        if unknown.size:
+            raise RequestValueError(
+                f"token id {unknown[0]} is not in the vocabulary; ids lie in "
+                f"[0, {self.vocab_size - 1}]",
+                param="prompt_token_ids",
+            )
+
+    def _check_items_of_one_step(self, items: Sequence[EncoderItem]) -> None:
+        num_embeds = sum({item.identifier: item.num_embeds for item in items}.values())
+        if num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"the prompt's items give {num_embeds} embeddings, which must be computed in one "
+                f"step without chunked prefill; a step computes {self.encoder_budget}: send fewer "
+                "items, or raise `max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+
+    def _check_item(self, item: EncoderItem, num_prompt_tokens: int) -> None:
+        _check_place(item, num_prompt_tokens)
+        self.check_num_embeds(item)
+        if not self.keeps_runs_whole:
+            return
+        longest = item.mm_position.get_longest_run()
+        if longest > self.max_num_batched_tokens:
+            raise RequestValueError(
+                f"an item has a run of {longest} embeddings, which this engine computes in one "
+                f"step; a step holds {self.max_num_batched_tokens}: use a smaller picture, or "
+                "raise `max_num_batched_tokens`",
+                param="multi_modal_data",
+            )
+
+    def check_num_embeds(self, item: EncoderItem) -> None:
+        """Raise `RequestValueError` for an item that no step can compute, or no pool hold."""
+        if item.num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"an item gives {item.num_embeds} embeddings; the encoder cache holds "
+                f"{self.encoder_budget}: use a smaller picture, or raise "
+                "`max_num_encoder_input_tokens` and `encoder_cache_size`",
+                param="multi_modal_data",
+            )
+
+
+def _check_place(item: PlacedItem, num_prompt_tokens: int) -> None:
+    start = item.mm_position.offset
+    end = start + item.mm_position.length
+    if start < 0 or end > num_prompt_tokens:
+        raise RequestValueError(
+            f"item {item.identifier} lies at [{start}, {end}) of a prompt of "
+            f"{num_prompt_tokens} tokens; placeholders must lie in the prompt",
+            param="multi_modal_data",
+        )
+
+
+class ItemSizes:
+    """The embeddings of every identifier in flight, so that one name cannot mean two things."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[int, int]] = {}
+        """identifier -> (embeddings, items that bear it)."""
+
+    def add(self, items: Sequence[EncoderItem]) -> None:
+        """Count a request's items in; `MediaIdConflictError`, and no change, on a conflict."""
+        sizes: dict[str, int] = {}
+        for item in items:
+            in_flight = self._entries.get(item.identifier, (item.num_embeds, 0))[0]
+            known = sizes.setdefault(item.identifier, in_flight)
+            if known != item.num_embeds:
+                raise MediaIdConflictError(
+                    f"the media id {item.identifier} stands for {known} embeddings elsewhere and "
+                    f"for {item.num_embeds} here; give other content another id",
+                    param="multi_modal_uuids",
+                )
+        for item in items:
+            _, count = self._entries.get(item.identifier, (0, 0))
+            self._entries[item.identifier] = (item.num_embeds, count + 1)
+
+    def remove(self, items: Sequence[EncoderItem]) -> None:
+        """Count a request's items out."""
+        for item in items:
+            num_embeds, count = self._entries.pop(item.identifier)
+            if count > 1:
+                self._entries[item.identifier] = (num_embeds, count - 1)

@@ -1,0 +1,310 @@
+"""Which tokens and which items the next step computes. No phases: a request has tokens to compute.
+
+Knows nothing of devices. Every running request gets at least one token a step, oldest first; then
+waiting ones are let in, strictly in order, so that nobody is overtaken for ever.
+"""
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mmjax.cache.encoder_cache_manager import EncoderCacheManager
+from mmjax.cache.kv.kv_cache_manager import KVCacheManager
+from mmjax.engine.scheduling.admission import ItemSizes
+from mmjax.engine.scheduling.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.engine.scheduling.waiting import WaitingQueue
+from mmjax.engine.scheduling.windows import WindowFitter
+from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.logger import get_logger
+from mmjax.transport.messages import RequestOutputDelta
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The step that is being put together."""
+
+    tokens_left: int
+    embeds_left: int
+    states_left: int
+    """Encoder states that may still be written for an encoder-decoder's new requests."""
+    requests: list[tuple[Request, int]] = field(default_factory=list)
+    items: list[EncoderItem] = field(default_factory=list)
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Holds all unfinished requests, and decides step by step."""
+
+    def __init__(
+        self,
+        *,
+        kv_cache: KVCacheManager,
+        encoder_cache: EncoderCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_encoder_input_tokens: int,
+        max_num_queued_reqs: int = 1024,
+        max_num_encoder_states: int = 0,
+        keeps_runs_whole: bool = False,
+        enable_chunked_prefill: bool = True,
+    ) -> None:
+        self.kv_cache = kv_cache
+        self.encoder_cache = encoder_cache
+        self.running: list[Request] = []
+        """Sorted as the waiting queue sorts; all hold blocks."""
+        self.waiting = WaitingQueue()
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
+        self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
+        self._max_num_encoder_states = max_num_encoder_states
+        self._windows = WindowFitter(
+            kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
+        )
+        self._enable_chunked_prefill = enable_chunked_prefill
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self._requests: dict[str, Request] = {}
+        self._item_sizes = ItemSizes()
+        self._deferred: set[str] = set()
+        """Running requests that got nothing in the last step; they go first in the next."""
+
+    # ---- the life of a request -----------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; `RequestError` where it cannot be taken."""
+        if request.request_id in self._requests:
+            raise RequestValueError(
+                f"`request_id` {request.request_id!r} is in use; give each request its own",
+                param="request_id",
+            )
+        if len(self._requests) >= self._max_num_unfinished_seqs:
+            raise _full(len(self.running), len(self.waiting))
+        for item in request.items:
+            known = self.encoder_cache.get_num_embeds(item.identifier)
+            if known not in (None, item.num_embeds):
+                raise MediaIdConflictError(
+                    f"the media id {item.identifier} stood for {known} embeddings before and for "
+                    f"{item.num_embeds} here; give other content another id",
+                    param="multi_modal_uuids",
+                )
+        assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
+        self._item_sizes.add(request.items)
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests wherever they are; unknown ids are ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.status = RequestStatus.FINISHED_ABORTED
+                self._finish(request)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """All unfinished requests."""
+        return list(self._requests)
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: ModelRunnerOutput
+    ) -> list[RequestOutputDelta]:
+        """Append what was sampled, finish what has ended; return the news, request by request."""
+        deltas = []
+        for scheduled in output.requests:
+            request = scheduled.request
+            # One that has ended since the step was chosen: its token came too late.
+            if not scheduled.samples or request.is_finished:
+                continue
+            token = sampled[request.request_id]
+            holds_blocks = request.status is RequestStatus.RUNNING
+            request.num_in_flight -= 1
+            num_named = len(request.block_hashes)
+            request.append_token(token.token_id)
+            if holds_blocks and len(request.block_hashes) > num_named:
+                # The token may have given a block its name after that was computed.
+                self.kv_cache.cache_blocks(
+                    request.request_id, request.block_hashes, request.num_computed_tokens
+                )
+            self.num_generation_tokens += 1
+            if request.num_output_tokens == 1:
+                self.num_prompt_tokens += request.num_prompt_tokens
+            deltas.append(
+                RequestOutputDelta(
+                    request_id=request.request_id,
+                    new_token_ids=[token.token_id],
+                    new_logprobs=None if token.logprobs is None else [token.logprobs],
+                    finish_reason=request.status.value if request.is_finished else None,
+                    stop_reason=request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens,
+                )
+            )
+            if request.is_finished:
+                self._finish(request)
+        return deltas
+
+    def _finish(self, request: Request) -> None:
+        _log_end(request)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._release(request)
+        self.waiting.forget(request)
+        self._item_sizes.remove(request.items)
+        del self._requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        self.kv_cache.free(request.request_id)
+        self.encoder_cache.free(request.request_id)
+        self._deferred.discard(request.request_id)
+
+    # ---- one step ------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's work, and count it as computed."""
+        plan = _Plan(
+            self._max_num_batched_tokens,
+            self._max_num_encoder_input_tokens,
+            self._max_num_encoder_states,
+        )
+        self._schedule_running(plan)
+        if not plan.num_preempted and not self._deferred:
+            self._admit_waiting(plan)
+        scheduled = [self._advance(request, num_tokens) for request, num_tokens in plan.requests]
+        sampled = (window.request for window in scheduled if window.samples)
+        for row, request in enumerate(sampled):
+            request.sampled_row = row
+            request.num_in_flight += 1
+        return SchedulerOutput(
+            requests=scheduled,
+            encoder_items=plan.items,
+            freed_identifiers=self.encoder_cache.get_freed_mm_hashes(),
+            num_preempted=plan.num_preempted,
+        )
+
+    def _schedule_running(self, plan: _Plan) -> None:
+        queue = deque(request for request in self.running if not request.awaits_its_last)
+        if self._deferred:
+            queue = deque(sorted(queue, key=lambda r: r.request_id not in self._deferred))
+        went_first, self._deferred = self._deferred, set()
+        while queue and plan.tokens_left:
+            request = queue.popleft()
+            # One token is kept for everyone behind, except from those who were passed over.
+            reserve = 0 if request.request_id in went_first else len(queue)
+            num_tokens, items = self._windows.fit(
+                request, plan.tokens_left - reserve, plan.embeds_left
+            )
+            if num_tokens == 0:
+                self._deferred.add(request.request_id)
+            elif self._make_room(plan, request, num_tokens, queue):
+                self._commit(plan, request, num_tokens, items)
+        # Whoever is left over got no token at all, since a deferred request took them.
+        self._deferred.update(request.request_id for request in queue)
+
+    def _make_room(
+        self, plan: _Plan, request: Request, num_tokens: int, queue: deque[Request]
+    ) -> bool:
+        """Allocate blocks, preempting from the end of `queue`; False: `request` gave way itself."""
+        total = request.num_computed_tokens + num_tokens
+        while not self.kv_cache.allocate_slots(request.request_id, total):
+            victim = queue.pop() if queue else request
+            self._preempt(victim)
+            plan.num_preempted += 1
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks; its tokens, sampled ones too, are computed again later."""
+        self.running.remove(request)
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self.waiting.add(request)
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
+            request = self.waiting.peek()
+            num_tokens, items = 0, []
+            if self._windows.start(request, plan.states_left):
+                num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
+            num_computed = request.num_computed_tokens + num_tokens
+            is_whole = num_computed == request.num_tokens
+            may_run = num_tokens and (is_whole or self._enable_chunked_prefill)
+            if not (may_run and self.kv_cache.allocate_slots(request.request_id, num_computed)):
+                self._release(request)
+                return
+            self.waiting.pop()
+            request.status = RequestStatus.RUNNING
+            if request.num_preemptions == 0:
+                request.num_cached_tokens = request.num_computed_tokens
+                self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
+            _log_start(request)
+            insort(self.running, request, key=self.waiting.key)
+            plan.states_left -= request.encoder_len
+            self._commit(plan, request, num_tokens, items)
+
+    def _commit(
+        self, plan: _Plan, request: Request, num_tokens: int, items: list[EncoderItem]
+    ) -> None:
+        plan.tokens_left -= num_tokens
+        plan.requests.append((request, num_tokens))
+        self.encoder_cache.note_found(request.request_id)
+        for item in items:
+            self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
+            plan.embeds_left -= item.num_embeds
+            plan.items.append(item)
+
+    def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        """Count the window as computed, and let go of the items that lie behind it."""
+        start = request.num_computed_tokens
+        end = start + num_tokens
+        request.num_computed_tokens = end
+        if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
+            self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
+        if start < request.items_end:
+            self._windows.let_go_of_items(request, start, end)
+        encoder_table = None
+        if request.encoder is not None:
+            encoder_table = self.kv_cache.get_encoder_block_table(request.request_id)
+            self._windows.let_go_of_encoder(request)
+        return ScheduledRequest(
+            request,
+            start,
+            num_tokens,
+            self.kv_cache.get_block_table(request.request_id),
+            samples=end == request.num_tokens_in_all,
+            token_from=request.sampled_row if end > request.num_tokens else -1,
+            encoder_table=encoder_table,
+        )
+
+
+def _full(num_running: int, num_waiting: int) -> CapacityError:
+    # Whether those that wait will run in the next step is not known yet: all of them count.
+    return CapacityError(
+        f"{num_running} requests run and {num_waiting} wait already; try again later"
+    )
+
+
+def _log_start(request: Request) -> None:
+    logger.debug(
+        "request %s runs: %d of %d tokens found, preempted %d times so far",
+        *(request.request_id, request.num_computed_tokens, request.num_tokens),
+        request.num_preemptions,
+    )
+
+
+def _log_end(request: Request) -> None:
+    logger.debug(
+        "request %s ends (%s) with %d tokens",
+        *(request.request_id, request.status.value, request.num_output_tokens),
+    )

@@ -1,0 +1,404 @@
+"""The engine as an event loop sees it: add a request, read its outputs, abort it."""
+
+import asyncio
+import copy
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+from mmjax.config import SchedulerConfig, SchedulingPolicy
+from mmjax.errors import (
+    EngineUnavailableError,
+    InternalError,
+    RequestError,
+    RequestTimeoutError,
+)
+from mmjax.frontend.engine_client.capacity import Capacity
+from mmjax.frontend.engine_client.outbox import Outbox
+from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
+from mmjax.frontend.engine_client.resend_queue import Courier, call_in_loop
+from mmjax.frontend.engine_client.stats_log import StatsLog
+from mmjax.frontend.engine_client.supervisor import EngineLink
+from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.explain import Explanation
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.frontend.prompt.work_lanes import WorkLanes
+from mmjax.logger import get_logger
+from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import (
+    AbortRequests,
+    CacheMiss,
+    EngineCoreRequest,
+    RequestFailed,
+    StepOutput,
+)
+
+logger = get_logger(__name__)
+
+PromptSource = PromptType | Callable[[], PromptType]
+"""A prompt, or what makes it (decodes its images): that runs outside of the event loop."""
+
+_MAX_REPLAYS = 1
+"""Lives of P1 that one request may see end: the next one may be its doing."""
+
+
+class RequestStream:
+    """The outputs of one request; iterate it, and close it when nobody listens any more."""
+
+    def __init__(self, client: "AsyncEngineClient", request: ProcessedRequest) -> None:
+        self.request = request
+        self.num_replays = 0
+        self._client = client
+        self._queue: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
+        self._is_done = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_done and self._queue.empty():
+            raise StopAsyncIteration
+        item = await self._queue.get()
+        if isinstance(item, RequestError):
+            raise item
+        return item
+
+    def put(self, item: RequestOutput | RequestError) -> None:
+        """Add what the reader gets next."""
+        self._is_done = isinstance(item, RequestError) or item.finished
+        self._queue.put_nowait(item)
+
+    def close(self) -> None:
+        """Abort the request unless it has finished."""
+        if not self._is_done:
+            self._is_done = True
+            self._client.abort(self.request.request_id)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ticket:
+    """A request on its way through the threads."""
+
+    is_stream: bool
+    num_seqs: int
+    cancellation: Cancellation = field(default_factory=Cancellation)
+    """Set when nobody waits for it any more."""
+    handle: RequestStream | None = None
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancellation.is_set
+
+
+class AsyncEngineClient:
+    """P0's side of the engine."""
+
+    def __init__(
+        self,
+        input_processor: InputProcessor,
+        supervisor: EngineLink,
+        scheduler: SchedulerConfig,
+        *,
+        num_workers: int = 2,
+        max_start_wait_s: float = 300.0,
+    ) -> None:
+        """Serve through `supervisor`; requests that come during the start wait for its end."""
+        self.input_processor = input_processor
+        self.supervisor = supervisor
+        # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
+        self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
+        self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
+        self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
+        self._lanes = WorkLanes(num_workers)
+        self._streams: dict[str, RequestStream] = {}
+        self._max_start_wait_s = max_start_wait_s
+        self._stats_log = _stats_log(supervisor, input_processor)
+        self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
+        self._courier = Courier(
+            input_processor.ledger, send=self._outbox.put, fail=self._fail_with_error
+        )
+
+    async def start(self) -> None:
+        """Begin to talk to P1; returns before it is ready."""
+        self._outbox.start()
+        await self.supervisor.start(self)
+        self._stats_log.start()
+
+    async def close(self) -> None:
+        """End P1 and the threads."""
+        await self._stats_log.close()
+        await self._outbox.close()
+        await self.supervisor.close()
+        self._lanes.close()
+        self._courier.close()
+        # A thread may still hold the caches' locks.
+        await asyncio.to_thread(self.input_processor.close)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are processed, wait or run."""
+        return len(self._streams) + self.capacity.num_requests
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences of those requests: `n` of each."""
+        handles = self._streams.values()
+        return self.capacity.num_seqs + sum(len(one.request.messages) for one in handles)
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: PromptSource,
+        sampling_params: SamplingParams,
+        *,
+        stream: bool = False,
+        continues_prompt: bool = True,
+        id_domain: str | None = None,
+        priority: int = 0,
+        timeout_s: float = 0.0,
+    ) -> RequestStream:
+        """Admit and process a request; raises RequestError before anything is streamed.
+
+        `id_domain` says whose media ids the prompt names. What is not finished after `timeout_s`
+        (0: never) ends with RequestTimeoutError.
+        """
+        deadline = time.monotonic() + timeout_s if timeout_s else None
+        self._admit(sampling_params.n)
+        ticket = _Ticket(is_stream=stream, num_seqs=sampling_params.n)
+        prepare = partial(
+            self.input_processor.prepare,
+            request_id,
+            sampling_params=sampling_params,
+            continues_prompt=continues_prompt,
+            id_domain=id_domain,
+            priority=priority,
+            deadline=deadline,
+        )
+        try:
+            await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
+            loop = asyncio.get_running_loop()
+            job = partial(self._process, ticket, _make_once(prompt), prepare, loop)
+            await self._lanes.run(job, ticket.cancellation)
+        except BaseException:
+            ticket.cancellation.set()
+            if ticket.handle is not None:
+                self.abort(request_id)
+            raise
+        finally:
+            if ticket.handle is None:
+                self.capacity.leave(sampling_params.n)
+        if ticket.handle is None:
+            raise _unavailable(self.supervisor)
+        return ticket.handle
+
+    async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
+        """Process a prompt, and describe it; counts against the same capacity as a request."""
+        self._admit(1)
+        job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
+        cancellation = Cancellation()
+        try:
+            return await self._lanes.run(job, cancellation)
+        finally:
+            cancellation.set()
+            self.capacity.leave(1)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: PromptSource,
+        sampling_params: SamplingParams,
+        *,
+        stream: bool = True,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the outputs of one request; leaving the loop early aborts it."""
+        handle = await self.add_request(request_id, prompt, sampling_params, stream=stream)
+        try:
+            async for output in handle:
+                yield output
+        finally:
+            handle.close()
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request, here and in P1."""
+        handle = self._streams.pop(request_id, None)
+        if handle is not None:
+            self._courier.forget(handle.request)
+        running = self._output_processor.abort([request_id])
+        if running:
+            self._outbox.put(AbortRequests(request_ids=running))
+
+    # ---- EngineListener -------------------------------------------------------------------------
+
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
+        """Hand a step's outputs to their readers."""
+        match message:
+            case RequestFailed():
+                self._fail_sequence(message.request_id, _error_of(message))
+            case CacheMiss():
+                self._courier.on_miss(message)
+            case StepOutput():
+                self._take_outputs(message)
+
+    def _take_outputs(self, message: StepOutput) -> None:
+        to_abort: list[str] = []
+        for delta in message.deltas:
+            self._courier.acknowledge(delta.request_id)
+            try:
+                # One by one: what goes wrong with one request's text is that request's alone.
+                outputs, ended = self._output_processor.process([delta])
+            except Exception:
+                logger.exception("outputs of request %s could not be read", delta.request_id)
+                self._fail_sequence(delta.request_id, _internal_error())
+                to_abort.append(delta.request_id)
+                continue
+            to_abort += ended
+            for output in outputs:
+                self._deliver(output)
+        if to_abort:
+            self._outbox.put(AbortRequests(request_ids=to_abort))
+
+    def on_death(self) -> None:
+        """Answer what cannot go on; what has shown nothing yet waits for the next P1."""
+        # Mail that P1 never read is not for its successor: what it held is sent again on_ready.
+        self._outbox.clear()
+        self._courier.on_death()
+        can_wait = self.supervisor.state == "restarting"
+        for request_id, handle in list(self._streams.items()):
+            is_broken_off = self._output_processor.has_partial_output(request_id)
+            if can_wait and not is_broken_off and handle.num_replays < _MAX_REPLAYS:
+                continue
+            self._output_processor.abort([request_id])
+            self._courier.forget(handle.request)
+            del self._streams[request_id]
+            handle.put(_unavailable(self.supervisor))
+
+    def on_ready(self) -> None:
+        """Send again what the last P1 took with it.
+
+        NOTE: only requests without output are replayed, so no token is said twice. Replaying
+        prompt and output together belongs here, too.
+        """
+        if self.supervisor.num_restarts > 0:
+            for handle in self._streams.values():
+                handle.num_replays += 1
+        self._courier.on_ready()
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def _process(
+        self,
+        ticket: _Ticket,
+        make_prompt: Callable[[], PromptType],
+        prepare: Callable[..., ProcessedRequest],
+        loop: asyncio.AbstractEventLoop,
+        control: DecodeControl,
+    ) -> None:
+        """Process a prompt, in a thread; its messages go to the loop as they are committed."""
+        request = prepare(prompt=make_prompt(), control=control)
+        if not ticket.is_cancelled:
+            self.input_processor.ledger.commit(
+                request, partial(call_in_loop, loop, self._land, ticket)
+            )
+
+    def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
+        """Take a message from a thread; with the first one, the request begins."""
+        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
+            request = delivery.request
+            ticket.handle = RequestStream(self, request)
+            self.capacity.leave(ticket.num_seqs)
+            self._streams[request.request_id] = ticket.handle
+            self._output_processor.add_request(request, stream=ticket.is_stream)
+            self._courier.expect(request)
+        self._courier.deliver(delivery)
+
+    def _admit(self, num_seqs: int) -> None:
+        # Before any decoding: refusing must stay cheap when there is most to refuse.
+        self.capacity.enter(num_seqs, num_others=self.num_seqs - self.capacity.num_seqs)
+
+    def _on_unsent(self, message: EngineCoreRequest) -> None:
+        self._courier.take_back(message)
+        self._fail_sequence(message.request_id, _internal_error())
+
+    def _deliver(self, output: RequestOutput) -> None:
+        handle = self._streams.get(output.request_id)
+        if handle is None:
+            return
+        handle.put(output)
+        if output.finished:
+            del self._streams[output.request_id]
+
+    def _fail_with_error(self, sequence_id: str, error: Exception) -> None:
+        is_known = isinstance(error, RequestError)
+        self._fail_sequence(sequence_id, error if is_known else _internal_error())
+
+    def _fail_sequence(self, sequence_id: str, error: RequestError) -> None:
+        failed = self._output_processor.fail(sequence_id)
+        if failed is None:
+            return
+        request_id, others = failed
+        if others:
+            self._outbox.put(AbortRequests(request_ids=others))
+        handle = self._streams.pop(request_id, None)
+        if handle is not None:
+            self._courier.forget(handle.request)
+            handle.put(error)
+
+
+def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> StatsLog:
+    cache = input_processor.cache
+    return StatsLog(lambda: supervisor.heartbeat, None if cache is None else cache.make_stats)
+
+
+async def _wait_for_start(
+    supervisor: EngineLink, max_wait_s: float, deadline: float | None
+) -> None:
+    """Hold a request while the first P1 compiles, rather than send an early client away."""
+    if supervisor.state == "starting":
+        time_left = math.inf if deadline is None else deadline - time.monotonic()
+        try:
+            async with asyncio.timeout(min(max_wait_s, time_left)):
+                await supervisor.wait_started()
+        except TimeoutError:
+            if time_left <= max_wait_s:
+                raise RequestTimeoutError from None
+    if supervisor.state != "ready":
+        raise _unavailable(supervisor)
+
+
+def _internal_error() -> RequestError:
+    # What went wrong inside is for the log, not for the client.
+    return InternalError("the engine failed on this request; the log says why")
+
+
+def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
+    """Return what makes the prompt at its first call, and gives the same one ever after."""
+    return cache(prompt) if callable(prompt) else lambda: prompt
+
+
+def _explain(
+    input_processor: InputProcessor,
+    make_prompt: Callable[[], PromptType],
+    id_domain: str | None,
+    control: DecodeControl,
+) -> Explanation:
+    return input_processor.explain(make_prompt(), id_domain=id_domain, control=control)
+
+
+def _error_of(failure: RequestFailed) -> RequestError:
+    error = failure.to_error()
+    return _internal_error() if isinstance(error, InternalError) else error
+
+
+def _unavailable(supervisor: EngineLink) -> EngineUnavailableError:
+    text = {
+        "starting": "the engine is still starting; try again in a few seconds",
+        "restarting": "the engine restarts; try again in a few seconds",
+        "dead": "the engine could not be brought back; the server must be restarted",
+        "ready": "the engine was lost during this request; try again",
+    }
+    return EngineUnavailableError(text[supervisor.state])

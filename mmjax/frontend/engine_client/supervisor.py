@@ -1,0 +1,327 @@
+"""Starts P1, watches it, and starts it again when it dies.
+
+Knows nothing of requests: who has some in flight is told of a death and of a new life.
+"""
+
+import asyncio
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Literal, Protocol, runtime_checkable
+
+from mmjax.config import EngineConfig
+from mmjax.errors import MMJaxError
+from mmjax.frontend.engine_client.silence import Silence
+from mmjax.logger import get_logger
+from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
+from mmjax.transport.messages import (
+    CacheMiss,
+    EngineMessage,
+    Heartbeat,
+    Ready,
+    RequestFailed,
+    Shutdown,
+    StepOutput,
+)
+
+logger = get_logger(__name__)
+
+ENGINE_MAIN = "mmjax.engine.process:run_engine"
+"""P1's main; a name, because importing it would bring jax into P0."""
+
+EngineState = Literal["starting", "ready", "restarting", "dead"]
+
+
+class EngineStartError(MMJaxError):
+    """P1 ended before it was ready."""
+
+
+@runtime_checkable
+class EngineListener(Protocol):
+    """Who uses the engine: it hears what P1 says, and of P1's deaths and births."""
+
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
+        """Take what P1 said of requests."""
+
+    def on_death(self) -> None:
+        """Learn that P1 is gone, and all it held with it."""
+
+    def on_ready(self) -> None:
+        """Learn that a P1 takes requests."""
+
+
+@runtime_checkable
+class EngineLink(Protocol):
+    """What the client needs of whoever owns the engine; `Supervisor` does it with a process."""
+
+    state: EngineState
+    heartbeat: Heartbeat | None
+    num_restarts: int
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine lives and speaks."""
+        ...
+
+    async def start(self, listener: EngineListener) -> None:
+        """Begin to relay what the engine says."""
+
+    async def wait_started(self) -> None:
+        """Wait until `state` is not "starting" any more."""
+
+    async def send(self, message: EngineMessage) -> None:
+        """Send to the engine."""
+
+    async def close(self) -> None:
+        """End the engine."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Life:
+    """One P1, with the pipes that die with it (a new P1 must not read its predecessor's mail)."""
+
+    directory: IpcDirectory
+    process: BaseProcess
+    sender: AsyncSender | None = None
+    receiver: AsyncReceiver | None = None
+
+    @classmethod
+    def spawn(cls, config: EngineConfig, main: str) -> "_Life":
+        directory = IpcDirectory()
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run_child,
+            args=(main, config, directory),
+            name="mmjax-engine",
+            daemon=True,
+        )
+        # A child inherits the mask: Ctrl-C, which reaches the whole group, finds it deaf from its
+        # first moment on.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return cls(directory=directory, process=process)
+
+    def open(self) -> None:
+        self.sender = AsyncSender(self.directory.address("in"), bind=True)
+        self.receiver = AsyncReceiver(self.directory.address("out"), bind=True)
+
+    def close(self) -> None:
+        for pipe in (self.sender, self.receiver):
+            if pipe is not None:
+                pipe.close()
+        self.directory.close()
+
+
+class Supervisor:
+    """Owns P1. Made (and P1 spawned) before the event loop runs, so that P1 loads meanwhile."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        main: str = ENGINE_MAIN,
+        heartbeat_timeout_s: float = 60.0,
+        shutdown_timeout_s: float = 5.0,
+    ) -> None:
+        self.state: EngineState = "starting"
+        self.ready: Ready | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.num_restarts = 0
+        self._config = config
+        self._main = main
+        self._silence = Silence(timeout_s=heartbeat_timeout_s)
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._listener: EngineListener | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._has_ended = asyncio.Event()
+        self._has_started = asyncio.Event()
+        self._is_ready = asyncio.Event()
+        self._life = _Life.spawn(config, main)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of P1."""
+        return self._life.process.pid
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether P1 lives and speaks (one that still starts is not expected to speak)."""
+        if self.state == "ready":
+            return not self._silence.is_too_long
+        return self.state == "starting"
+
+    async def start(self, listener: EngineListener) -> None:
+        """Open the pipes and watch, in the running event loop."""
+        self._listener = listener
+        self._tasks = [
+            asyncio.create_task(self._supervise(), name="supervise"),
+            asyncio.create_task(self._watch_heartbeat(), name="watch-heartbeat"),
+        ]
+
+    async def wait_started(self) -> None:
+        """Wait until the first P1 takes requests, or has ended before it did."""
+        await self._has_started.wait()
+
+    async def wait_ready(self) -> Ready:
+        """Wait until P1 takes requests; raise EngineStartError if it never will."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._is_ready, self._has_ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.ready is None:
+            raise EngineStartError("the engine process ended before it was ready; see its log")
+        return self.ready
+
+    async def send(self, message: EngineMessage) -> None:
+        """Send to the P1 that lives now; a message to a dead one is lost, as its state is."""
+        if self._life.sender is not None and self.state != "dead":
+            await self._life.sender.send(message)
+
+    async def close(self) -> None:
+        """End P1: by a message first, then by signals."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.state = "dead"
+        life = self._life
+        if life.sender is not None and life.process.is_alive():
+            await life.sender.send(Shutdown())
+        await asyncio.to_thread(_end_process, life.process, self._shutdown_timeout_s)
+        life.close()
+
+    # ---- lives and deaths -----------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        try:
+            # A P1 that dies before it is ready would die again: restart only one that has served.
+            while await self._live():
+                self._end_life("restarting")
+                self.num_restarts += 1
+                self._life = _Life.spawn(self._config, self._main)
+        except Exception:
+            logger.exception("the engine process can be supervised no longer; it is ended")
+            self._life.process.kill()
+        self._end_life("dead")
+        self._has_ended.set()
+
+    async def _live(self) -> bool:
+        """Relay messages until P1 dies; return whether it had become ready."""
+        self._life.open()
+        died = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        process = self._life.process
+        loop.add_reader(process.sentinel, died.set)
+        relay = asyncio.create_task(self._relay(), name="relay")
+        relay.add_done_callback(self._end_unheard)
+        try:
+            await died.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
+            relay.cancel()
+            await asyncio.gather(relay, return_exceptions=True)
+        await asyncio.to_thread(process.join)
+        logger.error(
+            "the engine process (pid %s) ended with exit code %s", process.pid, process.exitcode
+        )
+        return self.ready is not None
+
+    def _end_life(self, state: EngineState) -> None:
+        self._life.close()
+        self.ready = self.heartbeat = None
+        self._is_ready.clear()
+        self.state = state
+        self._has_started.set()
+        if self._listener is not None:
+            _tell(self._listener.on_death)
+
+    def _end_unheard(self, relay: "asyncio.Task[None]") -> None:
+        """End a P1 whose messages can be read no longer."""
+        if not relay.cancelled():
+            logger.error(
+                "nothing of the engine process can be read; it is ended",
+                exc_info=relay.exception(),
+            )
+            self._life.process.kill()
+
+    async def _relay(self) -> None:
+        receiver, listener = self._life.receiver, self._listener
+        assert receiver is not None, "opened by `_live`"
+        assert listener is not None, "given to `start`"
+        while True:
+            message = await receiver.receive()
+            self._silence.end()
+            match message:
+                case Ready():
+                    self.ready, self.state = message, "ready"
+                    self._has_started.set()
+                    self._is_ready.set()
+                    _tell(listener.on_ready)
+                case Heartbeat():
+                    self.heartbeat = message
+                case StepOutput() | RequestFailed() | CacheMiss():
+                    _tell(partial(listener.on_message, message))
+                case _:
+                    logger.error("P1 sent a %s; ignored", type(message).__name__)
+
+    async def _watch_heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(self._silence.turn_s)
+            if self._silence.take_turn() and self.state == "ready":
+                logger.error("the engine process is silent for too long; it is ended")
+                self._life.process.kill()
+
+
+def _tell(news: Callable[[], None]) -> None:
+    """Tell the listener; a fault of his must not end the tasks that all requests hang on."""
+    try:
+        news()
+    except Exception:
+        logger.exception("what the engine process said or did could not be taken in")
+
+
+def _end_process(process: BaseProcess, timeout_s: float) -> None:
+    process.join(timeout_s)
+    for end in (process.terminate, process.kill):
+        if process.is_alive():
+            end()
+            process.join(1.0)
+
+
+# ---- in P1 -------------------------------------------------------------------------------------
+
+
+def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None:
+    # Ctrl-C reaches the whole group: P0 decides when P1 ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(
+        target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
+    ).start()
+    module, _, name = main.partition(":")
+    run: Callable[[EngineConfig, str, str], None] = getattr(importlib.import_module(module), name)
+    try:
+        run(config, directory.address("in"), directory.address("out"))
+    except MMJaxError as error:
+        # A checkpoint or a setting that cannot be served: its message says all.
+        print(f"mmjax engine: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _exit_with_parent(directory: IpcDirectory) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        # Who made it was killed, and cannot.
+        directory.close()
+        # A thread cannot end its process politely, and nobody is left to be polite to.
+        os._exit(1)

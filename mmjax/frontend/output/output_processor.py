@@ -1,0 +1,256 @@
+"""Engine deltas to RequestOutputs: text, stop strings, logprobs, and the `n` of a request joined.
+
+Knows nothing of sockets or of HTTP; a stop string found here must be aborted in the engine by
+the caller.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
+from mmjax.frontend.output.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
+from mmjax.frontend.prompt.input_processor import ProcessedRequest
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import RequestOutputDelta, TokenLogprobs
+
+_CONTEXT_TOKENS = 5
+"""Prompt tokens that the first output token is decoded after, to get its leading space right."""
+
+
+class ProcessedOutputs(NamedTuple):
+    """What one engine step means for the callers."""
+
+    request_outputs: list[RequestOutput]
+    request_ids_to_abort: list[str]
+    """Sequences that a stop string ended: the engine still runs them."""
+
+
+class OutputProcessor:
+    """The state of every running request, in P0."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._sequence_by_id: dict[str, _Sequence] = {}
+        self._parent_by_id: dict[str, _Parent] = {}
+
+    def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> None:
+        """Expect deltas for the request's sequences; `stream` asks for what each step adds."""
+        parent = _Parent(request=request, stream=stream)
+        self._parent_by_id[request.request_id] = parent
+        for index, message in enumerate(request.messages):
+            sequence = _Sequence(
+                index=index,
+                parent=parent,
+                params=message.sampling_params,
+                text=self._output_text(request, message.sampling_params),
+            )
+            parent.sequences.append(sequence)
+            self._sequence_by_id[message.request_id] = sequence
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests; return the ids of their sequences that still run."""
+        running: list[str] = []
+        for request_id in request_ids:
+            parent = self._parent_by_id.get(request_id)
+            if parent is not None:
+                running += self._forget(parent)
+        return running
+
+    def fail(self, sequence_id: str) -> tuple[str, list[str]] | None:
+        """Forget the request of a sequence that the engine refused.
+
+        Returns the request's id and the ids of its other sequences, or None if it is gone.
+        """
+        sequence = self._sequence_by_id.get(sequence_id)
+        if sequence is None:
+            return None
+        others = [i for i in self._forget(sequence.parent) if i != sequence_id]
+        return sequence.parent.request.request_id, others
+
+    def running_sequences(self, request_id: str) -> list[str]:
+        """Return the ids of the request's sequences that have not finished."""
+        parent = self._parent_by_id.get(request_id)
+        return [] if parent is None else _running_ids(parent)
+
+    def has_partial_output(self, request_id: str) -> bool:
+        """Return whether a sequence of the request has begun, and not ended."""
+        parent = self._parent_by_id.get(request_id)
+        return parent is not None and any(
+            sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
+        )
+
+    def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
+        """Apply one step's deltas; unknown ids (aborted meanwhile) are skipped."""
+        outputs: list[RequestOutput] = []
+        to_abort: list[str] = []
+        for delta in deltas:
+            sequence = self._sequence_by_id.get(delta.request_id)
+            if sequence is None:
+                continue
+            added = self._apply(sequence, delta)
+            if sequence.finish_reason is not None:
+                del self._sequence_by_id[delta.request_id]
+                if delta.finish_reason is None:
+                    to_abort.append(delta.request_id)
+            output = self._request_output(sequence, added)
+            if output is not None:
+                outputs.append(output)
+        return ProcessedOutputs(outputs, to_abort)
+
+    # ---- one sequence ---------------------------------------------------------------------------
+
+    def _output_text(self, request: ProcessedRequest, params: SamplingParams) -> OutputText:
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer,
+            context=self._context(request) if request.continues_prompt else (),
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        checker = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
+        return OutputText(detokenizer, checker)
+
+    def _context(self, request: ProcessedRequest) -> list[int]:
+        context: list[int] = []
+        for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
+            if token_id in self._special_ids:
+                break
+            context.append(token_id)
+        return context[::-1]
+
+    def _apply(self, sequence: "_Sequence", delta: RequestOutputDelta) -> CompletionOutput:
+        params = sequence.params
+        token_ids = delta.new_token_ids
+        visible = token_ids
+        if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
+            # The last id is the end token (or a stop id): it ends the text and is not part of it.
+            visible = token_ids[:-1]
+        sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
+        new_text = ""
+        num_taken = 0
+        for token_id in visible:
+            num_taken += 1
+            # Token by token, so that a stop string inside a long delta ends the ids there too.
+            may_stop = len(sequence.token_ids) + num_taken > params.min_tokens
+            new_text += sequence.text.append([token_id], check_stop=may_stop)
+            if sequence.text.stop_string is not None:
+                break
+        is_stopped = sequence.text.stop_string is not None
+        taken = token_ids[:num_taken] if is_stopped else token_ids
+        logprobs = self._logprobs(delta, len(taken))
+        sequence.add(taken, logprobs)
+        if not is_stopped and delta.finish_reason is not None:
+            may_stop = len(sequence.token_ids) > params.min_tokens
+            new_text += sequence.text.finish(check_stop=may_stop)
+            is_stopped = sequence.text.stop_string is not None
+        if is_stopped:
+            sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.stop_string
+        else:
+            sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
+        return sequence.completion(new_text, taken, logprobs)
+
+    def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:
+        if delta.new_logprobs is None:
+            return None
+        return [self._position(entry) for entry in delta.new_logprobs[:count]]
+
+    def _position(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        position: dict[int, Logprob] = {}
+        for place, (token_id, logprob) in enumerate(
+            zip(entry.token_ids, entry.logprobs, strict=True)
+        ):
+            rank = entry.sampled_rank if place == 0 else place
+            if token_id not in position:
+                text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+                position[token_id] = Logprob(logprob=logprob, rank=rank, decoded_token=text)
+        return position
+
+    # ---- the request ----------------------------------------------------------------------------
+
+    def _request_output(
+        self, sequence: "_Sequence", added: CompletionOutput
+    ) -> RequestOutput | None:
+        parent = sequence.parent
+        is_finished = all(item.finish_reason is not None for item in parent.sequences)
+        if is_finished:
+            self._parent_by_id.pop(parent.request.request_id, None)
+        if parent.stream:
+            has_news = bool(added.text or added.token_ids or added.finish_reason)
+            return parent.output([added], finished=is_finished) if has_news else None
+        if not is_finished:
+            return None
+        return parent.output([item.whole() for item in parent.sequences], finished=True)
+
+    def _forget(self, parent: "_Parent") -> list[str]:
+        running = _running_ids(parent)
+        for sequence_id in running:
+            self._sequence_by_id.pop(sequence_id, None)
+        self._parent_by_id.pop(parent.request.request_id, None)
+        return running
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parent:
+    request: ProcessedRequest
+    stream: bool
+    sequences: list["_Sequence"] = field(default_factory=list)
+
+    def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            finished=finished,
+            num_cached_tokens=max(item.num_cached_tokens for item in self.sequences),
+            num_image_tokens=self.request.num_image_tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Sequence:
+    index: int
+    parent: _Parent
+    params: SamplingParams
+    text: OutputText
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: SampleLogprobs = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, token_ids: list[int], logprobs: SampleLogprobs | None) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs or []
+
+    def completion(
+        self, text: str, token_ids: list[int], logprobs: SampleLogprobs | None
+    ) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=list(token_ids),
+            cumulative_logprob=self._cumulative_logprob(),
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def whole(self) -> CompletionOutput:
+        has_logprobs = self.params.logprobs is not None
+        return self.completion(
+            self.text.text, self.token_ids, self.logprobs if has_logprobs else None
+        )
+
+    def _cumulative_logprob(self) -> float | None:
+        if self.params.logprobs is None:
+            return None
+        return sum(next(iter(position.values())).logprob for position in self.logprobs)
+
+
+def _running_ids(parent: _Parent) -> list[str]:
+    return [
+        message.request_id
+        for message, sequence in zip(parent.request.messages, parent.sequences, strict=True)
+        if sequence.finish_reason is None
+    ]

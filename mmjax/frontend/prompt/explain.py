@@ -1,0 +1,199 @@
+"""What processing makes of a prompt: text, token ids, placeholders, hashes, tensors. No inference.
+
+Knows nothing of HTTP and of the engine; asks the caches, and changes nothing in them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from mmjax.cache import BaseMultiModalProcessorCache
+from mmjax.errors import RequestError
+from mmjax.frontend.prompt.explain_html import draw_explanation
+from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.tensors.fields import (
+    BaseMultiModalField,
+    MultiModalBatchedField,
+    MultiModalFlatField,
+    MultiModalSharedField,
+)
+from mmjax.processing.tensors.inputs import (
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    argsort_mm_positions,
+)
+
+CacheState = Literal["hit", "miss", "off", "hidden"]
+
+_FIELD_NAMES: Mapping[type[BaseMultiModalField], str] = {
+    MultiModalBatchedField: "batched",
+    MultiModalFlatField: "flat",
+    MultiModalSharedField: "shared",
+}
+
+
+class TensorExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One processed tensor of one item."""
+
+    shapes: list[list[int]]
+    """One shape; several where the item has a ragged list of arrays."""
+    dtype: str
+    field: str
+    """How the item was cut from the batch: "batched", "flat" or "shared"."""
+
+
+class ItemExplanation(msgspec.Struct, frozen=True, kw_only=True):
+    """One item: where it stands in the prompt, and what it is known by."""
+
+    modality: str
+    index: int
+    """Among the items of its modality, in the order they were given."""
+    offset: int
+    length: int
+    num_embeds: int
+    is_embed: list[bool] | None
+    """Which of the `length` positions take an embedding; None: all of them."""
+    mm_hash: str
+    identifier: str
+    cache: CacheState
+    """Whether the processor cache had the item before this call; "off": there is no cache;
+    "hidden": several clients share it, and none may learn what the others have sent."""
+    tensors: dict[str, TensorExplanation] | None
+    """None where an item came by its id alone, and only the engine has its tensors."""
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """A processed prompt, shown as a picture in a notebook."""
+
+    prompt: str | None
+    """The text that was tokenized; None where token ids were given."""
+    prompt_token_ids: list[int]
+    tokens: list[str]
+    """The text of each token."""
+    encoder_prompt_token_ids: list[int] | None
+    """Of models with an encoder for text: the items then stand here."""
+    encoder_tokens: list[str] | None
+    items: list[ItemExplanation]
+    """In the order of the prompt."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return msgspec.to_builtins(self)
+
+    def without_cache_states(self) -> "Explanation":
+        """Return the explanation without what the caches hold."""
+        items = [msgspec.structs.replace(item, cache="hidden") for item in self.items]
+        return msgspec.structs.replace(self, items=items)
+
+    def _repr_html_(self) -> str:
+        """Draw tokens as cells and placeholders in their items' colours, for notebooks."""
+        return draw_explanation(self)
+
+
+def explain_prompt(
+    processor: BaseMultiModalProcessor[Any],
+    prepared: PreparedInputs,
+    cache: BaseMultiModalProcessorCache | None,
+) -> Explanation:
+    """Describe a prepared prompt, with the tensors also of the items that the cache had."""
+    hashes = {mm_hash for many in prepared.mm_hashes.values() for mm_hash in many}
+    held = {mm_hash for mm_hash in hashes if cache is not None and cache.is_cached_item(mm_hash)}
+    for mm_hash in sorted(hashes - prepared.fresh.keys()):
+        # An id without data cannot be shown: its tensors are where its cache keeps them.
+        with suppress(RequestError):
+            prepared = processor.rebuild(prepared, [mm_hash])
+
+    def cache_state(mm_hash: str) -> CacheState:
+        if cache is None:
+            return "off"
+        return "hit" if mm_hash in held else "miss"
+
+    decode_token = partial(_decode_token, processor.info.get_tokenizer())
+    return explain_prepared(prepared, decode_token=decode_token, cache_state=cache_state)
+
+
+def _decode_token(tokenizer: Any, token_id: int) -> str:
+    """Return a token's own text; decoding it alone would strip the space that it begins with."""
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's mark for a space
+        return piece.replace("\u2581", " ")
+    return tokenizer.decode([token_id])
+
+
+def explain_prepared(
+    prepared: PreparedInputs,
+    *,
+    decode_token: Callable[[int], str],
+    cache_state: Callable[[str], CacheState],
+) -> Explanation:
+    """Describe a prepared prompt.
+
+    Args:
+        prepared: With the tensors of every item that has data in `fresh`.
+        decode_token: Token id -> its text.
+        cache_state: mm_hash -> what the processor cache said of it before the call.
+    """
+    encoder_ids = prepared.encoder_prompt_token_ids
+    texts: dict[int, str] = {}
+
+    def decode(token_ids: Sequence[int]) -> list[str]:
+        for token_id in set(token_ids) - texts.keys():
+            texts[token_id] = decode_token(token_id)
+        return [texts[token_id] for token_id in token_ids]
+
+    return Explanation(
+        prompt=prepared.prompt,
+        prompt_token_ids=list(prepared.prompt_token_ids),
+        tokens=decode(prepared.prompt_token_ids),
+        encoder_prompt_token_ids=None if encoder_ids is None else list(encoder_ids),
+        encoder_tokens=None if encoder_ids is None else decode(encoder_ids),
+        items=[
+            _explain_item(prepared, modality, index, cache_state)
+            for modality, index in argsort_mm_positions(prepared.mm_placeholders)
+        ],
+    )
+
+
+def _explain_item(
+    prepared: PreparedInputs,
+    modality: str,
+    index: int,
+    cache_state: Callable[[str], CacheState],
+) -> ItemExplanation:
+    mm_hash = prepared.mm_hashes[modality][index]
+    place: PlaceholderRange = prepared.mm_placeholders[modality][index]
+    processed = prepared.fresh.get(mm_hash)
+    return ItemExplanation(
+        modality=modality,
+        index=index,
+        offset=place.offset,
+        length=place.length,
+        num_embeds=place.get_num_embeds(),
+        is_embed=None if place.is_embed is None else place.is_embed.tolist(),
+        mm_hash=mm_hash,
+        identifier=mm_hash,
+        cache=cache_state(mm_hash),
+        tensors=None if processed is None else _explain_tensors(processed[0]),
+    )
+
+
+def _explain_tensors(item: MultiModalKwargsItem) -> dict[str, TensorExplanation]:
+    return {
+        key: TensorExplanation(
+            shapes=[list(array.shape) for array in _arrays(elem.data)],
+            dtype=", ".join(sorted({array.dtype.name for array in _arrays(elem.data)})),
+            field=_FIELD_NAMES[type(elem.field)],
+        )
+        for key, elem in item.items()
+    }
+
+
+def _arrays(data: Any) -> list[np.ndarray]:
+    if isinstance(data, list | tuple):
+        return [array for part in data for array in _arrays(part)]
+    return [np.asarray(data)]

@@ -1,0 +1,115 @@
+"""The forms in which a caller gives a prompt, and the one form that they are read into."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
+
+from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.processing.items.uuids import complete_mm_data
+
+_MAX_SALT_LENGTH = 128
+
+
+class PromptDict(TypedDict, total=False):
+    """A prompt with more to it than text."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    multi_modal_data: Mapping[str, Any] | None
+    multi_modal_uuids: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+    cache_salt: str | None
+    add_special_tokens: bool
+    decoder_prompt: str | list[int] | None
+
+
+PromptType = str | list[int] | PromptDict
+"""What `LLM.generate` takes as one prompt."""
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt whose fields have the right types."""
+
+    text: str | None = None
+    token_ids: list[int] | None = None
+    mm_data: Mapping[str, Any] = {}
+    mm_uuids: Mapping[str, Any] | None = None
+    mm_processor_kwargs: Mapping[str, Any] = {}
+    cache_salt: str | None = None
+    add_special_tokens: bool = True
+    decoder_prompt: str | list[int] | None = None
+
+
+def parse_prompt(prompt: PromptType) -> ParsedPrompt:
+    """Read a prompt in any of its forms; RequestError names the field that is wrong."""
+    if isinstance(prompt, str):
+        return ParsedPrompt(text=prompt)
+    if isinstance(prompt, list):
+        return ParsedPrompt(token_ids=_token_list(prompt, "prompt_token_ids"))
+    if not isinstance(prompt, Mapping):
+        raise RequestTypeError(
+            f"a prompt is a str, a list of ids or a dict, not {type(prompt).__name__}",
+            param="prompt",
+        )
+    unknown = [str(name) for name in prompt if name not in PromptDict.__annotations__]
+    if unknown:
+        raise RequestValueError(
+            f"a prompt has no field `{unknown[0]}`; known are "
+            f"{', '.join(f'`{name}`' for name in PromptDict.__annotations__)}",
+            param=unknown[0],
+        )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if (text is None) == (token_ids is None):
+        raise RequestValueError(
+            "a prompt needs either `prompt` or `prompt_token_ids`, and not both", param="prompt"
+        )
+    if text is not None and not isinstance(text, str):
+        raise RequestTypeError(f"`prompt` must be a str, not {type(text).__name__}", param="prompt")
+    mm_uuids = _mapping(prompt, "multi_modal_uuids")
+    return ParsedPrompt(
+        text=text,
+        token_ids=None if token_ids is None else _token_list(token_ids, "prompt_token_ids"),
+        mm_data=complete_mm_data(_mapping(prompt, "multi_modal_data"), mm_uuids),
+        mm_uuids=mm_uuids or None,
+        mm_processor_kwargs=_mapping(prompt, "mm_processor_kwargs"),
+        cache_salt=_salt(prompt.get("cache_salt")),
+        add_special_tokens=prompt.get("add_special_tokens", True),
+        decoder_prompt=_decoder_prompt(prompt.get("decoder_prompt")),
+    )
+
+
+def _decoder_prompt(value: Any) -> str | list[int] | None:
+    if value is None or isinstance(value, str):
+        return value
+    return _token_list(value, "decoder_prompt")
+
+
+def _token_list(token_ids: Any, name: str) -> list[int]:
+    if not isinstance(token_ids, Sequence) or any(
+        isinstance(i, bool) or not isinstance(i, int) for i in token_ids
+    ):
+        raise RequestTypeError(f"`{name}` must be a list of integers", param=name)
+    return list(token_ids)
+
+
+def _mapping(prompt: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = prompt.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise RequestTypeError(f"`{name}` must be a dict, not {type(value).__name__}", param=name)
+    return value
+
+
+def _salt(value: Any) -> str | None:
+    if value is None:
+        return None
+    if (
+        not isinstance(value, str)
+        or not 0 < len(value) <= _MAX_SALT_LENGTH
+        or not value.isprintable()
+    ):
+        raise RequestValueError(
+            f"`cache_salt` must be a str of 1 to {_MAX_SALT_LENGTH} printable characters",
+            param="cache_salt",
+        )
+    return value

@@ -1,0 +1,136 @@
+"""Attention behind one interface: paged for serving, dense for towers, training and parity.
+
+Callers know neither the platform nor how the cache lies in memory; `attention_backend` chooses.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from mmjax.layers.attention.backend import choose_backend
+from mmjax.layers.attention.dense import dense_attention
+from mmjax.layers.attention.kv_cache import (
+    InterleavedCache,
+    KVCacheSpec,
+    LayerCache,
+    TransposedCache,
+)
+from mmjax.layers.attention.metadata import (
+    AttentionMetadata,
+    CrossAttentionMetadata,
+    DenseAttentionMetadata,
+    PagedAttentionMetadata,
+)
+from mmjax.layers.attention.paged import walk_encoder, walk_sequence
+from mmjax.layers.attention.tpu import ragged_attention, ragged_takes
+
+__all__ = [
+    "AttentionMetadata",
+    "CrossAttentionMetadata",
+    "DenseAttentionMetadata",
+    "PagedAttentionMetadata",
+    "attention",
+    "choose_cache_type",
+    "cross_attention",
+    "dense_attention",
+    "span_variants",
+    "write_encoder",
+]
+
+
+def choose_cache_type(
+    platform: str, spec: KVCacheSpec, dtype: Any, *, num_shards: int = 1
+) -> type[LayerCache]:
+    """Return how blocks lie in memory for the attention that a platform gets.
+
+    `num_shards`: devices that the key-value heads are cut over.
+    """
+    backend = choose_backend(
+        platform,
+        is_paged=True,
+        num_kv_heads=spec.num_kv_heads // num_shards,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+    )
+    return InterleavedCache if backend == "ragged" else TransposedCache
+
+
+def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[bool, ...]:
+    """Return whether programs have spans, for a model whose images see both ways or not.
+
+    Both, where a kernel computes causal steps alone; else one, so that few programs are compiled.
+    """
+    if not has_spans:
+        return (False,)
+    return (False, True) if cache_type is InterleavedCache else (True,)
+
+
+def attention(
+    query: Float[Array, "T N H"],
+    key: Float[Array, "T K H"],
+    value: Float[Array, "T K H"],
+    cache: LayerCache | None,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "T N H"], LayerCache | None]:
+    """Attend; with paged metadata the keys and values are first written to `cache`."""
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    if isinstance(metadata, DenseAttentionMetadata):
+        return _dense(query, key, value, metadata, **options), cache
+    assert cache is not None, "paged attention needs a cache"
+    cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+    walk = partial(walk_sequence, **options)
+    if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
+        return walk(query, cache, metadata), cache
+    kernel = partial(ragged_attention, **options)
+    return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=walk), cache
+
+
+def write_encoder(
+    key: Float[Array, "S K H"],
+    value: Float[Array, "S K H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+) -> LayerCache:
+    """Store the keys and values of encoder states; once, in the first step of their requests."""
+    assert metadata.cross is not None, "the metadata is of a model without cross-attention"
+    return cache.write(key, value, metadata.cross.slot_block, metadata.cross.slot_offset)
+
+
+def cross_attention(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+) -> Float[Array, "T N H"]:
+    """Attend to all of the encoder's states of each query's request, as `write_encoder` left them.
+
+    `cache` may be the one of the layer's self-attention: the blocks of both tables are of one pool.
+    """
+    assert metadata.cross is not None, "the metadata is of a model without cross-attention"
+    return walk_encoder(query, cache, metadata, metadata.cross, scale=scale)
+
+
+def _dense(
+    query: Float[Array, "T N H"],
+    key: Float[Array, "T K H"],
+    value: Float[Array, "T K H"],
+    metadata: DenseAttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N H"]:
+    num_sequences, length = metadata.token_index.shape
+    mask = metadata.mask
+    if window is not None:
+        mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
+    shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
+    out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap)
+    return out.reshape(query.shape)

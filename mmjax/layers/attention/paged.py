@@ -1,0 +1,242 @@
+"""Attention over blocks in plain XLA: any platform, any mask, any layout of the cache."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
+from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
+from mmjax.layers.embed import soft_cap as apply_soft_cap
+from mmjax.rounding import cdiv
+
+MASKED = -1e30
+"""Finite, so that a row that sees nothing (padding) gives zeros and no NaN."""
+
+SLOTS_AT_ONCE = 128
+"""Keys that a tile meets in one product: many small ones cost more."""
+LARGE_BLOCK = 2**12
+"""Numbers of keys in a block: from here on decoding, where a product has few rows, goes block by
+block, which costs less. Below that it adds in the order in which prompts do, to the last bit."""
+
+State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
+"""Of an online softmax: running maximum, sum of weights, weighted values."""
+Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
+"""Folds a few blocks of the tiles into the state."""
+
+
+def walk_sequence(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N H"]:
+    """Attend to the query's own sequence, whose keys and values are in `cache` already."""
+    upper, lower = _visible_range(metadata, window)
+    walk = partial(_walk, query, cache, metadata, metadata.block_tables, (upper, lower))
+    return walk(scale=scale, soft_cap=soft_cap)
+
+
+def walk_encoder(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    cross: CrossAttentionMetadata,
+    *,
+    scale: float,
+) -> Float[Array, "T N H"]:
+    """Attend to all of the encoder's states, whose keys and values are in `cache` already."""
+    is_row = metadata.tile_rows < len(query)
+    upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
+    lower = jnp.full_like(upper, -1)
+    walk = partial(_walk, query, cache, metadata, cross.block_tables, (upper, lower))
+    return walk(scale=scale, soft_cap=None)
+
+
+class Tiles(NamedTuple):
+    """Queries of one request each, below the heads that they share, and what they look at."""
+
+    query: Float[Array, "W K Z H"]
+    tables: Int[Array, "W _blocks"]
+    upper: Int[Array, "W Z"]
+    """First index beyond what a query sees; 0 for padding."""
+    lower: Int[Array, "W Z"]
+    """Last index before what it sees."""
+    first: Int[Array, " W"]
+    """The first block of its table that a tile sees a part of."""
+    end: Int[Array, " W"]
+    """The block behind the last that it sees a part of; 0 for padding."""
+
+
+def _walk(
+    query: Float[Array, "T N _width"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    block_tables: Int[Array, "R _blocks"],
+    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "T N _width"]:
+    scaled = pad_heads(query, cache.head_dim) * scale
+    tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
+    group = query.shape[1] // cache.num_kv_heads
+    # The bounds are of rows, not of heads: a mesh that cuts the heads need not talk about them.
+    bounds = _blocks_to_walk(*visible, cache.block_size)
+    upper, lower = (jnp.tile(end, (1, group)) for end in visible)
+    num_rows = tiled.shape[2]
+    is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
+    tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
+    tiles = tiles if is_large else _add_row_to_one(tiles)
+    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
+    is_decoding = metadata.tile_rows.shape[1] == 1
+    slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
+    blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
+    walk = partial(_walk_tiles, fold=fold, blocks_at_once=blocks_at_once)
+    on_cpu = walk if is_decoding else partial(_walk_one_by_one, walk=walk)
+    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=walk)
+    return _from_tiles(out[:, :, :num_rows], metadata)[..., : query.shape[-1]]
+
+
+def _add_row_to_one(tiles: Tiles) -> Tiles:
+    """Give rows that are alone, as decoding's are where no heads are shared, an empty second.
+
+    XLA multiplies one row on the CPU with other code, which adds in another order.
+    """
+    if tiles.query.shape[2] > 1:
+        return tiles
+    return tiles._replace(
+        query=jnp.pad(tiles.query, ((0, 0), (0, 0), (0, 1), (0, 0))),
+        upper=jnp.pad(tiles.upper, ((0, 0), (0, 1))),
+        lower=jnp.pad(tiles.lower, ((0, 0), (0, 1))),
+    )
+
+
+def _walk_one_by_one(
+    tiles: Tiles, *, walk: Callable[[Tiles], Float[Array, "W K Z H"]]
+) -> Float[Array, "W K Z H"]:
+    """Walk tile by tile: as far as each must, and not at all for padding, which stands last.
+
+    What a tile sees is written over its queries: an array of its own would be copied.
+    """
+    num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
+
+    def visit(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
+        fields = tiles._replace(query=query)
+        tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
+        return jax.lax.dynamic_update_slice_in_dim(query, walk(tile), number, 0)
+
+    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, visit, tiles.query)
+
+
+def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
+    """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+
+    Each tile begins with the first blocks that it sees: groups of `blocks_at_once`, which are the
+    same for every tile, so that a row adds alike in whatever chunk it is computed. Blocks that it
+    does not see leave its state bit for bit as it was, so the answer does not depend on how many
+    its longest neighbour has.
+    """
+    first = tiles.first // blocks_at_once * blocks_at_once
+
+    def visit(number: Array, state: State) -> State:
+        places = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
+        return fold(state, tiles, first[:, None] + places[None])
+
+    shape = tiles.query.shape[:3]
+    state = (
+        jnp.full(shape, MASKED, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(tiles.query.shape, jnp.float32),
+    )
+    num_visits = cdiv((tiles.end - first).max(), blocks_at_once)
+    _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
+    return (summed / jnp.maximum(total, 1e-30)[..., None]).astype(tiles.query.dtype)
+
+
+def _blocks_to_walk(
+    upper: Int[Array, "W _rows"], lower: Int[Array, "W _rows"], block_size: int
+) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return each tile's first block, and the one behind its last.
+
+    A sliding window leaves out the blocks before it; padding sees nothing and asks for none.
+    """
+    nowhere = jnp.iinfo(jnp.int32).max
+    earliest = jnp.where(upper > 0, lower + 1, nowhere).min(1)
+    end = cdiv(upper.max(1), block_size)
+    return jnp.minimum(jnp.maximum(earliest, 0) // block_size, end), end
+
+
+def _fold_blocks(
+    state: State,
+    tiles: Tiles,
+    blocks: Int[Array, "W _blocks"],
+    *,
+    cache: LayerCache,
+    soft_cap: float | None,
+) -> State:
+    """Fold a few blocks, given by their places in each tile's table, into the state."""
+    peak, total, summed = state
+    width = tiles.tables.shape[1]
+    ids = jnp.take_along_axis(tiles.tables, jnp.minimum(blocks, width - 1), axis=1)
+    keys, values = cache.read_keys(ids), cache.read_values(ids)
+    offsets = jnp.arange(cache.block_size, dtype=jnp.int32)
+    keys_at = (blocks[..., None] * cache.block_size + offsets[None, None])[:, None, None]
+    is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
+        keys_at > tiles.lower[:, None, :, None, None]
+    )
+    scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(is_visible, apply_soft_cap(scores, soft_cap), MASKED)
+    new_peak = jnp.maximum(peak, scores.max((3, 4)))
+    # Where nothing is seen yet the weights must be 0, and not exp(MASKED - MASKED).
+    weights = jnp.exp(scores - jnp.maximum(new_peak, MASKED / 2)[..., None, None])
+    decay = jnp.exp(peak - new_peak)
+    seen = jnp.einsum(
+        "wkzbq,wbkqh->wkzh",
+        weights.astype(values.dtype),
+        values,
+        preferred_element_type=jnp.float32,
+    )
+    return new_peak, total * decay + weights.sum((3, 4)), summed * decay[..., None] + seen
+
+
+def _to_tiles(
+    query: Float[Array, "T N H"], num_kv_heads: int, metadata: PagedAttentionMetadata
+) -> Float[Array, "W K _rows H"]:
+    """Gather a tile's queries below the heads that they share, `N / K * Z` rows for each."""
+    tiles, width = metadata.tile_rows.shape
+    head_dim = query.shape[2]
+    tiled = query.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    tiled = tiled.reshape(tiles, width, num_kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    return tiled.reshape(tiles, num_kv_heads, -1, head_dim)
+
+
+def _from_tiles(
+    out: Float[Array, "W K _rows H"], metadata: PagedAttentionMetadata
+) -> Float[Array, "T N H"]:
+    """Undo `_to_tiles`."""
+    tiles, width = metadata.tile_rows.shape
+    num_kv_heads, head_dim = out.shape[1], out.shape[3]
+    out = out.reshape(tiles, num_kv_heads, -1, width, head_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(tiles * width, -1, head_dim)[metadata.row_slot]
+
+
+def _visible_range(
+    metadata: PagedAttentionMetadata, window: int | None
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return, per query of a tile, the first index beyond and the last before what it sees."""
+    end = metadata.token_index + 1
+    if metadata.span_end is not None:
+        end = jnp.maximum(end, metadata.span_end)
+    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    if window is None:
+        return upper, jnp.full_like(upper, -1)
+    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
+        mode="fill", fill_value=0
+    )

@@ -1,0 +1,87 @@
+"""Pictures -> arrays as HF's PIL image processors make them, in numpy and Pillow alone.
+
+For families whose HF class needs torch, and checks that several families share.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import RequestValueError
+from mmjax.processing.items.items import ImageSize
+
+
+def to_pixels(image: Image.Image) -> np.ndarray:
+    """Return an RGB picture as uint8[3, height, width]."""
+    return np.moveaxis(np.asarray(image.convert("RGB")), -1, 0)
+
+
+def fit_within(size: ImageSize, limit: ImageSize) -> ImageSize:
+    """Return the size, scaled down if either side is longer than the limit's; never up."""
+    if size.width <= limit.width and size.height <= limit.height:
+        return size
+    scale = min(limit.height / size.height, limit.width / size.width)
+    return ImageSize(width=int(size.width * scale), height=int(size.height * scale))
+
+
+def rescale(pixels: np.ndarray, factor: float) -> np.ndarray:
+    """Return `pixels * factor` in float32, rounded once."""
+    return (pixels.astype(np.float64) * factor).astype(np.float32)
+
+
+def normalize(
+    pixels: np.ndarray, mean: float | Sequence[float], std: float | Sequence[float]
+) -> np.ndarray:
+    """Return `(pixels - mean) / std` of float[C, height, width]; mean and std per channel."""
+    dtype = pixels.dtype if pixels.dtype.kind == "f" else np.dtype(np.float32)
+    mean_by_channel = np.asarray(mean, dtype).reshape(-1, 1, 1)
+    std_by_channel = np.asarray(std, dtype).reshape(-1, 1, 1)
+    return (pixels.astype(dtype) - mean_by_channel) / std_by_channel
+
+
+def patchify(pixels: np.ndarray, patch_height: int, patch_width: int) -> np.ndarray:
+    """Cut [C, height, width] into [patches, patch_height * patch_width * C], row by row."""
+    channels, height, width = pixels.shape
+    rows, columns = height // patch_height, width // patch_width
+    assert (rows * patch_height, columns * patch_width) == (height, width), f"{pixels.shape=}"
+    patches = pixels.reshape(channels, rows, patch_height, columns, patch_width)
+    return patches.transpose(1, 3, 2, 4, 0).reshape(rows * columns, -1)
+
+
+def check_pixel_size(pixel_values: Any, height: int, width: int) -> None:
+    """Refuse pixels of another size than the vision tower takes: [..., height, width]."""
+    found = np.shape(pixel_values)[-2:]
+    if found != (height, width):
+        raise RequestValueError(
+            f"pictures became {found[0]}x{found[1]} pixels (height x width), but the vision tower "
+            f"takes {height}x{width}; leave `size`, `crop_size`, `do_resize` and `do_center_crop` "
+            "out of mm_processor_kwargs",
+            param="mm_processor_kwargs",
+        )
+
+
+def check_resized_pixels(images: Any, shortest_edge: int | None, max_pixels: int) -> None:
+    """Refuse pictures so long that scaling their short side up to `shortest_edge` is a bomb."""
+    if shortest_edge is None:
+        return
+    for image in images:
+        resized = shortest_edge * int(shortest_edge * max(image.size) / min(image.size))
+        _check_pixels(image, resized, f"scaled until its short side is {shortest_edge}", max_pixels)
+
+
+def check_squared_pixels(images: Any, max_pixels: int) -> None:
+    """Refuse pictures so long that padding them to a square is a bomb."""
+    for image in images:
+        _check_pixels(image, max(image.size) ** 2, "padded to a square", max_pixels)
+
+
+def _check_pixels(image: Image.Image, num_pixels: int, when: str, max_pixels: int) -> None:
+    if num_pixels > max_pixels:
+        width, height = image.size
+        raise RequestValueError(
+            f"image is {width}x{height} pixels; {when} it has {num_pixels}, at most {max_pixels} "
+            "are accepted: crop it, or scale it down",
+            param="multi_modal_data",
+        )

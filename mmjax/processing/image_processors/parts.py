@@ -1,0 +1,114 @@
+"""A tokenizer, an image processor and a video processor behind one call, as HF's processors are.
+
+For families whose HF processor needs torchvision. It leaves the prompt's placeholders as they are:
+updates are applied afterwards.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.processing.hooks import InfoT
+from mmjax.processing.items.parse import MultiModalDataItems
+from mmjax.processing.known_kwargs import KnownKwargs, names_of
+from mmjax.processing.processor import BaseMultiModalProcessor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessorOfParts:
+    """Calls each part with the kwargs that it knows.
+
+    A part is `part(media, return_tensors=..., **kwargs) -> tensors by name`, and `valid_kwargs`.
+    """
+
+    tokenizer: Any
+    image_processor: Any
+    video_processor: Any = None
+    defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By scope (`images_kwargs`), what a call may override."""
+
+    def __call__(
+        self,
+        text: str,
+        images: Any = None,
+        videos: Any = None,
+        *,
+        return_tensors: str = "np",
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Tokenize, and process the media; kwargs are scoped, or flat for every part with them."""
+        scoped = self.scope_kwargs(kwargs)
+        outputs = dict(
+            self.tokenizer([text], return_tensors=return_tensors, **scoped["text_kwargs"])
+        )
+        for part, media, scope in (
+            (self.image_processor, images, "images_kwargs"),
+            (self.video_processor, videos, "videos_kwargs"),
+        ):
+            if media:
+                outputs |= part(media, return_tensors=return_tensors, **scoped[scope])
+        return BatchFeature(outputs)
+
+    @property
+    def known_kwargs(self) -> KnownKwargs:
+        """Each part's names, by scope."""
+        # On use only: it brings an installed torch along.
+        from transformers.processing_utils import TextKwargs
+
+        return {
+            "text_kwargs": names_of(TextKwargs),
+            "images_kwargs": names_of(self.image_processor.valid_kwargs),
+            "videos_kwargs": names_of(getattr(self.video_processor, "valid_kwargs", ())),
+        }
+
+    def scope_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Hand every flat kwarg to each part that knows it; that one does is checked before."""
+        known = self.known_kwargs
+        flat = {key: value for key, value in kwargs.items() if key not in known}
+        return {
+            scope: {
+                **self.defaults.get(scope, {}),
+                **{key: value for key, value in flat.items() if key in names},
+                **kwargs.get(scope, {}),
+            }
+            for scope, names in known.items()
+        }
+
+
+class PartsMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
+    """For families whose `load_hf_processor` gives a `ProcessorOfParts`."""
+
+    def _hf_processor_applies_updates(
+        self,
+        prompt: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> bool:
+        return False
+
+
+def load_video_settings(path: Path) -> dict[str, Any]:
+    """Return the checkpoint's settings for videos, from the file that HF would take them from."""
+    nested = _read_json(path / "processor_config.json").get("video_processor")
+    if nested is not None:
+        return nested
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if (path / name).exists():
+            return _read_json(path / name)
+    return {}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise CheckpointError(f"`{file.name}` is not JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"`{file.name}` has a {type(loaded).__name__}; it must be an object")
+    return loaded

@@ -1,0 +1,184 @@
+"""Pictures and videos -> patches in Qwen2-VL's order, through HF's PIL image processor.
+
+A patch is `temporal_patch_size` frames deep. Within a frame, patches stand in blocks of
+`merge_size` by `merge_size`, which the tower merges into one embedding.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import RequestValueError
+from mmjax.processing.items.items import ImageSize
+from mmjax.rounding import cdiv
+
+MAX_ASPECT_RATIO = 200
+"""HF refuses longer pictures (`smart_resize`); so do we, before it."""
+
+_FIXED = ("patch_size", "merge_size", "temporal_patch_size")
+
+
+class ImagePatcher:
+    """HF's image processor, with every way to say its smallest and largest number of pixels."""
+
+    def __init__(self, hf_processor: Any, *, max_pixels_resized: int) -> None:
+        self.hf = hf_processor
+        self.max_pixels_resized = max_pixels_resized
+        """No request may blow a picture up to more."""
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset(self.hf.valid_kwargs.__annotations__)
+
+    @property
+    def unit(self) -> int:
+        """The side of the square of pixels that one embedding stands for."""
+        return self.hf.patch_size * self.hf.merge_size
+
+    def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
+        """Return `pixel_values` float[patches, values], `image_grid_thw` int64[images, 3]."""
+        for image in images:
+            check_aspect_ratio(ImageSize(*image.size), "image")
+        return dict(self.hf(list(images), **self.resolve_kwargs(kwargs)))
+
+    def resolve_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Put `min_pixels` and `max_pixels` into a whole `size`; refuse what no model can take."""
+        resolved = {key: value for key, value in kwargs.items() if key not in _FIXED}
+        for key in _FIXED:
+            value, own = kwargs.get(key), getattr(self.hf, key)
+            if value is not None and value != own:
+                raise RequestValueError(
+                    f"`{key}` is {value} in mm_processor_kwargs, but the model has {own}; "
+                    "leave it out",
+                    param="mm_processor_kwargs",
+                )
+        smallest, largest = self.get_pixel_limits(kwargs)
+        for key in ("min_pixels", "max_pixels"):
+            resolved.pop(key, None)
+        return {**resolved, "size": {"shortest_edge": smallest, "longest_edge": largest}}
+
+    def get_pixel_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the smallest and the largest number of pixels that a picture is resized to."""
+        size = {"shortest_edge": None, "longest_edge": None, **dict(self.hf.size)}
+        given = kwargs.get("size") or {}
+        if not isinstance(given, Mapping):
+            raise _bad_size("size", given, "an object of `shortest_edge` and `longest_edge`")
+        size |= given
+        limits = []
+        for key, name in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            value = kwargs.get(name)
+            value = size[key] if value is None else value
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise _bad_size(name, value, "a positive number of pixels")
+            limits.append(value)
+        smallest, largest = limits
+        if smallest > largest:
+            raise _bad_size("min_pixels", smallest, f"at most max_pixels, which is {largest}")
+        if smallest > self.max_pixels_resized:
+            raise _bad_size("min_pixels", smallest, f"at most {self.max_pixels_resized}")
+        return smallest, largest
+
+    def find_largest_frame(self, kwargs: Mapping[str, Any]) -> ImageSize:
+        """Return a size, in units, that gives the most embeddings of a frame.
+
+        The closest two factors of `max_pixels`' units; of the next smaller number, where those
+        are too far apart for HF. (A sliver may round up beyond it, where max_pixels is tiny.)
+        """
+        _, largest = self.get_pixel_limits(kwargs)
+        for num_units in range(largest // self.unit**2, 0, -1):
+            short = next(d for d in range(math.isqrt(num_units), 0, -1) if num_units % d == 0)
+            if num_units // short <= MAX_ASPECT_RATIO * short:
+                return ImageSize(width=num_units // short, height=short)
+        return ImageSize(width=1, height=1)
+
+
+class VideoPatcher(ImagePatcher):
+    """Frames, each cut as a picture is, then gathered into patches that span several frames."""
+
+    def __init__(
+        self,
+        hf_processor: Any,
+        *,
+        max_pixels_resized: int,
+        cap_pixels_per_frame: bool = False,
+        max_video_tokens: int = 128_000,
+    ) -> None:
+        super().__init__(hf_processor, max_pixels_resized=max_pixels_resized)
+        self.cap_pixels_per_frame = cap_pixels_per_frame
+        """Whether long videos have smaller frames, so that `max_video_tokens` hold them all."""
+        self.max_video_tokens = max_video_tokens
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return super().valid_kwargs | {"cap_pixels_per_frame"}
+
+    def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, Any]:
+        """Return `pixel_values_videos` float[patches, values], `video_grid_thw` int64[videos, 3].
+
+        A video is uint8[frames, height, width, 3].
+        """
+        patches, grids = zip(*(self._cut(video, kwargs) for video in videos), strict=True)
+        return {
+            "pixel_values_videos": np.concatenate(patches),
+            "video_grid_thw": np.array(grids, dtype=np.int64),
+        }
+
+    def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int]]:
+        check_aspect_ratio(ImageSize(width=video.shape[2], height=video.shape[1]), "video")
+        resolved = self.resolve_kwargs(kwargs)
+        is_capped = resolved.pop("cap_pixels_per_frame", None)
+        if self.cap_pixels_per_frame if is_capped is None else is_capped:
+            resolved["size"] = self._cap(resolved["size"], len(video))
+        # Pictures, not arrays: HF takes an array of height 1 or 3 for channels first.
+        pictures = [Image.fromarray(frame) for frame in video]
+        frames = self.hf(pictures, **{**resolved, "temporal_patch_size": 1})
+        _, rows, columns = frames["image_grid_thw"][0].tolist()
+        pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
+        return self._join_frames(pixels), [self.count_steps(len(video)), rows, columns]
+
+    def count_steps(self, num_frames: int) -> int:
+        """Return how many patches deep a video is."""
+        return cdiv(num_frames, self.hf.temporal_patch_size)
+
+    @property
+    def _channels(self) -> int:
+        return len(self.hf.image_mean)
+
+    def _join_frames(self, pixels: np.ndarray) -> np.ndarray:
+        """[frames, patches, C, values] -> [steps * patches, C * depth * values].
+
+        The last frame is repeated where they do not come out even.
+        """
+        depth = self.hf.temporal_patch_size
+        padding = np.repeat(pixels[-1:], -len(pixels) % depth, axis=0)
+        steps = np.concatenate([pixels, padding]).reshape(-1, depth, *pixels.shape[1:])
+        joined = steps.transpose(0, 2, 3, 1, 4)  # steps, patches, C, depth, values
+        return joined.reshape(joined.shape[0] * joined.shape[1], -1)
+
+    def _cap(self, size: Mapping[str, int], num_frames: int) -> dict[str, int]:
+        """Give each frame an even share of 90% of the context (HF: Qwen2VLVideoProcessor)."""
+        budget = int(self.max_video_tokens * self.unit**2 * 0.9)
+        share = budget * self.hf.temporal_patch_size // num_frames
+        smallest = size["shortest_edge"]
+        largest = max(min(size["longest_edge"], share), int(smallest * 1.05))
+        return {"shortest_edge": smallest, "longest_edge": largest}
+
+
+def check_aspect_ratio(size: ImageSize, modality: str) -> None:
+    """Refuse a picture or a video so long that no grid of patches is as long."""
+    if max(size) > MAX_ASPECT_RATIO * min(size):
+        raise RequestValueError(
+            f"{modality} is {size.width}x{size.height} pixels; the longer side may be at most "
+            f"{MAX_ASPECT_RATIO} times the shorter: crop it",
+            param="multi_modal_data",
+        )
+
+
+def _bad_size(name: str, value: object, expected: str) -> RequestValueError:
+    return RequestValueError(
+        f"`{name}` is {value!r} in mm_processor_kwargs; it must be {expected}",
+        param="mm_processor_kwargs",
+    )

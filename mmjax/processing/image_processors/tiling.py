@@ -1,0 +1,278 @@
+"""Pictures -> square tiles, in the arrangement whose shape is closest, as InternVL cuts them.
+
+A picture of more than one tile comes with a thumbnail of the whole, as its last tile. Two parts
+for each kind of media: those of the original code, and those of HF's port around its PIL class.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.processing.image_processors.parts import load_video_settings
+from mmjax.processing.items.items import ImageSize
+
+MAX_TILES = 128
+"""No model has seen as many, and the time to list arrangements grows with their number."""
+
+_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+_STD = np.array([0.229, 0.224, 0.225], np.float32)
+
+
+@runtime_checkable
+class TileCutter(Protocol):
+    """The image part of either layout."""
+
+    tile_size: int
+
+    def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the fewest and the most tiles of a picture, thumbnail aside."""
+        ...
+
+    def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
+        """Return how many tiles a picture gives, thumbnail included."""
+        ...
+
+
+@lru_cache(maxsize=16)
+def list_arrangements(fewest: int, most: int) -> list[tuple[int, int]]:
+    """Return every (columns, rows) of `fewest` to `most` tiles, those of fewer tiles first.
+
+    Arrangements of as many tiles stand as the original's set gives them: ties hang on it.
+    """
+    arrangements = {
+        (columns, rows)
+        for number in range(fewest, most + 1)
+        for columns in range(1, number + 1)
+        for rows in range(1, number + 1)
+        if fewest <= columns * rows <= most
+    }
+    return sorted(arrangements, key=lambda one: one[0] * one[1])
+
+
+def choose_arrangement(
+    size: ImageSize, arrangements: Sequence[tuple[int, int]], tile_size: int
+) -> tuple[int, int]:
+    """Return the (columns, rows) closest to a picture's shape.
+
+    Of equally close ones, the larger wins while the picture fills more than half of its tiles.
+    """
+    aspect_ratio = size.width / size.height
+    best, best_difference = (1, 1), float("inf")
+    for columns, rows in arrangements:
+        difference = abs(aspect_ratio - columns / rows)
+        fills_half = size.width * size.height > 0.5 * tile_size * tile_size * columns * rows
+        if difference < best_difference or (difference == best_difference and fills_half):
+            best, best_difference = (columns, rows), difference
+    return best
+
+
+def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
+    """Return the size of a picture with the most tiles, and how many."""
+    sizes = [
+        ImageSize(width=columns * cutter.tile_size, height=rows * cutter.tile_size)
+        for columns, rows in list_arrangements(*cutter.get_limits(kwargs))
+    ]
+    counts = [cutter.count_tiles(size, kwargs) for size in sizes]
+    most = max(counts)
+    return sizes[counts.index(most)], most
+
+
+def _check_limits(fewest: Any, most: Any, names: tuple[str, str]) -> tuple[int, int]:
+    for value, name in zip((fewest, most), names, strict=True):
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_TILES:
+            raise RequestValueError(
+                f"`{name}` is {value!r}; it must be a number of tiles from 1 to {MAX_TILES}",
+                param="mm_processor_kwargs",
+            )
+    if fewest > most:
+        raise RequestValueError(
+            f"`{names[0]}` is {fewest}; it must be at most `{names[1]}`, which is {most}",
+            param="mm_processor_kwargs",
+        )
+    return fewest, most
+
+
+class OriginalTileCutter:
+    """The original's `dynamic_preprocess`, by config.json's settings."""
+
+    valid_kwargs = frozenset({"min_dynamic_patch", "max_dynamic_patch", "dynamic_image_size"})
+
+    def __init__(self, hf_config: Any, tile_size: int) -> None:
+        self.tile_size = tile_size
+        self.use_thumbnail = bool(getattr(hf_config, "use_thumbnail", False))
+        self.defaults = {
+            "min_dynamic_patch": getattr(hf_config, "min_dynamic_patch", 1),
+            "max_dynamic_patch": getattr(hf_config, "max_dynamic_patch", 6),
+            "dynamic_image_size": getattr(hf_config, "dynamic_image_size", False),
+        }
+
+    def __call__(
+        self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
+    ) -> dict[str, np.ndarray]:
+        """Return `pixel_values_flat` float32[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        arrangements = list_arrangements(*self.get_limits(kwargs))
+        tiles = [self._cut(image, arrangements) for image in images]
+        return {
+            "pixel_values_flat": np.stack([to_pixels(tile) for one in tiles for tile in one]),
+            "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
+        }
+
+    def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        values = {**self.defaults, **given}
+        names = ("min_dynamic_patch", "max_dynamic_patch")
+        limits = _check_limits(values[names[0]], values[names[1]], names)
+        is_dynamic = values["dynamic_image_size"]
+        if not isinstance(is_dynamic, bool):
+            raise RequestValueError(
+                f"`dynamic_image_size` is {is_dynamic!r}; it must be true or false",
+                param="mm_processor_kwargs",
+            )
+        return limits if is_dynamic else (1, 1)
+
+    def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
+        arrangements = list_arrangements(*self.get_limits(kwargs))
+        columns, rows = choose_arrangement(size, arrangements, self.tile_size)
+        return columns * rows + int(self.use_thumbnail and columns * rows > 1)
+
+    def _cut(
+        self, image: Image.Image, arrangements: Sequence[tuple[int, int]]
+    ) -> list[Image.Image]:
+        side = self.tile_size
+        columns, rows = choose_arrangement(ImageSize(*image.size), arrangements, side)
+        resized = image.resize((side * columns, side * rows), Image.Resampling.BICUBIC)
+        tiles = [
+            resized.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+            for y in range(rows)
+            for x in range(columns)
+        ]
+        if self.use_thumbnail and len(tiles) > 1:
+            tiles.append(image.resize((side, side), Image.Resampling.BICUBIC))
+        return tiles
+
+
+class OriginalFrameCutter:
+    """Each frame as one tile."""
+
+    valid_kwargs: frozenset[str] = frozenset()
+
+    def __init__(self, tile_size: int) -> None:
+        self.tile_size = tile_size
+
+    def __call__(
+        self, videos: Sequence[np.ndarray], *, return_tensors: str
+    ) -> dict[str, np.ndarray]:
+        """Return `pixel_values_flat_video`, `video_num_patches` int64[videos]."""
+        size = (self.tile_size, self.tile_size)
+        frames = [Image.fromarray(frame) for video in videos for frame in video]
+        tiles = [frame.resize(size, Image.Resampling.BICUBIC) for frame in frames]
+        return {
+            "pixel_values_flat_video": np.stack([to_pixels(tile) for tile in tiles]),
+            "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
+        }
+
+
+def to_pixels(tile: Image.Image) -> np.ndarray:
+    """Return a tile as the original normalises it: float32[3, height, width]."""
+    pixels = np.asarray(tile.convert("RGB"), dtype=np.float32) / 255
+    return ((pixels - _MEAN) / _STD).transpose(2, 0, 1)
+
+
+class HFTileCutter:
+    """HF's `GotOcr2ImageProcessorPil`."""
+
+    def __init__(self, hf_processor: Any, tile_size: int) -> None:
+        self.hf = hf_processor
+        self.tile_size = tile_size
+
+    @classmethod
+    def from_pretrained(cls, path: Path, tile_size: int) -> "HFTileCutter":
+        """Load the checkpoint's image processor, which must fit the tower."""
+        hf_processor = _got_ocr2().from_pretrained(path)
+        size = hf_processor.size
+        if (size.height, size.width) != (tile_size, tile_size):
+            raise CheckpointError(
+                f"the image processor makes tiles of {size.height}x{size.width} pixels, but the "
+                f"vision tower takes {tile_size}x{tile_size}; make them equal"
+            )
+        return cls(hf_processor, tile_size)
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset(self.hf.valid_kwargs.__annotations__)
+
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return `pixel_values` float32[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        self.get_limits(kwargs)
+        outputs = self.hf(list(images), **kwargs)
+        _check_tiles(outputs["pixel_values"], self.tile_size)
+        return {
+            "pixel_values": outputs["pixel_values"],
+            "image_num_patches": np.asarray(outputs["num_patches"], dtype=np.int64),
+        }
+
+    def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        names = ("min_patches", "max_patches")
+        fewest, most = (given.get(name, getattr(self.hf, name)) for name in names)
+        limits = _check_limits(fewest, most, names)
+        return limits if given.get("crop_to_patches", self.hf.crop_to_patches) else (1, 1)
+
+    def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
+        given = {key: value for key, value in kwargs.items() if value is not None}
+        return self.hf.get_number_of_image_patches(size.height, size.width, given)
+
+
+class HFFrameCutter:
+    """Each frame as one tile, by HF's PIL class with the settings of the video processor."""
+
+    def __init__(self, hf_processor: Any, tile_size: int) -> None:
+        self.hf = hf_processor
+        self.tile_size = tile_size
+
+    @classmethod
+    def from_pretrained(cls, path: Path, tile_size: int) -> "HFFrameCutter":
+        """Take the checkpoint's settings for videos, but the size that the tower takes."""
+        processor_class = _got_ocr2()
+        settings = load_video_settings(path)
+        known = processor_class.valid_kwargs.__annotations__
+        kept = {key: settings[key] for key in settings.keys() & known}
+        size = {"height": tile_size, "width": tile_size}
+        return cls(processor_class(**{**kept, "size": size}), tile_size)
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        own = {"crop_to_patches", "min_patches", "max_patches"}
+        return frozenset(self.hf.valid_kwargs.__annotations__) - own
+
+    def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return `pixel_values_videos`, `video_num_patches` int64[videos]."""
+        frames = [Image.fromarray(frame) for video in videos for frame in video]
+        pixels = self.hf(frames, **kwargs, crop_to_patches=False)["pixel_values"]
+        _check_tiles(pixels, self.tile_size)
+        return {
+            "pixel_values_videos": pixels,
+            "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
+        }
+
+
+def _got_ocr2() -> Any:
+    # On use only: it brings an installed torch along.
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    return GotOcr2ImageProcessorPil
+
+
+def _check_tiles(pixel_values: Any, tile_size: int) -> None:
+    found = np.shape(pixel_values)[-2:]
+    if found != (tile_size, tile_size):
+        raise RequestValueError(
+            f"tiles became {found[0]}x{found[1]} pixels, but the vision tower takes "
+            f"{tile_size}x{tile_size}; leave `size` and `do_resize` out of mm_processor_kwargs",
+            param="mm_processor_kwargs",
+        )

@@ -1,0 +1,299 @@
+"""The items of one request by modality: counted, sized, ready to hash and process."""
+
+from abc import ABC, abstractmethod
+from collections import UserDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from PIL import Image
+
+from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
+from mmjax.processing.media.decode import MediaWithBytes
+from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.video import video_as_uint8
+
+
+class ImageSize(NamedTuple):
+    width: int
+    height: int
+
+
+def only_cached(modality: str, index: int, what: str) -> RequestValueError:
+    """Return the error of asking an item that has no data for its measure."""
+    return RequestValueError(
+        f"{modality} {index} was given by its uuid alone, so its {what} is cached, not known here",
+        param="multi_modal_data",
+    )
+
+
+class ModalityDataItems(ABC):
+    """The items of one modality of one request."""
+
+    def __init__(self, data: Any, modality: str) -> None:
+        self.data = data
+        self.modality = modality
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(modality={self.modality!r}, len={len(self)})"
+
+    def __len__(self) -> int:
+        return self.get_count()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.get_all())
+
+    @abstractmethod
+    def get_count(self) -> int: ...
+
+    @abstractmethod
+    def get(self, index: int) -> Any:
+        """Return an item as the HF processor takes it."""
+
+    def get_all(self) -> list[Any]:
+        return [self.get(index) for index in range(self.get_count())]
+
+    def get_item_for_hash(self, index: int) -> Any:
+        """Return what stands for the item's content: the encoded bytes where there are any."""
+        return self.get(index)
+
+    def get_all_items_for_hash(self) -> list[Any]:
+        return [self.get_item_for_hash(index) for index in range(self.get_count())]
+
+    def count_bytes_to_decode(self, index: int) -> int:
+        """Return the memory that decoding an item takes; 0 where there is nothing to decode."""
+        return sum(image.num_bytes_to_decode for image in _encoded(self.get_item_for_hash(index)))
+
+    def get_param(self, index: int) -> str:
+        """Return the field of the request that an item stood in."""
+        images = _encoded(self.get_item_for_hash(index))
+        named = next((image.param for image in images if image.param), None)
+        return named or f"multi_modal_data.{self.modality}[{index}]"
+
+    def drop_decoded(self) -> None:
+        """Forget what can be decoded again."""
+        for item in self.get_all_items_for_hash():
+            for image in _encoded(item):
+                image.drop_pixels()
+
+    @abstractmethod
+    def select(self, indices: Sequence[int]) -> "ModalityDataItems":
+        """Return the items at `indices` alone."""
+
+    @abstractmethod
+    def get_processor_data(self) -> Mapping[str, Any]:
+        """Return what the HF processor receives."""
+
+    @abstractmethod
+    def get_passthrough_data(self) -> Mapping[str, Any]:
+        """Return what goes round the HF processor (embeddings)."""
+
+
+class ProcessorBatchItems(ModalityDataItems):
+    """Items that the HF processor takes as a list; None where only a uuid was given."""
+
+    def get_count(self) -> int:
+        return len(self.data)
+
+    def get(self, index: int) -> Any:
+        return _unwrap(self.data[index])
+
+    def get_item_for_hash(self, index: int) -> Any:
+        return self.data[index]
+
+    def select(self, indices: Sequence[int]) -> "ProcessorBatchItems":
+        return type(self)([self.data[index] for index in indices], self.modality)
+
+    def get_processor_data(self) -> Mapping[str, Any]:
+        return {f"{self.modality}s": self.get_all()}
+
+    def get_passthrough_data(self) -> Mapping[str, Any]:
+        return {}
+
+
+class ImageProcessorItems(ProcessorBatchItems):
+    def __init__(self, data: Sequence[Any], modality: str = "image") -> None:
+        super().__init__(data, modality)
+
+    def get_image_size(self, index: int) -> ImageSize:
+        """Return (width, height); channels last wins where an array's layout is ambiguous."""
+        image = self.get(index)
+        if image is None:
+            raise only_cached(self.modality, index, "size")
+        return _picture_size(image)
+
+
+class VideoProcessorItems(ProcessorBatchItems):
+    """Videos as frames; an item is `(frames, metadata)` where the model needs the metadata.
+
+    `metadata` has one mapping, or None, per video, whether or not the items carry it.
+    """
+
+    def __init__(
+        self,
+        data: Sequence[Any],
+        metadata: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        super().__init__(data, "video")
+        if metadata is None or isinstance(metadata, Mapping):
+            metadata = [metadata] * len(data)
+        if len(metadata) != len(data):
+            raise RequestValueError(
+                f"{len(metadata)} metadata were given for {len(data)} videos; "
+                "give one, or None, for each",
+                param="multi_modal_data",
+            )
+        self.metadata = list(metadata)
+
+    def get(self, index: int) -> Any:
+        item = self.data[index]
+        return (_unwrap(item[0]), item[1]) if _is_pair(item) else _unwrap(item)
+
+    def get_item_for_hash(self, index: int) -> Any:
+        """Return the item; with its metadata where encoded bytes alone would not say the frames."""
+        item, metadata = self.data[index], self.metadata[index]
+        if isinstance(item, MediaWithBytes) and metadata is not None:
+            return item, metadata
+        return item
+
+    def get_frames(self, index: int) -> Any:
+        """Return the frames alone, as they were given."""
+        item = self.get(index)
+        frames = item[0] if _is_pair(item) else item
+        if frames is None:
+            raise only_cached(self.modality, index, "length")
+        return frames
+
+    def get_num_frames(self, index: int) -> int:
+        return len(self.get_frames(index))
+
+    def get_frame_size(self, index: int) -> ImageSize:
+        """Return the (width, height) of the first frame."""
+        frames = self.get_frames(index)
+        if len(frames) == 0:
+            raise RequestValueError(
+                f"video {index} has no frames, so its size is not known; give at least one",
+                param="multi_modal_data",
+            )
+        return _picture_size(frames[0])
+
+    def select(self, indices: Sequence[int]) -> "VideoProcessorItems":
+        return type(self)(
+            [self.data[index] for index in indices], [self.metadata[index] for index in indices]
+        )
+
+    def get_processor_data(self) -> Mapping[str, Any]:
+        """Return `videos`: each uint8[frames, height, width, 3], with its metadata if needed."""
+        videos = []
+        for item in self.get_all():
+            if _is_pair(item):
+                videos.append((video_as_uint8(item[0]), item[1]))
+            else:
+                videos.append(None if item is None else video_as_uint8(item))
+        return {"videos": videos}
+
+
+def _is_pair(item: Any) -> bool:
+    """Whether a video's item is `(frames, metadata)`."""
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Mapping)
+
+
+def _encoded(item: Any) -> list[EncodedImage]:
+    """Return the encoded pictures in an item: itself, or a value of a vision chunk."""
+    values = item.values() if isinstance(item, Mapping) else (item,)
+    return [value for value in values if isinstance(value, EncodedImage)]
+
+
+def _unwrap(item: Any) -> Any:
+    if isinstance(item, EncodedImage):
+        item = item.decode()
+    return item.media if isinstance(item, MediaWithBytes) else item
+
+
+def _picture_size(picture: Any) -> ImageSize:
+    if isinstance(picture, Image.Image):
+        return ImageSize(*picture.size)
+    shape = picture.shape
+    if shape[-1] in (1, 3, 4):
+        return ImageSize(width=shape[1], height=shape[0])
+    return ImageSize(width=shape[2], height=shape[1])
+
+
+class AudioProcessorItems(ProcessorBatchItems):
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data, "audio")
+
+    def get_audio_length(self, index: int) -> int:
+        """Return the number of samples in time, at the model's rate."""
+        audio = self.get(index)
+        if audio is None:
+            raise only_cached(self.modality, index, "length")
+        return max(audio.shape) if hasattr(audio, "shape") else len(audio)
+
+    def select(self, indices: Sequence[int]) -> "AudioProcessorItems":
+        return type(self)([self.data[index] for index in indices])
+
+
+class VisionChunkProcessorItems(ProcessorBatchItems):
+    """Pictures and pieces of videos in one list, for models that take both alike.
+
+    An item is `{"type": "image", "image": ...}` or `{"type": "video_chunk", "video_chunk":
+    [frame, ...], "prompt": ...}`.
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__(data, "vision_chunk")
+
+    def get(self, index: int) -> Any:
+        item = self.data[index]
+        return None if item is None else {key: _unwrap(value) for key, value in item.items()}
+
+    def select(self, indices: Sequence[int]) -> "VisionChunkProcessorItems":
+        return type(self)([self.data[index] for index in indices])
+
+
+ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)
+
+
+class MultiModalDataItems(UserDict[str, ModalityDataItems]):
+    """All items of one request, by modality."""
+
+    def select(self, modalities: Collection[str]) -> "MultiModalDataItems":
+        """Return the items of some modalities, in this order."""
+        return MultiModalDataItems({m: items for m, items in self.items() if m in modalities})
+
+    def get_count(self, modality: str, *, strict: bool = True) -> int:
+        """Return the number of items; an absent modality raises, or counts 0 without `strict`."""
+        if modality in self:
+            return self[modality].get_count()
+        if strict:
+            raise self._absent(modality)
+        return 0
+
+    def drop_decoded(self) -> None:
+        """Forget what can be decoded again."""
+        for items in self.values():
+            items.drop_decoded()
+
+    def get_all_counts(self) -> dict[str, int]:
+        return {modality: items.get_count() for modality, items in self.items()}
+
+    def get_items(self, modality: str, typ: type[ItemsT] | tuple[type[ItemsT], ...]) -> ItemsT:
+        """Return a modality's items; raise where they are absent or of another kind."""
+        if modality not in self:
+            raise self._absent(modality)
+        items = self[modality]
+        if not isinstance(items, typ):
+            raise RequestTypeError(
+                f"{modality} items are {type(items).__name__}, expected {typ}",
+                param="multi_modal_data",
+            )
+        return items
+
+    def _absent(self, modality: str) -> RequestKeyError:
+        available = ", ".join(f"`{name}`" for name in self) or "none"
+        return RequestKeyError(
+            f"modality `{modality}` not found; available: {available}", param="multi_modal_data"
+        )

@@ -1,0 +1,284 @@
+"""The user's media, in any accepted form -> items."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from mmjax.errors import ConfigError, RequestTypeError, RequestValueError
+from mmjax.processing.items.embeddings import (
+    AudioEmbeddingItems,
+    DictEmbeddingItems,
+    EmbeddingItems,
+    FieldsFactory,
+    ImageEmbeddingItems,
+    VideoEmbeddingItems,
+    check_embeds,
+)
+from mmjax.processing.items.items import (
+    AudioProcessorItems,
+    ImageProcessorItems,
+    ImageSize,
+    ModalityDataItems,
+    MultiModalDataItems,
+    ProcessorBatchItems,
+    VideoProcessorItems,
+    VisionChunkProcessorItems,
+)
+from mmjax.processing.items.uuids import MultiModalUUIDDict, parse_mm_uuids, validate_mm_uuids
+from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
+from mmjax.processing.media.decode import MediaLimits, MediaWithBytes, as_numpy, is_array_like
+from mmjax.processing.media.images import parse_image
+from mmjax.processing.media.video import parse_video, parse_vision_chunk, split_videos
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+
+__all__ = [
+    "AudioEmbeddingItems",
+    "AudioProcessorItems",
+    "DictEmbeddingItems",
+    "EmbeddingItems",
+    "ImageEmbeddingItems",
+    "ImageProcessorItems",
+    "ImageSize",
+    "ModalityDataItems",
+    "MultiModalDataDict",
+    "MultiModalDataItems",
+    "MultiModalDataParser",
+    "MultiModalUUIDDict",
+    "ProcessorBatchItems",
+    "VideoEmbeddingItems",
+    "VideoProcessorItems",
+    "VisionChunkProcessorItems",
+    "parse_mm_uuids",
+    "validate_mm_uuids",
+]
+
+MultiModalDataDict = Mapping[str, Any]
+"""Per modality, one item or a list of items, as the user gives them."""
+
+
+class MultiModalDataParser:
+    """Turns the user's media into items; families that take more override `_get_subparsers`.
+
+    Args:
+        target_sr: The sampling rate that audio is resampled to.
+        target_channels: The channels that audio is mixed to.
+        audio_resample_method: How; "scipy" is what there is.
+        video_needs_metadata: Whether videos come as `(frames, metadata)`, and stay that.
+        expected_hidden_size: The width that embeddings must have.
+        allow_missing_mm_embeddings: Whether a dict of embeddings may lack the values, and bring
+            the metadata alone.
+        limits: What is refused before work is done on it.
+    """
+
+    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {}
+    """Per modality, the tensors of a dict of embeddings: the embeddings, and what says how they
+    divide. A family that takes dicts overrides this and `_get_embedding_fields_config`."""
+
+    def __init__(
+        self,
+        *,
+        target_sr: int | float | None = None,
+        target_channels: int | None = None,
+        audio_resample_method: str = "scipy",
+        video_needs_metadata: bool = False,
+        expected_hidden_size: int | None = None,
+        allow_missing_mm_embeddings: bool = False,
+        limits: MediaLimits | None = None,
+    ) -> None:
+        if audio_resample_method not in RESAMPLE_METHODS:
+            known = ", ".join(f"`{name}`" for name in RESAMPLE_METHODS)
+            raise ConfigError(
+                f"audio resample method `{audio_resample_method}` is unknown; choose {known}"
+            )
+        if target_sr is not None and not (target_sr >= 1 and target_sr == int(target_sr)):
+            raise ConfigError(f"target_sr is {target_sr}; it must be a whole number, 1 or more")
+        self.target_sr = target_sr
+        self.target_channels = target_channels
+        self.audio_resample_method = audio_resample_method
+        self.video_needs_metadata = video_needs_metadata
+        self.expected_hidden_size = expected_hidden_size
+        self.allow_missing_mm_embeddings = allow_missing_mm_embeddings
+        self.limits = limits or MediaLimits()
+
+    @staticmethod
+    def is_embeddings(data: Any) -> bool:
+        """Return whether `data` holds embeddings: a 3-D float array, or a list of 2-D arrays.
+
+        A numpy array never does, nor do integers, nor a 3-D array whose last axis is channels.
+        """
+        if isinstance(data, list | tuple):
+            first = next((entry for entry in data if entry is not None), None)
+            return _is_foreign_floats(first, 2)
+        return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)
+
+    def _is_image_embeddings(self, data: Any) -> bool:
+        """Tell `[items, rows, hidden]` from a picture `[channels, height, width]` of floats.
+
+        Only the model's width can tell, where the first axis may be either; unknown, the array
+        holds embeddings, as one item's do: `[1, rows, hidden]`.
+        """
+        if not self.is_embeddings(data):
+            return False
+        if isinstance(data, list | tuple) or self.expected_hidden_size is None:
+            return True
+        return data.shape[0] not in (1, 3, 4) or data.shape[-1] == self.expected_hidden_size
+
+    def _get_subparsers(self) -> Mapping[str, Callable[[Any], ModalityDataItems | None]]:
+        return {
+            "audio": self._parse_audio_data,
+            "image": self._parse_image_data,
+            "video": self._parse_video_data,
+            "vision_chunk": self._parse_vision_chunk_data,
+        }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        """Return how each of `embedding_fields[modality]` divides among items."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing of {modality} embeddings")
+
+    def parse_mm_data(self, mm_data: MultiModalDataDict) -> MultiModalDataItems:
+        """Parse every modality; one whose data is None is dropped, an empty list stays."""
+        subparsers = self._get_subparsers()
+        mm_items = MultiModalDataItems()
+        for modality, data in mm_data.items():
+            if modality not in subparsers:
+                known = ", ".join(f"`{name}`" for name in subparsers)
+                raise RequestValueError(
+                    f"Unsupported modality: {modality}; this model takes {known}",
+                    param="multi_modal_data",
+                )
+            items = subparsers[modality](data)
+            if items is not None:
+                mm_items[modality] = items
+        return mm_items
+
+    def count_entries(self, modality: str, data: Any) -> int | None:
+        """Return how many items `data` holds, before any of them is read.
+
+        None where only parsing can tell: for embeddings, and modalities of a family's own.
+        """
+        split = _SPLIT_BY_MODALITY.get(modality)
+        if split is None or data is None or isinstance(data, Mapping):
+            return None
+        is_embeddings = self._is_image_embeddings if modality == "image" else self.is_embeddings
+        return None if is_embeddings(data) else len(split(data))
+
+    def _parse_image_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if isinstance(data, Mapping) and "image" in self.embedding_fields:
+            return self._parse_dict_embeddings("image", data)
+        if self._is_image_embeddings(data):
+            return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        return ImageProcessorItems(
+            [
+                parse_image(entry, self.limits, param=f"multi_modal_data.image[{index}]")
+                for index, entry in enumerate(_split_images(data))
+            ]
+        )
+
+    def _parse_audio_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if isinstance(data, Mapping) and "audio" in self.embedding_fields:
+            return self._parse_dict_embeddings("audio", data)
+        if self.is_embeddings(data):
+            return AudioEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        spec = AudioSpec(self.target_sr, self.target_channels)
+        return AudioProcessorItems(
+            [
+                parse_audio(entry, spec, self.limits, param=f"multi_modal_data.audio[{index}]")
+                for index, entry in enumerate(split_audios(data))
+            ]
+        )
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if isinstance(data, Mapping) and "video" in self.embedding_fields:
+            return self._parse_dict_embeddings("video", data)
+        if self.is_embeddings(data):
+            return VideoEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        videos: list[Any] = []
+        metadatas: list[Mapping[str, Any] | None] = []
+        for index, entry in enumerate(split_videos(data)):
+            param = f"multi_modal_data.video[{index}]"
+            frames, metadata = parse_video(entry, self.limits, param=param)
+            if self.video_needs_metadata and frames is not None:
+                if metadata is None:
+                    raise RequestValueError(
+                        f"video metadata is required but not found in {param}; "
+                        "give a pair (frames, metadata)",
+                        param=param,
+                    )
+                frames = (frames, metadata)
+            videos.append(frames)
+            metadatas.append(metadata)
+        return VideoProcessorItems(videos, metadatas)
+
+    def _parse_vision_chunk_data(self, data: Any) -> ModalityDataItems | None:
+        if data is None:
+            return None
+        if self.is_embeddings(data):
+            raise RequestValueError(
+                "embeddings of vision chunks are not supported; give pictures and frames",
+                param="multi_modal_data.vision_chunk",
+            )
+        entries = data if isinstance(data, list | tuple) else [data]
+        return VisionChunkProcessorItems(
+            [
+                parse_vision_chunk(
+                    entry, self.limits, param=f"multi_modal_data.vision_chunk[{index}]"
+                )
+                for index, entry in enumerate(entries)
+            ]
+        )
+
+    def _parse_dict_embeddings(
+        self, modality: str, data: Mapping[str, Any], fields_factory: FieldsFactory | None = None
+    ) -> DictEmbeddingItems:
+        """Parse a dict of embeddings by `embedding_fields`; other names in it are dropped."""
+        fields = self.embedding_fields[modality]
+        data = {key: value for key, value in data.items() if key in fields}
+        values = {key for key, kind in fields.items() if kind == "values"}
+        for key in values & data.keys():
+            if not is_array_like(data[key]) or not len(data[key].shape):
+                raise RequestTypeError(
+                    f"`{key}` has the type `{type(data[key]).__name__}`; it must be an array",
+                    param=f"multi_modal_data.{modality}",
+                )
+            check_embeds(data[key], self.expected_hidden_size, f"`{key}`")
+        optional = values if self.allow_missing_mm_embeddings else set()
+        return DictEmbeddingItems(
+            data,
+            modality,
+            required_fields=fields.keys() - optional,
+            fields_factory=fields_factory or partial(self._get_embedding_fields_config, modality),
+            optional_fields=optional,
+        )
+
+
+def _split_images(data: Any) -> Sequence[Any]:
+    """Return the entries of `data`, which may be one picture or several."""
+    if is_array_like(data) and len(data.shape) == 4:
+        return list(as_numpy(data))
+    return data if isinstance(data, list | tuple) else [data]
+
+
+_SPLIT_BY_MODALITY: Mapping[str, Callable[[Any], Sequence[Any]]] = {
+    "audio": split_audios,
+    "image": _split_images,
+    "video": split_videos,
+}
+
+
+def _is_foreign_floats(data: Any, ndim: int) -> bool:
+    """Whether `data` is a float array of a library other than numpy (jax, torch)."""
+    return (
+        not isinstance(data, MediaWithBytes)
+        and type(data).__module__.partition(".")[0] != "numpy"
+        and is_array_like(data)
+        and len(data.shape) == ndim
+        and "float" in str(data.dtype)
+    )

@@ -1,0 +1,257 @@
+"""What processing hands to the engine: placeholder ranges, processed items, features.
+
+Knows nothing of caches, of the engine, or of where arrays will live: all tensors are numpy.
+"""
+
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from mmjax.processing.tensors.fields import (
+    MultiModalFieldConfig,
+    MultiModalFieldElem,
+    MultiModalSharedField,
+    NestedTensors,
+    tensors_as_numpy,
+)
+from mmjax.processing.tensors.placeholder_range import PlaceholderRange
+from mmjax.processing.tensors.shared_item import SharedItem
+
+MultiModalPlaceholders = Mapping[str, Sequence[PlaceholderRange]]
+
+
+class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem]):
+    """The processed tensors of one item, by the name that the HF processor gives them."""
+
+    @staticmethod
+    def dummy(nbytes: int = 1) -> "MultiModalKwargsItem":
+        """Return an item that only has a size; for tests of caches and transport."""
+        elem = MultiModalFieldElem(
+            data=np.zeros(nbytes, dtype=np.uint8), field=MultiModalSharedField(batch_size=1)
+        )
+        return MultiModalKwargsItem({"dummy": elem})
+
+    def own_arrays(self) -> "MultiModalKwargsItem":
+        """Return the item without views: one that is kept must not keep its batch alive."""
+        return MultiModalKwargsItem(
+            {key: replace(elem, data=_own(elem.data)) for key, elem in self.items()}
+        )
+
+    def get_data(self) -> dict[str, NestedTensors]:
+        """Return the tensors alone."""
+        return {key: elem.data for key, elem in self.items()}
+
+
+def _own(data: NestedTensors) -> NestedTensors:
+    if isinstance(data, list):
+        return [_own(entry) for entry in data]
+    if isinstance(data, tuple):
+        return tuple(_own(entry) for entry in data)
+    if not isinstance(data, np.ndarray) or data.base is None:
+        return data
+    # A batch of one item is that item: nothing else is kept alive.
+    is_whole = isinstance(data.base, np.ndarray) and data.base.nbytes == data.nbytes
+    return data if is_whole else data.copy()
+
+
+ItemData = MultiModalKwargsItem | SharedItem
+"""What the engine gets of an item: its tensors, or where they lie."""
+
+
+class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):
+    """The processed items of one request, by modality, in the user's order.
+
+    An entry is None where a cache on the engine's side holds the tensors, or where they lie in
+    shared memory.
+    """
+
+    @staticmethod
+    def from_hf_inputs(
+        hf_inputs: Mapping[str, Any], config_by_key: Mapping[str, MultiModalFieldConfig]
+    ) -> "MultiModalKwargsItems":
+        """Split the HF processor's batch into items.
+
+        Keys without a config and configs without data are ignored.
+        """
+        elems_by_modality: dict[str, dict[str, Sequence[MultiModalFieldElem]]] = {}
+        for key, config in config_by_key.items():
+            data = hf_inputs.get(key)
+            if data is None:
+                continue
+            elems = config.build_elems(key, tensors_as_numpy(data))
+            if elems:
+                elems_by_modality.setdefault(config.modality, {})[key] = elems
+        return MultiModalKwargsItems(
+            {
+                modality: _items_of_modality(modality, elems_by_key)
+                for modality, elems_by_key in elems_by_modality.items()
+            }
+        )
+
+    def __getitem__(self, modality: str) -> Sequence[MultiModalKwargsItem | None]:
+        if modality not in self.data:
+            available = ", ".join(f"`{name}`" for name in self.data) or "none"
+            raise KeyError(f"modality `{modality}` not found; available: {available}")
+        return self.data[modality]
+
+    def get_item(self, modality: str, index: int) -> MultiModalKwargsItem:
+        """Return an item's tensors; raise RuntimeError where they are not here."""
+        return _require_tensors(self[modality][index], f"mm_items[{modality!r}][{index}]")
+
+    def require_data(self) -> "MultiModalKwargsItems":
+        """Return self; raise RuntimeError where an item has no tensors."""
+        for modality, items in self.items():
+            for index, item in enumerate(items):
+                _require_tensors(item, f"mm_items[{modality!r}][{index}]")
+        return self
+
+    def get_data(self) -> dict[str, NestedTensors]:
+        """Merge each modality into one batch; return a flat dict over modalities."""
+        batches: dict[str, NestedTensors] = {}
+        for modality, items in self.items():
+            own = [self.get_item(modality, index) for index in range(len(items))]
+            groups = list(group_and_batch_mm_items(own))
+            if len(groups) > 1:
+                raise RuntimeError(f"{modality} items cannot be merged into a single batch")
+            for _, kwargs in groups:
+                batches.update(kwargs)
+        return batches
+
+
+def _require_tensors(item: ItemData | None, name: str) -> MultiModalKwargsItem:
+    if item is None:
+        raise RuntimeError(f"Found empty {name}")
+    if isinstance(item, SharedItem):
+        raise RuntimeError(f"{name} lies in shared memory, and its handle was not opened")
+    return item
+
+
+def _items_of_modality(
+    modality: str, elems_by_key: Mapping[str, Sequence[MultiModalFieldElem]]
+) -> list[MultiModalKwargsItem]:
+    sizes = {key: len(elems) for key, elems in elems_by_key.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"Cannot merge different batch sizes for modality={modality!r}! {sizes=}")
+    return [
+        MultiModalKwargsItem({key: elems[index] for key, elems in elems_by_key.items()})
+        for index in range(next(iter(sizes.values())))
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class MultiModalFeatureSpec:
+    """One item of one request as the engine gets it."""
+
+    data: ItemData | None
+    """None where a cache on the engine's side holds the tensors under `mm_hash`."""
+    modality: str
+    identifier: str
+    """Names the item's encoder output (differs from `mm_hash` only under a tower's LoRA)."""
+    mm_position: PlaceholderRange
+    mm_hash: str | None = None
+
+    @property
+    def tensors(self) -> MultiModalKwargsItem | None:
+        """What `data` holds once it is resolved; RuntimeError where it is still a handle."""
+        return None if self.data is None else _require_tensors(self.data, self.identifier)
+
+    @staticmethod
+    def gather_kwargs(
+        features: Iterable["MultiModalFeatureSpec"], keys: Iterable[str]
+    ) -> dict[str, list[NestedTensors]]:
+        """Collect each key's tensors over `features`, skipping absent items and keys."""
+        gathered: dict[str, list[NestedTensors]] = {key: [] for key in keys}
+        for feature in features:
+            item = feature.tensors
+            for key, tensors in gathered.items():
+                if item is not None and key in item:
+                    tensors.append(item[key].data)
+        return gathered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiModalInputs:
+    """A processed prompt."""
+
+    prompt_token_ids: list[int]
+    """With every placeholder in place."""
+    mm_kwargs: MultiModalKwargsItems
+    mm_hashes: Mapping[str, Sequence[str]]
+    """Per modality, one hash per item, in the user's order."""
+    mm_placeholders: MultiModalPlaceholders
+    """Per modality, one range per item, in the user's order."""
+    prompt: str | None = None
+    """The prompt as text, where it came as text."""
+    cache_salt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
+    """With every placeholder in place, where the model has an encoder for text; None elsewhere."""
+    shared_items: Mapping[tuple[str, int], SharedItem] = field(default_factory=dict)
+    """By modality and index, where the tensors lie in shared memory."""
+
+    def to_features(self) -> list[MultiModalFeatureSpec]:
+        """Return the items as features, sorted by their place in the prompt."""
+        return [
+            MultiModalFeatureSpec(
+                data=self.shared_items.get((modality, index), self.mm_kwargs[modality][index]),
+                modality=modality,
+                identifier=self.mm_hashes[modality][index],
+                mm_position=self.mm_placeholders[modality][index],
+                mm_hash=self.mm_hashes[modality][index],
+            )
+            for modality, index in argsort_mm_positions(self.mm_placeholders)
+        ]
+
+
+def argsort_mm_positions(mm_positions: MultiModalPlaceholders) -> list[tuple[str, int]]:
+    """Return (modality, index) of every item, sorted by its offset in the prompt (stable)."""
+    places = [
+        (modality, index, position.offset)
+        for modality, positions in mm_positions.items()
+        for index, position in enumerate(positions)
+    ]
+    return [(modality, index) for modality, index, _ in sorted(places, key=lambda row: row[2])]
+
+
+def group_and_batch_mm_items(
+    items: Sequence[MultiModalKwargsItem],
+) -> Iterator[tuple[int, dict[str, NestedTensors]]]:
+    """Merge runs of consecutive items that fit one batch; yield (number of items, tensors)."""
+    start = 0
+    for stop in range(1, len(items) + 1):
+        if stop < len(items) and _fit_one_batch(items[start], items[stop]):
+            continue
+        group = items[start:stop]
+        yield (
+            len(group),
+            {
+                key: elem.field.reduce_data([item[key] for item in group])
+                for key, elem in group[0].items()
+            },
+        )
+        start = stop
+
+
+def group_and_batch_mm_kwargs(
+    mm_kwargs: Iterable[tuple[str, MultiModalKwargsItem]],
+) -> Iterator[tuple[str, int, dict[str, NestedTensors]]]:
+    """Merge runs of consecutive items of one modality; yield (modality, number, tensors)."""
+    for modality, run in groupby(mm_kwargs, key=itemgetter(0)):
+        for num_items, kwargs in group_and_batch_mm_items([item for _, item in run]):
+            yield modality, num_items, kwargs
+
+
+def _fit_one_batch(first: MultiModalKwargsItem, other: MultiModalKwargsItem) -> bool:
+    if first.keys() != other.keys():
+        return False
+    for key, elem in first.items():
+        if type(elem.field) is not type(other[key].field):
+            return False
+        is_shared = isinstance(elem.field, MultiModalSharedField) and elem is not other[key]
+        if is_shared and elem != other[key]:
+            return False
+    return True

@@ -1,0 +1,365 @@
+"""Chat and completions: a request's fields to a prompt, its outputs to OpenAI's answers."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax import __version__
+from mmjax.config import SchedulingPolicy, ServerConfig
+from mmjax.errors import ModelNotFoundError, RequestError, RequestValueError
+from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource, RequestStream
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.sampling_params import SamplingParams
+from mmjax.server.middleware import API_KEY_STATE
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from mmjax.server.openai.responses import (
+    Answer,
+    ChatChunkChoice,
+    ChatDelta,
+    ChoiceOptions,
+    UsageCounter,
+    chat_choice,
+    chat_chunk_choice,
+    text_choice,
+)
+from mmjax.server.openai.streaming import EventStream, begin, collect, while_connected
+
+
+class GenerationService:
+    """Serves /v1/chat/completions, its /render, and /v1/completions."""
+
+    def __init__(self, client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> None:
+        self._client = client
+        self._chat = chat
+        self._config = config
+        model_config = client.input_processor.model_config
+        self._model_name = model_config.public_name
+        self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
+        self._are_media_ids_trusted = model_config.mm.trust_media_ids
+
+    # ---- chat -----------------------------------------------------------------------------------
+
+    async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        self._check(request, body)
+        params = body.sampling_params(self._default_params())
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        make_prompt = partial(self._chat_prompt, body)
+        new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
+        options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
+        with _errors_of_messages():
+            streams = await self._submit(
+                request,
+                answer_id,
+                [make_prompt],
+                params,
+                is_stream=bool(body.stream),
+                continues_prompt=False,
+                id_domain=self._id_domain(request),
+                limits=_limits(body, self._config),
+            )
+            if body.stream:
+                chunks = await begin(request, streams)
+                events = self._chat_events(body, chunks, new_answer, options)
+                return self._event_stream(events, streams)
+            outputs, usage = await _gather(request, streams)
+        answer = new_answer(
+            choices=[chat_choice(item, options) for item in outputs[0].outputs],
+            usage=usage.usage(),
+            prompt_token_ids=_prompt_token_ids(body, outputs[0]),
+        )
+        return json_response(answer)
+
+    async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
+        """Answer with what processing makes of a conversation: no model runs."""
+        self._check(request, body)
+        with _errors_of_messages():
+            explaining = self._client.explain(
+                partial(self._chat_prompt, body), id_domain=self._id_domain(request)
+            )
+            explanation = await while_connected(request, explaining)
+        if len(self._config.api_keys) > 1:
+            explanation = explanation.without_cache_states()
+        head = {"object": "chat.completion.render", "model": self._model_name}
+        return json_response({**head, **explanation.to_dict()})
+
+    async def _chat_events(
+        self,
+        body: ChatCompletionRequest,
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        new_answer: Callable[..., Answer],
+        options: ChoiceOptions,
+    ) -> AsyncGenerator[Answer, None]:
+        usage = UsageCounter()
+        stream_options = body.stream_options
+        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        try:
+            for index in range(body.n):
+                delta = ChatDelta(role="assistant", content="")
+                yield new_answer(choices=[ChatChunkChoice(index=index, delta=delta)])
+            async for _, output in outputs:
+                usage.add(output)
+                yield new_answer(
+                    choices=[chat_chunk_choice(item, options) for item in output.outputs],
+                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                )
+        finally:
+            await outputs.aclose()
+        if stream_options and stream_options.include_usage:
+            yield new_answer(choices=[], usage=usage.usage())
+
+    def _chat_prompt(self, body: ChatCompletionRequest) -> PromptDict:
+        """Render the template and decode the images; runs outside of the event loop."""
+        template = None
+        if body.chat_template is not None:
+            template = self._chat.template.with_source(body.chat_template)
+        prompt = self._chat.parse(
+            [message.model_dump(exclude_none=True) for message in body.messages],
+            template=template,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+        )
+        return _with_extras(prompt, body)
+
+    # ---- completions ----------------------------------------------------------------------------
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue texts."""
+        self._check(request, body)
+        params = body.sampling_params(self._default_params())
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
+        streams = await self._submit(
+            request,
+            answer_id,
+            prompts,
+            params,
+            is_stream=bool(body.stream),
+            continues_prompt=True,
+            id_domain=self._id_domain(request),
+            limits=_limits(body, self._config),
+        )
+        new_answer = self._answer_factory(answer_id, "text_completion", False)
+        options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
+        if body.stream:
+            chunks = await begin(request, streams)
+            events = self._text_events(body, chunks, len(streams), new_answer, options)
+            return self._event_stream(events, streams)
+        outputs, usage = await _gather(request, streams)
+        choices = [
+            text_choice(item, options, index=number * body.n + item.index, offset=0)
+            for number, output in enumerate(outputs)
+            for item in output.outputs
+        ]
+        return json_response(new_answer(choices=choices, usage=usage.usage()))
+
+    async def _text_events(
+        self,
+        body: CompletionRequest,
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        num_prompts: int,
+        new_answer: Callable[..., Answer],
+        options: ChoiceOptions,
+    ) -> AsyncGenerator[Answer, None]:
+        usage = UsageCounter()
+        stream_options = body.stream_options
+        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        offsets = [0] * (num_prompts * body.n)
+        try:
+            async for number, output in outputs:
+                usage.add(output)
+                choices: list[Any] = []
+                for item in output.outputs:
+                    index = number * body.n + item.index
+                    choices.append(text_choice(item, options, index=index, offset=offsets[index]))
+                    offsets[index] += len(item.text)
+                yield new_answer(
+                    choices=choices,
+                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                )
+        finally:
+            await outputs.aclose()
+        if stream_options and stream_options.include_usage:
+            yield new_answer(choices=[], usage=usage.usage())
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def _check(self, request: Request, body: GenerationRequest) -> None:
+        if body.model and body.model != self._model_name:
+            raise ModelNotFoundError(
+                f"this server does not serve `{body.model[:128]}`; it serves `{self._model_name}`",
+                param="model",
+            )
+        body.check_supported()
+        if body.mm_processor_kwargs and not self._are_mm_kwargs_trusted:
+            raise RequestValueError(
+                "`mm_processor_kwargs` is not accepted from requests; leave it out, or start the "
+                "server with `--trust-request-mm-kwargs`",
+                param="mm_processor_kwargs",
+            )
+        _check_priority(body, self._client.scheduling_policy)
+        has_template = isinstance(body, ChatCompletionRequest) and body.chat_template is not None
+        if has_template and not self._config.trust_request_chat_template:
+            raise RequestValueError(
+                "`chat_template` is not accepted from requests; leave it out, or start the "
+                "server with `--trust-request-chat-template`",
+                param="chat_template",
+            )
+        if len(self._config.api_keys) > 1 and not self._are_media_ids_trusted:
+            body.cache_salt = body.cache_salt or _default_salt(request)
+
+    def _id_domain(self, request: Request) -> str | None:
+        """Say whose media ids a request names; None: everybody's, for they are trusted."""
+        if self._are_media_ids_trusted:
+            return None
+        return f"{getattr(request.state, API_KEY_STATE, '')}/{self._model_name}"
+
+    def _default_params(self) -> SamplingParams:
+        return self._client.input_processor.default_sampling_params()
+
+    async def _submit(
+        self,
+        request: Request,
+        answer_id: str,
+        prompts: Sequence[PromptSource],
+        params: SamplingParams,
+        *,
+        is_stream: bool,
+        continues_prompt: bool,
+        id_domain: str | None,
+        limits: Mapping[str, Any],
+    ) -> list[RequestStream]:
+        """Add one request for each prompt; where one is refused, none runs.
+
+        Nor where the client leaves meanwhile: RequestCancelledError.
+        """
+        self._client.capacity.check_size(len(prompts), params.n)
+        adding = [
+            self._client.add_request(
+                answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                prompt,
+                params,
+                stream=is_stream,
+                continues_prompt=continues_prompt,
+                id_domain=id_domain,
+                **limits,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        added = await while_connected(request, _add_all(adding))
+        streams = [item for item in added if isinstance(item, RequestStream)]
+        failures = [item for item in added if isinstance(item, BaseException)]
+        if failures:
+            for stream in streams:
+                stream.close()
+            raise failures[0]
+        return streams
+
+    def _event_stream(
+        self, events: AsyncGenerator[Answer, None], streams: list[RequestStream]
+    ) -> EventStream:
+        return EventStream(events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s)
+
+    def _answer_factory(self, answer_id: str, kind: str, is_chunked: bool) -> Callable[..., Answer]:
+        return partial(
+            Answer,
+            id=answer_id,
+            object=f"{kind}.chunk" if is_chunked else kind,
+            created=int(time.time()),
+            model=self._model_name,
+            system_fingerprint=f"mmjax-{__version__}",
+        )
+
+
+async def _add_all(
+    adding: Sequence[Coroutine[Any, Any, RequestStream]],
+) -> list[RequestStream | BaseException]:
+    """Return the requests' streams, or why there are none; cancelled, leave none running."""
+    tasks = [asyncio.create_task(one) for one in adding]
+    try:
+        return await asyncio.gather(*tasks, return_exceptions=True)
+    except asyncio.CancelledError:
+        # Some may have begun already: nobody would read them.
+        for item in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(item, RequestStream):
+                item.close()
+        raise
+
+
+def _check_priority(body: GenerationRequest, policy: SchedulingPolicy) -> None:
+    if body.priority and policy != "priority":
+        raise RequestValueError(
+            f"`priority` is {body.priority}, but this server serves in the order of arrival; "
+            "leave it out, or start the server with `--scheduling-policy priority`",
+            param="priority",
+        )
+
+
+def _limits(body: GenerationRequest, config: ServerConfig) -> Mapping[str, Any]:
+    """Return what a request says of its place among the others, and of its time."""
+    times = [seconds for seconds in (config.request_timeout_s, body.timeout) if seconds]
+    return {"priority": body.priority, "timeout_s": min(times, default=0.0)}
+
+
+async def _gather(
+    request: Request, streams: list[RequestStream]
+) -> tuple[list[RequestOutput], UsageCounter]:
+    """Return the final output of each stream."""
+    usage = UsageCounter()
+    outputs: dict[int, RequestOutput] = {}
+
+    def take(index: int, output: RequestOutput) -> None:
+        usage.add(output)
+        outputs[index] = output
+
+    await collect(request, streams, take)
+    return [outputs[index] for index in range(len(streams))], usage
+
+
+def _default_salt(request: Request) -> str:
+    """Keep callers apart: a hit, or its speed, would tell one what another has asked."""
+    return f"api key {getattr(request.state, API_KEY_STATE)}"
+
+
+@contextmanager
+def _errors_of_messages() -> Iterator[None]:
+    """Let errors about a prompt name the messages that the template made it of."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
+            error.param = "messages"
+        raise
+
+
+def _text_prompt(prompt: str | list[int], body: CompletionRequest) -> PromptDict:
+    if isinstance(prompt, str):
+        made: PromptDict = {"prompt": prompt, "add_special_tokens": body.add_special_tokens}
+    else:
+        made = {"prompt_token_ids": prompt}
+    return _with_extras(made, body)
+
+
+def _with_extras(prompt: PromptDict, body: GenerationRequest) -> PromptDict:
+    if body.mm_processor_kwargs:
+        prompt["mm_processor_kwargs"] = body.mm_processor_kwargs
+    if body.cache_salt is not None:
+        prompt["cache_salt"] = body.cache_salt
+    return prompt
+
+
+def _prompt_token_ids(
+    body: GenerationRequest, output: RequestOutput
+) -> list[int] | msgspec.UnsetType:
+    return output.prompt_token_ids if body.return_token_ids else msgspec.UNSET

@@ -1,0 +1,386 @@
+"""OpenAI's requests as they come in: every field known, bounded, and meant as vLLM means it.
+
+A field that mmjax cannot honour yet may only have the value that changes nothing. Lists and dicts
+are checked up to their first mistake, and a union's member is chosen before it is checked: a wrong
+request costs no more than a right one.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    Tag,
+    model_validator,
+)
+
+from mmjax.errors import RequestValueError
+from mmjax.sampling_params import MAX_LOGPROBS, SamplingParams
+from mmjax.server.openai.validation import unknown_fields_error
+
+T = TypeVar("T")
+
+MAX_N = 64
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_PROMPTS = 64
+
+Label = Annotated[str, Field(max_length=256)]
+"""A short text that is only handed on."""
+
+Text = Annotated[str, Field(max_length=32 * 2**20)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
+Labels = Annotated[list[Label], Field(fail_fast=True)]
+Object = Annotated[dict[str, Any], Field(fail_fast=True)]
+Objects = Annotated[list[Object], Field(fail_fast=True)]
+Part = str | Annotated[dict[Label, Any], Field(fail_fast=True)]
+
+
+def _tag(value: Any) -> str | None:
+    """Return which member of a union `value` is meant to be: a text, or a list of something."""
+    if isinstance(value, str):
+        return "<text>"
+    return "<list>" if isinstance(value, list) else None
+
+
+def _prompt_tag(value: Any) -> str | None:
+    """Return which form of a prompt `value` is meant to be, by its first element."""
+    match value:
+        case [int(), *_]:
+            return "<token ids>"
+        case [[*_], *_]:
+            return "<lists of token ids>"
+        case _:
+            return _tag(value)
+
+
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")]
+    | Annotated[list[StopText], Field(max_length=64, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _tag,
+        custom_error_type="text_or_texts",
+        custom_error_message="input should be a text or a list of texts",
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        _tag,
+        custom_error_type="text_or_parts",
+        custom_error_message="input should be a text or a list of parts",
+    ),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<token ids>")]
+    | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<list>")]
+    | Annotated[
+        list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag("<lists of token ids>")
+    ],
+    Discriminator(
+        _prompt_tag,
+        custom_error_type="prompt",
+        custom_error_message="input should be a text or a list of token ids, or a list of these",
+    ),
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
+    """Fields that OpenAI lets be null, and that are never null here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        """Refuse unknown fields by one error for all of them: pydantic has one for each."""
+        if not isinstance(data, dict):
+            return data
+        known = cls.__pydantic_fields__
+        if not data.keys() <= known.keys():
+            raise unknown_fields_error([name for name in data if name not in known])
+        nulls = [name for name in cls.NULL_IS_DEFAULT if name in data and data[name] is None]
+        return {k: v for k, v in data.items() if k not in nulls} if nulls else data
+
+
+class StreamOptions(_Strict):
+    """`stream_options`."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_obfuscation: StrictBool = False
+
+
+class ResponseFormat(_Strict):
+    """`response_format`: text is what every answer is."""
+
+    type: Literal["text"]
+
+
+class GenerationRequest(_Strict):
+    """What chat and completions have in common."""
+
+    model: Label | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] = 1
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
+    skip_special_tokens: StrictBool = True
+    stream: StrictBool | None = False
+    stream_options: StreamOptions | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    """A hint for servers that have many caches."""
+    request_id: Label | None = None
+    session_id: Label | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    return_token_ids: StrictBool | None = False
+    add_special_tokens: StrictBool = False
+    response_format: ResponseFormat | None = None
+    mm_processor_kwargs: (
+        Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
+    ) = None
+    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    """Seconds after which the request ends with 408, or an error event; the server's own limit
+    holds as well."""
+    priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
+    # Known, and served only with the value that changes nothing.
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    length_penalty: float | None = 1.0
+    logit_bias: Annotated[dict[Label, float], Field(fail_fast=True)] | None = None
+    spaces_between_special_tokens: StrictBool = True
+    truncate_prompt_tokens: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Labels | None = None
+    best_of: StrictInt | None = None
+    use_beam_search: StrictBool = False
+    return_tokens_as_token_ids: StrictBool | None = None
+    structured_outputs: Object | None = None
+    media_io_kwargs: Object | None = None
+
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0.0, None),
+        "presence_penalty": (0.0, None),
+        "repetition_penalty": (1.0, None),
+        "length_penalty": (1.0, None),
+        "logit_bias": (None, {}),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": (None,),
+        "prompt_logprobs": (None,),
+        "allowed_token_ids": (None,),
+        "bad_words": (None, []),
+        "best_of": (None, 1),
+        "use_beam_search": (False,),
+        "return_tokens_as_token_ids": (None, False),
+        "structured_outputs": (None,),
+        "media_io_kwargs": (None, {}),
+    }
+    """Field -> the values with which it changes nothing."""
+
+    def check_supported(self) -> None:
+        """Refuse fields that ask for what mmjax does not do yet."""
+        for name, neutral in self.NEUTRAL.items():
+            value = getattr(self, name)
+            if not any(value == item and type(value) is type(item) for item in neutral):
+                raise RequestValueError(f"`{name}` is not supported yet; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise RequestValueError(
+                "`stream_options` needs `stream`: true; set it, or leave the options out",
+                param="stream_options",
+            )
+
+    def to_sampling_params(
+        self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        """Return what the sampler is asked; fields that were not given take `defaults`."""
+        return SamplingParams(
+            n=self.n,
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=_or(self.top_k, defaults.top_k),
+            min_p=_or(self.min_p, defaults.min_p),
+            seed=self.seed,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            stop=() if self.stop is None else self.stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+        )
+
+
+class ChatMessage(_Strict):
+    """One message; its content parts are read by `frontend.chat`, which names them in errors."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: Label | None = None
+    # What an assistant's message carries when a client sends it back; without calls it is empty.
+    refusal: Text | None = None
+    tool_calls: Objects | None = None
+    tool_call_id: Label | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    logprobs: StrictBool | None = False
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
+    chat_template_kwargs: Annotated[dict[Label, Any], Field(fail_fast=True)] | None = None
+    tools: Objects | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = None
+    functions: Objects | None = None
+    function_call: Any = None
+    reasoning_effort: Label | None = None
+    echo: StrictBool = False
+    documents: Objects | None = None
+    metadata: (
+        Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(fail_fast=True)] | None
+    ) = None
+    store: StrictBool | None = None
+    service_tier: Label | None = None
+    modalities: Labels | None = None
+    verbosity: Label | None = None
+    audio: Object | None = None
+    prediction: Object | None = None
+    moderation: Object | None = None
+    web_search_options: Object | None = None
+    prompt_cache_options: Object | None = None
+    prompt_cache_retention: Label | None = None
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "reasoning_effort": (None, "none"),
+        "echo": (False,),
+        "documents": (None, []),
+        "store": (None, False),
+        "service_tier": (None, "auto", "default"),
+        "modalities": (None, ["text"]),
+        "verbosity": (None, "medium"),
+        "audio": (None,),
+        "prediction": (None,),
+        "moderation": (None,),
+        "web_search_options": (None,),
+        "prompt_cache_options": (None, {}),
+        "prompt_cache_retention": (None, "in_memory"),
+        "chat_template_kwargs": (None, {}),
+        "add_special_tokens": (False,),
+    }
+
+    def check_supported(self) -> None:
+        """Refuse fields that ask for what mmjax does not do yet, or that contradict each other."""
+        super().check_supported()
+        for index, message in enumerate(self.messages):
+            if message.tool_calls or message.role == "tool":
+                place = f"messages[{index}].{'tool_calls' if message.tool_calls else 'role'}"
+                raise RequestValueError(
+                    f"`{place}`: tools are not supported yet; leave such messages out", param=place
+                )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestValueError(
+                "`continue_final_message` and `add_generation_prompt` exclude each other; "
+                "set `add_generation_prompt` to false",
+                param="continue_final_message",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestValueError(
+                "`top_logprobs` needs `logprobs`: true; set it, or leave it out",
+                param="top_logprobs",
+            )
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return what the sampler is asked; without a limit, as much as fits."""
+        return self.to_sampling_params(
+            defaults,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Prompt
+    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = 16
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: StrictBool = True
+    echo: StrictBool = False
+    suffix: Text | None = None
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GenerationRequest.NEUTRAL,
+        "echo": (False,),
+        "suffix": (None, ""),
+    }
+    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
+
+    def check_supported(self) -> None:
+        """Refuse fields that ask for what mmjax does not do yet, and too many answers."""
+        super().check_supported()
+        if len(self.prompts()) * self.n > MAX_N:
+            raise RequestValueError(
+                f"`n` times the number of prompts is above {MAX_N}; send fewer at once",
+                param="n",
+            )
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts one by one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise RequestValueError("`prompt` is empty; give at least one", param="prompt")
+        # The elements were checked to be of one kind: the first one speaks for hundreds of
+        # thousands.
+        if isinstance(prompt[0], int):
+            return [cast(list[int], prompt)]
+        return cast(list[str | list[int]], prompt)
+
+    def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
+        """Return what the sampler is asked."""
+        return self.to_sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value

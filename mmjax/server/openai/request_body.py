@@ -1,0 +1,259 @@
+"""A request's body, from the socket to checked fields, in bounded time, memory and work.
+
+Decoding and checking are calls into C and Rust that hold the interpreter: while one runs, the event
+loop stands, in whichever thread it is. So the work is bounded before it begins, by counting what
+the JSON holds as it comes in.
+"""
+
+import asyncio
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.requests import ClientDisconnect, Request
+
+from mmjax.errors import BodyTimeoutError, RequestValueError, ShuttingDownError
+from mmjax.server.openai.validation import refusal_of
+
+MAX_VALUES = 2**18
+"""Elements of all lists and objects of a body; most of them are token ids."""
+
+MAX_NODES = 2**16
+"""Lists, objects and texts (names of fields are texts): dearer than numbers, and far fewer in
+honest requests."""
+
+MAX_ESCAPES = 2**21
+"""Backslashes in texts: what they stand for is made one by one."""
+
+MAX_NON_ASCII_BYTES = 8 * 2**20
+"""Of all texts together; encoded media are ASCII, and copied as they are."""
+
+MAX_TEXT_BYTES = 4 * 2**20
+"""Of one text that is not ASCII: in memory it has up to four bytes a character. Others may be as
+long as the body."""
+
+MAX_STRUCTURE_BYTES = 4 * 2**20
+"""All that stands outside of texts: numbers, marks and spaces."""
+
+MAX_NUMBER_CHARS = 40
+"""Of one number: reading takes time that grows with the square of its length."""
+
+_INLINE_BYTES = 16 * 2**10
+"""A body up to here is read in less time than a thread takes to begin."""
+
+_MAX_REREAD_BYTES = 64 * 2**10
+
+_ASCII = bytes(range(128))
+_NUMBER_CHARS = bytes(ord("0") if chr(i) in "0123456789+-.eE" else ord(" ") for i in range(256))
+_LONG_NUMBER = b"0" * (MAX_NUMBER_CHARS + 1)
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class RequestReader:
+    """Reads the bodies of all requests."""
+
+    def __init__(self, silence_s: float) -> None:
+        """Give up a body of which nothing came for `silence_s` (0: never)."""
+        self._silence_s = silence_s
+        self._is_stopping = False
+        self._open: set[asyncio.Timeout] = set()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-parse")
+        self._turn = asyncio.Lock()
+
+    async def read(self, request: Request, model: type[ModelT]) -> ModelT:
+        """Return the body as a `model`.
+
+        Raises RequestError, or starlette's ClientDisconnect where the client leaves before its
+        body is whole.
+        """
+        body = await self._receive(request)
+        if not _is_json(request.headers.get("content-type", "")):
+            raise _no_object()
+        if len(body) <= _INLINE_BYTES:
+            return parse(body, model)
+        await self._turn.acquire()
+        loop, start = asyncio.get_running_loop(), time.perf_counter()
+        try:
+            # Whoever left while others had their turn costs nothing more.
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            return await loop.run_in_executor(self._pool, parse, body, model)
+        finally:
+            # The event loop stood for some of this time: as much again is its own.
+            loop.call_later(time.perf_counter() - start, self._turn.release)
+
+    def stop(self) -> None:
+        """Refuse, from now on, the bodies that are not whole yet."""
+        self._is_stopping = True
+        for timeout in self._open:
+            timeout.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _receive(self, request: Request) -> bytearray:
+        body = bytearray()
+        scan = JsonScan()
+        try:
+            async with asyncio.timeout(self._seconds_left()) as timeout:
+                self._open.add(timeout)
+                try:
+                    async for chunk in request.stream():
+                        scan.feed(chunk)
+                        body += chunk
+                        timeout.reschedule(_after(self._seconds_left()))
+                finally:
+                    self._open.discard(timeout)
+        except TimeoutError:
+            if self._is_stopping:
+                raise ShuttingDownError from None
+            raise BodyTimeoutError(self._silence_s) from None
+        return body
+
+    def _seconds_left(self) -> float | None:
+        # 0: what has come is read, and nothing is waited for.
+        return 0.0 if self._is_stopping else self._silence_s or None
+
+
+class JsonScan:
+    """Counts what a JSON text holds, chunk by chunk, before any of it is made.
+
+    Strings are skipped, whatever they hold. A text that is no JSON may be miscounted behind its
+    first mistake, where no decoder reads on.
+    """
+
+    def __init__(self) -> None:
+        self._num_values = 0
+        self._num_lists = 0
+        self._num_quotes = 0
+        self._num_escapes = 0
+        self._num_non_ascii_bytes = 0
+        self._num_structure_bytes = 0
+        self._is_in_string = False
+        self._is_escaped = False
+        # Of the text that goes on in the next chunk.
+        self._num_text_bytes = 0
+        self._is_text_ascii = True
+        self._tail = b""
+
+    def feed(self, chunk: bytes) -> None:
+        """Count on; raise RequestValueError where it is too much."""
+        if not chunk:
+            return
+        if not chunk.isascii():
+            self._num_non_ascii_bytes += len(chunk.translate(None, _ASCII))
+            _check(self._num_non_ascii_bytes, MAX_NON_ASCII_BYTES, "bytes that are not ASCII")
+        chunk = self._without_escapes(chunk)
+        self._num_quotes += chunk.count(b'"')
+        self._check_nodes()
+        parts = chunk.split(b'"')
+        structure = b"".join(parts[int(self._is_in_string) :: 2])
+        if self._is_in_string:
+            self._count_text(parts[0])
+        self._is_in_string ^= len(parts) % 2 == 0
+        if self._is_in_string and len(parts) > 1:
+            self._num_text_bytes, self._is_text_ascii = 0, True
+            self._count_text(parts[-1])
+        if structure:
+            self._count_structure(structure)
+
+    def _count_text(self, part: bytes) -> None:
+        # NOTE: a text that is whole within one chunk is not counted, for it is short.
+        self._num_text_bytes += len(part)
+        has_escapes = self._num_escapes > 0
+        self._is_text_ascii &= part.isascii() and not (has_escapes and b"\\u" in part)
+        if not self._is_text_ascii:
+            _check(self._num_text_bytes, MAX_TEXT_BYTES, "bytes in a text that is not ASCII")
+
+    def _count_structure(self, structure: bytes) -> None:
+        self._num_structure_bytes += len(structure)
+        _check(self._num_structure_bytes, MAX_STRUCTURE_BYTES, "bytes outside of texts")
+        self._num_values += structure.count(b",")
+        _check(self._num_values, MAX_VALUES, "values")
+        self._num_lists += structure.count(b"{") + structure.count(b"[")
+        self._check_nodes()
+        structure = self._tail + structure
+        if _LONG_NUMBER in structure.translate(_NUMBER_CHARS):
+            raise RequestValueError(
+                f"the body holds a number of more than {MAX_NUMBER_CHARS} characters; shorten it"
+            )
+        self._tail = structure[-MAX_NUMBER_CHARS:]
+
+    def _check_nodes(self) -> None:
+        _check(self._num_lists + self._num_quotes // 2, MAX_NODES, "lists, objects and texts")
+
+    def _without_escapes(self, chunk: bytes) -> bytes:
+        """Remove escaped backslashes and quotes, so that every quote left begins or ends a text."""
+        if self._is_escaped:
+            self._is_text_ascii &= not chunk.startswith(b"u")
+            chunk = chunk[1:]
+        if b"\\" in chunk:
+            self._num_escapes += chunk.count(b"\\")
+            _check(self._num_escapes, MAX_ESCAPES, "backslashes")
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+        self._is_escaped = chunk.endswith(b"\\")
+        return chunk
+
+
+def _check(count: int, limit: int, name: str) -> None:
+    if count > limit:
+        raise RequestValueError(
+            f"the body holds more than {limit} {name}; send fewer of them at once"
+        )
+
+
+def parse(body: bytes | bytearray, model: type[ModelT]) -> ModelT:
+    """Return the fields of a body that JsonScan has passed; raises RequestError."""
+    data = _decode(body)
+    if not isinstance(data, dict):
+        raise _no_object()
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        refusal = refusal_of(error)
+    # Out here, so that the refusal does not keep pydantic's error, and with it the body.
+    raise refusal
+
+
+def _decode(body: bytes | bytearray) -> Any:
+    if not body:
+        raise RequestValueError("the body is empty; send one JSON object")
+    try:
+        return from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        reason = str(error).replace(" at line ", ", line ")
+    if len(body) <= _MAX_REREAD_BYTES:
+        # Half of a surrogate pair is JSON, and no text: a field can be named for it.
+        try:
+            return json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            pass
+    raise RequestValueError(f"the body is not valid JSON ({reason}); send one JSON object")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _no_object() -> RequestValueError:
+    return RequestValueError(
+        "the body must be a JSON object, sent with `Content-Type: application/json`"
+    )
+
+
+def _is_json(content_type: str) -> bool:
+    message = Message()
+    message["content-type"] = content_type
+    subtype = message.get_content_subtype()
+    is_application = message.get_content_maintype() == "application"
+    return is_application and (subtype == "json" or subtype.endswith("+json"))
+
+
+def _after(seconds: float | None) -> float | None:
+    return None if seconds is None else asyncio.get_running_loop().time() + seconds

@@ -1,0 +1,203 @@
+"""Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mmjax.errors import RequestCancelledError, RequestError
+from mmjax.frontend.engine_client.client import RequestStream
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.logger import get_logger
+from mmjax.server.openai.errors import error_body, internal_error_body
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Streams events (Structs) of `streams`, which are closed however the response ends."""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Any, None],
+        streams: Sequence[RequestStream],
+        *,
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__(
+            _lines(events, keep_alive_s),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+        self._streams = streams
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; a client that leaves before the first one counts, too."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for stream in self._streams:
+                stream.close()
+
+
+async def _lines(events: AsyncGenerator[Any, None], keep_alive_s: float) -> AsyncIterator[bytes]:
+    try:
+        async for event in _kept_alive(events, keep_alive_s):
+            if event is None:
+                yield KEEP_ALIVE
+            else:
+                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+    except RequestError as error:
+        # The status is sent already: the error becomes an event.
+        yield b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+    except Exception:
+        logger.exception("a stream failed")
+        yield b"data: " + msgspec.json.encode(internal_error_body()) + b"\n\n"
+    finally:
+        await events.aclose()
+    yield DONE
+
+
+async def _kept_alive(
+    events: AsyncGenerator[Any, None], interval_s: float
+) -> AsyncIterator[Any | None]:
+    """Yield the events, and None whenever none came for `interval_s`."""
+    pending: asyncio.Task[Any] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(anext(events))
+            done, _ = await asyncio.wait({pending}, timeout=interval_s or None)
+            if not done:
+                yield None
+                continue
+            finished, pending = pending, None
+            try:
+                event = finished.result()
+            except StopAsyncIteration:
+                return
+            yield event
+    finally:
+        if pending is not None:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+
+
+async def merge(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Yield (number of the stream, output) as they come; closing it closes all of them."""
+    if len(streams) == 1:
+        # The common case needs no tasks.
+        try:
+            async for output in streams[0]:
+                yield 0, output
+        finally:
+            streams[0].close()
+        return
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            index, item = await queue.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            stream.close()
+
+
+async def _pump(
+    index: int,
+    stream: RequestStream,
+    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception | None]]",
+) -> None:
+    try:
+        async for output in stream:
+            queue.put_nowait((index, output))
+        queue.put_nowait((index, None))
+    except Exception as error:
+        queue.put_nowait((index, error))
+
+
+async def collect(
+    request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
+) -> None:
+    """Give every output to `take`; where the client leaves, abort all: RequestCancelledError."""
+
+    async def read() -> None:
+        outputs = merge(streams)
+        try:
+            async for index, output in outputs:
+                take(index, output)
+        finally:
+            await outputs.aclose()
+
+    await while_connected(request, read())
+
+
+async def begin(
+    request: Request, streams: list[RequestStream]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Wait for the first output of all `streams`, and return `merge(streams)`, which begins so.
+
+    An error before that is raised here, where it can still be the response's status;
+    RequestCancelledError, and all aborted, when the client leaves.
+    """
+    outputs = merge(streams)
+
+    async def read_first() -> tuple[int, RequestOutput]:
+        return await anext(outputs)
+
+    try:
+        first = await while_connected(request, read_first())
+    except BaseException:
+        await outputs.aclose()
+        raise
+    return _join(first, outputs)
+
+
+async def _join(
+    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        yield first
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what `work` gives; cancel it where the client leaves, with RequestCancelledError."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RequestCancelledError
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    # The body was read before: what comes now can only be the end of the connection.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
