@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from mmjax.errors import MMJaxError
 from mmjax.processing.decoding import MAX_BATCH_BYTES, Cancellation, DecodeControl
 
 MAX_LIGHT_BYTES = MAX_BATCH_BYTES
@@ -17,7 +18,7 @@ MAX_LIGHT_BYTES = MAX_BATCH_BYTES
 T = TypeVar("T")
 
 
-class _TooHeavyError(Exception):
+class _TooHeavyError(MMJaxError):
     """The request has more to decode than the lane takes."""
 
 
