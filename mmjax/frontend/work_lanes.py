@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from mmjax.allocator import return_free_pages
 from mmjax.errors import MMJaxError
 from mmjax.processing.decoding import MAX_BATCH_BYTES, Cancellation, DecodeControl
 
@@ -52,8 +53,11 @@ class WorkLanes:
             return job(_LightControl(cancellation))
 
         def run_heavy() -> T:
-            cancellation.check()
-            return job(DecodeControl(cancellation))
+            try:
+                cancellation.check()
+                return job(DecodeControl(cancellation))
+            finally:
+                return_free_pages()
 
         loop = asyncio.get_running_loop()
         try:
