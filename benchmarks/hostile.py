@@ -10,7 +10,7 @@ import asyncio
 import base64
 import io
 import json
-import os
+import multiprocessing
 import re
 import signal
 import subprocess
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from PIL import Image
 _MIB = 2**20
 _PATIENCE_S = 1.0
 """How long a hostile client waits for its answer before it leaves."""
+_PIECE = 2**16
 _SMALL = {"prompt": "What color is the circle?", "max_tokens": 4, "temperature": 0}
 
 
@@ -69,11 +71,15 @@ def _wrong_messages() -> bytes:
 
 
 def _pictures() -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (8_000, 6_250), "red").save(file, "PNG", compress_level=9)
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    parts = [{"type": "image_url", "image_url": {"url": url}}] * 16
+    parts = [{"type": "image_url", "image_url": {"url": _large_png(i)}} for i in range(16)]
     return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+
+
+def _large_png(number: int) -> str:
+    """Return a picture of 50 megapixels, the default limit of one, as a data URL."""
+    file = io.BytesIO()
+    Image.new("RGB", (8_000, 6_250), (255, 0, number)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 _CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
@@ -154,7 +160,10 @@ async def exchange(port: int, method: str, path: str, body: bytes, timeout_s: fl
                 f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
-            writer.write(head.encode() + body)
+            writer.write(head.encode())
+            for start in range(0, len(body), _PIECE):
+                writer.write(body[start : start + _PIECE])
+                await writer.drain()
             line = await reader.readline()
             await reader.read()
             return line.split(b" ")[1].decode() if line else "closed"
@@ -167,10 +176,25 @@ async def exchange(port: int, method: str, path: str, body: bytes, timeout_s: fl
             writer.transport.abort()
 
 
-async def attack(port: int, path: str, body: bytes, rounds: int, observed: Observed) -> None:
-    """Be one hostile client."""
-    for _ in range(rounds):
-        observed.statuses[await exchange(port, "POST", path, body, _PATIENCE_S)] += 1
+async def attack(port: int, bodies: list[tuple[str, bytes]], rounds: int) -> Counter[str]:
+    """Be as many hostile clients as there are bodies; return how their requests ended."""
+    statuses: Counter[str] = Counter()
+
+    async def send(path: str, body: bytes) -> None:
+        for _ in range(rounds):
+            statuses[await exchange(port, "POST", path, body, _PATIENCE_S)] += 1
+
+    await asyncio.gather(*(send(path, body) for path, body in bodies))
+    return statuses
+
+
+def _attack(pipe: Connection, port: int, names: list[str], num_clients: int, rounds: int) -> None:
+    """Attack from a process of its own, so that who looks on is not held up by its work."""
+    made = [(path, make()) for path, make in map(SHAPES.__getitem__, names)]
+    bodies = [made[i % len(made)] for i in range(max(num_clients, len(made)))]
+    pipe.send(None)
+    pipe.recv()
+    pipe.send(asyncio.run(attack(port, bodies, rounds)))
 
 
 async def _probe_health(port: int, observed: Observed) -> None:
@@ -204,17 +228,15 @@ async def _watch_memory(server: Server, observed: Observed) -> None:
         await asyncio.sleep(0.05)
 
 
-async def observe(server: Server, bodies: list[tuple[str, bytes]], rounds: int) -> Observed:
-    """Send `bodies` from as many clients, `rounds` times each, and look on."""
+async def observe(server: Server, work: Callable[[], Counter[str]]) -> Observed:
+    """Look on while `work` runs in a thread, and shortly after."""
     observed = Observed()
     watching = [
         asyncio.create_task(_probe_health(server.port, observed)),
         asyncio.create_task(_probe_text(server.port, observed)),
         asyncio.create_task(_watch_memory(server, observed)),
     ]
-    await asyncio.gather(
-        *(attack(server.port, path, body, rounds, observed) for path, body in bodies)
-    )
+    observed.statuses = await asyncio.to_thread(work)
     # What those left behind that are gone is part of it.
     await asyncio.sleep(3.0)
     for task in watching:
@@ -223,6 +245,24 @@ async def observe(server: Server, bodies: list[tuple[str, bytes]], rounds: int) 
         if isinstance(result, Exception):
             raise result
     return observed
+
+
+def look_on(server: Server, names: list[str], num_clients: int, rounds: int) -> Observed:
+    """Have clients send the shapes `names`, and return what the others noticed."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_attack, args=(theirs, server.port, names, num_clients, rounds)
+    )
+    process.start()
+    ours.recv()  # the bodies are made
+
+    def work() -> Counter[str]:
+        ours.send(None)
+        return ours.recv()
+
+    seen = asyncio.run(observe(server, work))
+    process.join()
+    return seen
 
 
 @contextmanager
@@ -267,17 +307,14 @@ def main() -> None:
     wanted = flags.only or [*SHAPES, "all at once"]
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), arguments)
-        os.sched_yield()
         print("| shape | answers | /health ms: median, p99, most | text ms: median, most |", end="")
         print(" P0 MiB: before, peak, after | log bytes a request |\n|---|---|---|---|---|---|")
-        asyncio.run(observe(server, [], 0))  # everything is loaded from here on
+        asyncio.run(observe(server, Counter))  # everything is loaded from here on
         for name in wanted:
-            made = SHAPES.values() if name == "all at once" else [SHAPES[name]]
-            sent = [(path, make()) for path, make in made]
-            bodies = [sent[i % len(sent)] for i in range(max(flags.clients, len(sent)))]
+            names = [*SHAPES] if name == "all at once" else [name]
             before, log_before = server.memory_bytes, server.log_bytes
-            seen = asyncio.run(observe(server, bodies, flags.rounds))
-            time.sleep(2.0)
+            seen = look_on(server, names, flags.clients, flags.rounds)
+            time.sleep(5.0)
             memory = (before, server.memory_bytes)
             print(_row(name, seen, memory, server.log_bytes - log_before), flush=True)
         with _half_sent(server.port):

@@ -13,10 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mmjax.allocator import return_large_blocks
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_http_logging, configure_logging, get_logger
-from mmjax.server.allocator import return_large_blocks
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 

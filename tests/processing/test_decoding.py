@@ -292,7 +292,7 @@ def test_memory_goes_back_to_the_system():
     script = textwrap.dedent("""
         import io
         from PIL import Image
-        from mmjax.server.allocator import return_large_blocks
+        from mmjax.allocator import return_large_blocks
         from tests.processing.families import FAMILIES, gemma3
 
         def rss():

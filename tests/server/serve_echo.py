@@ -21,8 +21,8 @@ def _prepare_or_stick(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
     return _prepare(self, *args, **kwargs)
 
 
-InputProcessor.prepare = _prepare_or_stick
-(Supervisor.__init__.__kwdefaults__ or {})["main"] = "tests.echo_engine:run_item_engine"
-
 if __name__ == "__main__":
+    # Here alone: whoever imports a name of this file keeps the real ones.
+    InputProcessor.prepare = _prepare_or_stick
+    (Supervisor.__init__.__kwdefaults__ or {})["main"] = "tests.echo_engine:run_item_engine"
     leave(main(sys.argv[1:]))

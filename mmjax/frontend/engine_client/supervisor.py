@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol, runtime_checkable
 
@@ -101,8 +102,9 @@ class _Life:
             name="mmjax-engine",
             daemon=True,
         )
-        # A child inherits the mask: Ctrl-C, which reaches the whole group, finds it deaf from its
-        # first moment on.
+        # A child inherits the mask: Ctrl-C, which reaches the whole group, does nothing to it from
+        # its first moment on. The tracker is started before: its start unblocks SIGINT.
+        resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process.start()

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from mmjax.allocator import return_free_pages
+from mmjax.errors import MMJaxError
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, Cancellation, DecodeControl
 
 MAX_LIGHT_BYTES = MAX_BATCH_BYTES
@@ -17,7 +19,7 @@ MAX_LIGHT_BYTES = MAX_BATCH_BYTES
 T = TypeVar("T")
 
 
-class _TooHeavyError(Exception):
+class _TooHeavyError(MMJaxError):
     """The request has more to decode than the lane takes."""
 
 
@@ -51,8 +53,11 @@ class WorkLanes:
             return job(_LightControl(cancellation))
 
         def run_heavy() -> T:
-            cancellation.check()
-            return job(DecodeControl(cancellation))
+            try:
+                cancellation.check()
+                return job(DecodeControl(cancellation))
+            finally:
+                return_free_pages()
 
         loop = asyncio.get_running_loop()
         try:
