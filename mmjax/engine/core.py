@@ -13,8 +13,8 @@ from mmjax.cache.kv.block_hash import make_none_hash
 from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
-from mmjax.engine.device.encoder_inputs import EncoderInputs
 from mmjax.engine.device.runner import InFlight
+from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import check_places, resolve_features
 from mmjax.engine.scheduling.outputs import SchedulerOutput
