@@ -27,8 +27,8 @@ from mmjax.config import (
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.encoder_budget import with_encoder_budget
-from mmjax.frontend.engine_client.committer import Ledger
-from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
+from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
+from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import RequestOutput
@@ -122,7 +122,7 @@ class LLM:
             warm_up.result()
             opened.pop_all()
         begin = self._output_processor.add_request
-        self._inbox = _Inbox(self._input_processor.ledger, self.engine, begin=begin)
+        self._inbox = _Inbox(self._input_processor.committer, self.engine, begin=begin)
         self._request_ids = count()
 
     def generate(
@@ -244,7 +244,7 @@ class LLM:
             params,
             continues_prompt=continues_prompt,
             priority=priority,
-            deliver=self._inbox.put,
+            on_commit=self._inbox.put,
         )
 
     def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
@@ -302,40 +302,40 @@ class _Inbox:
 
     def __init__(
         self,
-        ledger: Ledger,
+        committer: SenderCacheCommitter,
         engine: EngineCore,
         *,
         begin: Callable[[ProcessedRequest], None],
     ) -> None:
-        """`begin` hears of each request once, before the engine does."""
-        self._ledger = ledger
+        """`begin` gets each request once, before the engine does."""
+        self._committer = committer
         self._engine = engine
         self._begin = begin
-        self._deliveries: deque[Delivery] = deque()
+        self._committed: deque[CommittedMessage] = deque()
         self._num_to_come: dict[str, int] = {}
         """Of each request that has begun, the messages that the engine has not taken yet."""
         self._num_misses: dict[str, int] = {}
 
     def __len__(self) -> int:
-        return len(self._deliveries)
+        return len(self._committed)
 
-    def put(self, delivery: Delivery) -> None:
+    def put(self, committed: CommittedMessage) -> None:
         """Add a message; from any thread, under the lock of the commits."""
-        self._deliveries.append(delivery)
+        self._committed.append(committed)
 
     def take(self) -> None:
         """Give the engine the next message; where it lacks items, the message comes again."""
-        delivery = self._deliveries.popleft()
-        request = delivery.request
+        committed = self._committed.popleft()
+        request = committed.request
         if request.request_id not in self._num_to_come:
             self._num_to_come[request.request_id] = len(request.messages)
             self._begin(request)
         try:
-            self._engine.add_request(delivery.message)
+            self._engine.add_request(committed.message)
         except MultiModalCacheMissError as miss:
-            self._send_again(delivery, miss)
+            self._send_again(committed, miss)
             return
-        self._num_misses.pop(delivery.message.request_id, None)
+        self._num_misses.pop(committed.message.request_id, None)
         self._num_to_come[request.request_id] -= 1
         if not self._num_to_come[request.request_id]:
             del self._num_to_come[request.request_id]
@@ -343,31 +343,31 @@ class _Inbox:
 
     def discard(self) -> None:
         """Let the engine's cache see what is noted as sent, and take none of it in."""
-        while self._deliveries:
-            message = self._deliveries.popleft().message
+        while self._committed:
+            message = self._committed.popleft().message
             try:
                 self._engine.add_request(message)
             except MultiModalCacheMissError as miss:
-                self._ledger.invalidate(miss.mm_hashes)
+                self._committer.invalidate(miss.mm_hashes)
             except RequestError:
                 continue
             self._engine.abort([message.request_id])
         self._num_to_come.clear()
         self._num_misses.clear()
 
-    def _send_again(self, delivery: Delivery, miss: MultiModalCacheMissError) -> None:
-        message_id = delivery.message.request_id
+    def _send_again(self, committed: CommittedMessage, miss: MultiModalCacheMissError) -> None:
+        message_id = committed.message.request_id
         num_misses = self._num_misses[message_id] = self._num_misses.get(message_id, 0) + 1
         if num_misses > MAX_MISSES:
             raise RuntimeError(
                 f"request {message_id} came {num_misses} times with all of its tensors, and still "
                 f"the engine has {miss}; switch the cache off with `mm_processor_cache_gb=0`"
             ) from miss
-        self._ledger.invalidate(miss.mm_hashes)
-        self._ledger.commit(
-            delivery.request,
+        self._committer.invalidate(miss.mm_hashes)
+        self._committer.commit(
+            committed.request,
             self.put,
-            indices=[delivery.index],
+            indices=[committed.index],
             is_inline=num_misses >= MAX_MISSES,
         )
 

@@ -220,7 +220,7 @@ class EchoSupervisor:
         self.health = False
         self._has_started.set()
         self.num_restarts += 1
-        self._listener.on_death()
+        self._listener.on_exit()
 
     async def send(self, message: EngineMessage) -> None:
         if self.mm is not None:

@@ -241,7 +241,7 @@ def test_an_engine_that_forgets_is_told_again(llm: LLM) -> None:
         believed, held = mirrors(llm)
         assert believed[-len(held) :] == held, "what nobody asked for since is not missed yet"
     llm.engine._receiver_cache.clear_cache()
-    llm._input_processor.ledger.forget_engine()
+    llm._input_processor.committer.reset_engine()
 
 
 def test_a_failed_call_leaves_the_mirrors_equal(llm: LLM) -> None:

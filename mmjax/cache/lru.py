@@ -35,7 +35,6 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._getsizeof = getsizeof or (lambda value: 1)
         self._values: OrderedDict[K, V] = OrderedDict()
         self._sizes: dict[K, int] = {}
-        self._pinned: set[K] = set()
         self._size = 0
         self._hits = 0
         self._total = 0
@@ -85,16 +84,6 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         if key in self._values:
             self._values.move_to_end(key)
 
-    def pin(self, key: K) -> None:
-        """Keep a held key from eviction until it is deleted, replaced or unpinned."""
-        if key not in self._values:
-            raise KeyError(f"cannot pin `{key}`: it is not in the cache")
-        self._pinned.add(key)
-
-    def unpin(self, key: K) -> None:
-        """Let a key be evicted again."""
-        self._pinned.discard(key)
-
     def fits(self, value: V) -> bool:
         """Whether a value could be held at all."""
         return self._getsizeof(value) <= self.capacity
@@ -102,12 +91,8 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
     def __setitem__(self, key: K, value: V) -> None:
         """Hold a value, evicting others until it fits; ValueError where it cannot."""
         size = self._getsizeof(value)
-        pinned = sum(self._sizes[one] for one in self._pinned if one != key)
-        if size + pinned > self.capacity:
-            raise ValueError(
-                f"value of size {size} does not fit: the capacity is {self.capacity}, "
-                f"of which {pinned} is pinned"
-            )
+        if size > self.capacity:
+            raise ValueError(f"value of size {size} does not fit: the capacity is {self.capacity}")
         if key in self._values:
             del self[key]
         while self._size + size > self.capacity:
@@ -127,22 +112,19 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
     def __delitem__(self, key: K) -> None:
         del self._values[key]
         self._size -= self._sizes.pop(key)
-        self._pinned.discard(key)
 
     def popitem(self) -> tuple[K, V]:
-        """Evict the least recently used value that is not pinned."""
-        for key in self._values:
-            if key not in self._pinned:
-                value = self._values[key]
-                del self[key]
-                return key, value
-        raise KeyError("nothing to evict: the cache is empty, or all of it is pinned")
+        """Evict the least recently used value; KeyError where there is none."""
+        if not self._values:
+            raise KeyError("nothing to evict: the cache is empty")
+        key, value = next(iter(self._values.items()))
+        del self[key]
+        return key, value
 
     def clear(self) -> None:
-        """Forget every value, pinned ones too; statistics stay."""
+        """Forget every value; statistics stay."""
         self._values.clear()
         self._sizes.clear()
-        self._pinned.clear()
         self._size = 0
 
     def stat(self, *, delta: bool = False) -> CacheInfo:

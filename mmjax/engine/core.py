@@ -13,8 +13,8 @@ from mmjax.cache.kv.block_hash import make_none_hash
 from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
-from mmjax.engine.device.encoder_inputs import EncoderInputs
 from mmjax.engine.device.runner import InFlight
+from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import check_places, resolve_features
 from mmjax.engine.scheduling.outputs import SchedulerOutput
@@ -74,7 +74,6 @@ class EngineCore:
             # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
             self._block_hasher = None
         self._counter = CompilationCounter()
-        self._seeds = np.random.default_rng(config.model.seed)
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._deadlines = Deadlines()
 
@@ -111,7 +110,6 @@ class EngineCore:
             items=items,
             encoder=encoder,
             eos_token_ids=message.eos_token_ids,
-            seed=int(self._seeds.integers(2**63)),
             priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
             lora_name=message.lora_name,
@@ -265,6 +263,12 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
 
 
 def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool) -> None:
+    if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
+        raise RequestRuntimeError(
+            "the request is sampled and brings no `seed`; expected the one that P0 draws where its "
+            "client gives none",
+            param="seed",
+        )
     if message.lora_name is not None:
         raise RequestValueError(
             f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; "

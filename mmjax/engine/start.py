@@ -13,7 +13,7 @@ from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
 from mmjax.engine.device.compilation import compile_programs, enable_persistent_cache
-from mmjax.engine.device.encoder_calls import choose_patches, count_units, largest_item
+from mmjax.engine.device.encoder import choose_patches, count_units, largest_item
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.programs import ModelShape, Programs

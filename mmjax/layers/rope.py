@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.cpu.prevent_fusion import once
+from mmjax.layers.cpu.prevent_fusion import prevent_fusion
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
@@ -39,7 +39,7 @@ def rotary_angles(
     """Return the cosines and sines of every position, float32."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
     # Computed again for every head of every layer, they would be 5% of a step of 64 tokens.
-    return once(_cos_sin, angles, angles[0, 0] >= 0)
+    return prevent_fusion(_cos_sin, angles, angles[0, 0] >= 0)
 
 
 def _cos_sin(angles: Float[Array, "T P"]) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:

@@ -17,6 +17,7 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     mm_features: list[MultiModalFeatureSpec] = []
     """Sorted by `mm_position.offset`; without data where P1 holds it, or an earlier one has it."""
     sampling_params: SamplingParams
+    """Complete: with a seed, unless it is greedy."""
     eos_token_ids: list[int] = []
     """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's own end."""
     arrival_time: float = 0.0

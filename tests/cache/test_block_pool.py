@@ -9,7 +9,7 @@ from mmjax.cache.kv.block_pool import BlockPool
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random allocations, shares, names and frees against a plain account of all blocks."""
+    """Random allocations, shares, hashes and frees against a plain account of all blocks."""
 
     SIZE = 12
 
@@ -18,7 +18,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = BlockPool(self.SIZE)
         self.held: list[list[int]] = []
         self.content: dict[int, bytes] = {}
-        """What a block was named after it was handed out the last time."""
+        """The hash that a block got after it was handed out the last time."""
 
     @rule(count=st.integers(0, SIZE))
     def allocate(self, count: int) -> None:
@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.held))
     @rule(data=st.data(), number=st.integers(0, 5))
-    def name(self, data: st.DataObject, number: int) -> None:
+    def give_hash(self, data: st.DataObject, number: int) -> None:
         block_id = data.draw(st.sampled_from([block for many in self.held for block in many]))
         block_hash = bytes([number])
         if block_hash not in self.content.values() and block_id not in self.content:
@@ -88,7 +88,7 @@ def test_blocks_in_use_are_distinct(counts: list[int]) -> None:
     assert len(set(block_ids)) == len(block_ids)
 
 
-def named(pool: BlockPool, count: int) -> list[int]:
+def hashed(pool: BlockPool, count: int) -> list[int]:
     """Return blocks that can be found: by b"0", b"1" and so on."""
     block_ids = pool.allocate(count)
     for number, block_id in enumerate(block_ids):
@@ -98,7 +98,7 @@ def named(pool: BlockPool, count: int) -> list[int]:
 
 def test_the_block_freed_longest_ago_is_reused_first() -> None:
     pool = BlockPool(4)
-    first = named(pool, 4)
+    first = hashed(pool, 4)
     pool.free([first[2]])
     pool.free([first[0]])
     assert pool.allocate(2) == [first[2], first[0]]
@@ -106,17 +106,17 @@ def test_the_block_freed_longest_ago_is_reused_first() -> None:
 
 def test_what_nobody_can_ask_for_is_reused_before_what_somebody_may() -> None:
     pool = BlockPool(4)
-    first = named(pool, 2)
-    nameless = pool.allocate(2)
+    first = hashed(pool, 2)
+    unhashed = pool.allocate(2)
     pool.free(first)
-    pool.free(nameless)
-    assert pool.allocate(2) == nameless
+    pool.free(unhashed)
+    assert pool.allocate(2) == unhashed
     assert pool.find_prefix([b"0", b"1"]) == first
 
 
 def test_a_reused_block_is_found_no_more() -> None:
     pool = BlockPool(2)
-    pool.free(reversed(named(pool, 2)))
+    pool.free(reversed(hashed(pool, 2)))
     pool.allocate(1)
     assert len(pool.find_prefix([b"0", b"1"])) == 1
     pool.allocate(1)

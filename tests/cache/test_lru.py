@@ -94,25 +94,13 @@ def test_questions_are_counted_and_looking_is_not():
     assert cache.stat().hit_ratio == 2 / 3
 
 
-def test_pinned_values_stay():
+def test_an_empty_cache_has_nothing_to_evict():
     cache: LRUCache[str, int] = LRUCache(10, getsizeof=lambda value: value)
-    cache["a"], cache["b"] = 4, 4
-    cache.pin("a")
-    cache["c"] = 5
-    assert cache.order == ("a", "c")
-    with pytest.raises(ValueError, match="capacity is 10, of which 4 is pinned"):
-        cache["d"] = 7
-    assert cache.order == ("a", "c")
-    cache.unpin("a")
-    cache["d"] = 7
-    assert cache.order == ("d",)
-    with pytest.raises(KeyError, match="cannot pin `a`"):
-        cache.pin("a")
-    cache.pin("d")
-    with pytest.raises(KeyError, match="all of it is pinned"):
-        cache.popitem()
+    cache["a"] = 4
     cache.clear()
     assert (len(cache), list(cache), cache.currsize) == (0, [], 0)
+    with pytest.raises(KeyError, match="nothing to evict"):
+        cache.popitem()
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_lost():

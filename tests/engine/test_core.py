@@ -224,11 +224,18 @@ def test_a_seeded_answer_does_not_depend_on_the_batch(
         assert [tokens_of(news[request.request_id]) for request in batch] == alone
 
 
-def test_without_a_seed_answers_differ(core: EngineCore) -> None:
+def test_answers_differ_by_seed(core: EngineCore) -> None:
     answers = {
-        tuple(answer(core, message("a", MIXED[1], temperature=2.0, max_tokens=6))) for _ in range(4)
+        tuple(answer(core, message("a", MIXED[1], temperature=2.0, max_tokens=6, seed=seed)))
+        for seed in range(4)
     }
     assert len(answers) > 1
+
+
+def test_a_sampled_request_brings_its_seed(core: EngineCore) -> None:
+    with pytest.raises(RequestError, match="no `seed`"):
+        core.add_request(message("a", MIXED[1], temperature=1.0))
+    assert not core.has_unfinished()
 
 
 def test_logprobs_are_those_of_the_dense_model(core: EngineCore) -> None:
@@ -345,7 +352,11 @@ def test_a_refused_request_leaves_its_tensors(
         {"prompt_token_ids": []},
         {"lora_name": "poet"},
         {"encoder_prompt_token_ids": [2]},
-        {"sampling_params": SamplingParams(min_tokens=1, stop_token_ids=list(range(40)))},
+        {
+            "sampling_params": SamplingParams(
+                temperature=0.0, min_tokens=1, stop_token_ids=list(range(40))
+            )
+        },
     ]
     for change in changes:
         assert forgetful._receiver_cache is not None

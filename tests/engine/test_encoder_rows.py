@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.engine.device.encoder_rows import EncoderRows
+from mmjax.engine.device.encoder import EncoderRows
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 6)), max_size=40))

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.device import memory, packing
-from mmjax.engine.device.encoder_calls import EncoderCall
-from mmjax.engine.device.packing import make_segment_ids, patch_buckets, plan_calls
+from mmjax.engine.device import encoder, memory
+from mmjax.engine.device.encoder import EncoderCall, make_segment_ids, patch_buckets, plan_calls
 from mmjax.errors import RequestError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.packed import (
@@ -215,7 +214,7 @@ def test_the_start_measures_the_largest_call(core: EngineCore) -> None:
 def test_more_than_one_call_holds_takes_several(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packing, "MAX_PACKED_PATCHES", 128)
+    monkeypatch.setattr(encoder, "MAX_PACKED_PATCHES", 128)
     small = packed_engine()
     assert small._runner.buckets.encode == (128, 256, 512)
     calls = record_calls(small, monkeypatch)

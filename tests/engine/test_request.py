@@ -81,6 +81,5 @@ def test_another_end_of_the_checkpoint_is_a_reason(token_id: int, stop_reason: i
     assert request.stop_reason == stop_reason
 
 
-def test_a_seed_is_kept_or_given() -> None:
+def test_a_seed_is_kept() -> None:
     assert make_request(seed=5).seed == 5
-    assert make_request().seed == 0

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestError
-from mmjax.frontend.engine_client.features import (
+from mmjax.frontend.engine_client.committer import (
     all_hashes,
     build_features,
     inputs_with_tensors,
@@ -83,6 +83,6 @@ def test_all_tensors_in_one_message(input_processor: InputProcessor) -> None:
     }
     request = input_processor.prepare("r", prompt)
     assert len(all_hashes(request.prepared)) == 2
-    fresh = input_processor.ledger._rebuild(request.prepared, all_hashes(request.prepared))
+    fresh = input_processor.committer._rebuild(request.prepared, all_hashes(request.prepared))
     features = build_features(inputs_with_tensors(fresh))
     assert [feature.data is None for feature in features] == [False, False, True]

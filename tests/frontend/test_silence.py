@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmjax.frontend.engine_client.silence import Silence
+from mmjax.frontend.engine_client.supervisor import SilenceTimer
 
 
 class Clock:
@@ -19,49 +19,49 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def silence(clock: Clock) -> Silence:
-    return Silence(timeout_s=60.0, clock=clock)
+def silence(clock: Clock) -> SilenceTimer:
+    return SilenceTimer(timeout_s=60.0, clock=clock)
 
 
-def turns_until_too_long(silence: Silence, clock: Clock, *, lasting_s: float) -> int:
+def turns_until_too_long(silence: SilenceTimer, clock: Clock, *, lasting_s: float) -> int:
     for number in range(1, 1000):
         clock.now += lasting_s
-        if silence.take_turn():
+        if silence.tick():
             return number
     raise AssertionError("never too long")
 
 
-def test_a_silence_while_awake_is_found(silence: Silence, clock: Clock) -> None:
-    assert turns_until_too_long(silence, clock, lasting_s=silence.turn_s) == 61
-    silence.end()
-    assert not silence.is_too_long
-    assert turns_until_too_long(silence, clock, lasting_s=silence.turn_s) == 61
+def test_a_silence_while_awake_is_found(silence: SilenceTimer, clock: Clock) -> None:
+    assert turns_until_too_long(silence, clock, lasting_s=silence.interval_s) == 61
+    silence.reset()
+    assert not silence.is_expired
+    assert turns_until_too_long(silence, clock, lasting_s=silence.interval_s) == 61
 
 
-def test_a_slow_loop_finds_it_too(silence: Silence, clock: Clock) -> None:
-    assert turns_until_too_long(silence, clock, lasting_s=5 * silence.turn_s) == 61
+def test_a_slow_loop_finds_it_too(silence: SilenceTimer, clock: Clock) -> None:
+    assert turns_until_too_long(silence, clock, lasting_s=5 * silence.interval_s) == 61
 
 
 @pytest.mark.parametrize("timeout_s", [0.2, 1.0, 60.0])
 def test_a_sleep_of_ones_own_is_one_turn(timeout_s: float, clock: Clock) -> None:
-    silence = Silence(timeout_s=timeout_s, clock=clock)
-    clock.now += silence.turn_s
-    assert not silence.take_turn()
+    silence = SilenceTimer(timeout_s=timeout_s, clock=clock)
+    clock.now += silence.interval_s
+    assert not silence.tick()
     clock.now += 3600.0
-    assert not silence.is_too_long
-    assert not silence.take_turn()
-    assert silence.seconds <= 2 * silence.turn_s
+    assert not silence.is_expired
+    assert not silence.tick()
+    assert silence.seconds <= 2 * silence.interval_s
 
 
 def test_what_was_said_during_the_sleep_is_heard_before_the_verdict(
-    silence: Silence, clock: Clock
+    silence: SilenceTimer, clock: Clock
 ) -> None:
     for _ in range(59):
-        clock.now += silence.turn_s
-        assert not silence.take_turn()
+        clock.now += silence.interval_s
+        assert not silence.tick()
     clock.now += 3600.0
-    assert not silence.take_turn(), "late for the first time: its mail is not read yet"
-    silence.end()
-    clock.now += silence.turn_s
-    assert not silence.take_turn()
-    assert silence.seconds == pytest.approx(silence.turn_s)
+    assert not silence.tick(), "late for the first time: its messages are not read yet"
+    silence.reset()
+    clock.now += silence.interval_s
+    assert not silence.tick()
+    assert silence.seconds == pytest.approx(silence.interval_s)

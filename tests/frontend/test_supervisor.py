@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.config import EngineConfig, ModelConfig
-from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor, _Life
+from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor, _EngineProcess
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
@@ -31,7 +31,7 @@ class Listener:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 
-    def on_death(self) -> None:
+    def on_exit(self) -> None:
         self.num_deaths += 1
 
     def on_ready(self) -> None:
@@ -188,8 +188,8 @@ def start_parent(folder: Path, text: str) -> "subprocess.Popen[str]":
 
 def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFixture) -> None:
     class Faulty(Listener):
-        def on_death(self) -> None:
-            super().on_death()
+        def on_exit(self) -> None:
+            super().on_exit()
             raise ZeroDivisionError
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
@@ -209,7 +209,7 @@ def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFi
 def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
-        receiver = supervisor._life.receiver
+        receiver = supervisor._engine.receiver
         assert receiver is not None
 
         async def fail() -> None:
@@ -230,7 +230,7 @@ def test_an_engine_that_cannot_be_spawned_again_is_dead(
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
-        monkeypatch.setattr(_Life, "spawn", fail)
+        monkeypatch.setattr(_EngineProcess, "spawn", fail)
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGKILL)
         await until(lambda: supervisor.state == "dead")

@@ -92,7 +92,7 @@ def with_service(
                 service.num_bytes.append(sum(len(bytes(frame)) for frame in encode(message)))
             await send(message)
 
-        client._outbox._send = send_and_measure
+        client._resend_queue._send = send_and_measure
         await client.start()
         try:
             await asyncio.wait_for(body(service), 120.0)
@@ -167,7 +167,7 @@ def test_a_picture_crosses_once_and_malformed_frames_are_refused(
         assert first > 3 * ITEM_BYTES
         assert second == third
         assert second < 0.02 * first, "a tiny picture: hashes, places, token ids, settings"
-        sender = service.supervisor._life.sender
+        sender = service.supervisor._engine.sender
         assert sender is not None
         good = [bytes(frame) for frame in encode(service.sent[0])]
         for frames in (

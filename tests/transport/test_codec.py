@@ -195,7 +195,9 @@ def test_strided_and_bfloat16_arrays() -> None:
     np.testing.assert_array_equal(back, half)
 
 
-@pytest.mark.parametrize("dtype", [np.dtype("O"), np.dtype("U3"), np.dtype("complex64")])
+@pytest.mark.parametrize(
+    "dtype", [np.dtype("O"), np.dtype("U3"), np.dtype("complex64"), np.dtype(">i4")]
+)
 def test_other_dtypes_are_not_sent(dtype: np.dtype) -> None:
     with pytest.raises(FrameError, match="no wire form"):
         encode(_request(np.zeros(2, dtype)))
@@ -251,7 +253,7 @@ def test_forged_arrays_are_refused(change: dict, match: str) -> None:
 def test_a_mask_must_fit_its_placeholder() -> None:
     request = _request(np.zeros(2, np.float32))
     header = _header_of(request)
-    header["mm_features"][0]["is_embed"] = {
+    header["mm_features"][0]["mm_position"]["is_embed"] = {
         "type": "array",
         "dtype": "bool",
         "shape": [3],

@@ -73,15 +73,15 @@ class BlockPool:
 
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop one reference to each block, in this order; the first is reused first."""
-        nameless = []
+        unhashed = []
         for block_id in block_ids:
             assert self._ref_counts[block_id] > 0, f"{block_id=} is free already"
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._free[block_id] = None
                 if block_id not in self._hash_of:
-                    nameless.append(block_id)
-        for block_id in reversed(nameless):
+                    unhashed.append(block_id)
+        for block_id in reversed(unhashed):
             self._free.move_to_end(block_id, last=False)
 
     def forget_all(self) -> None:

@@ -34,7 +34,7 @@ class KVCacheManager:
         self._encoder_block_ids: dict[str, list[int]] = {}
         self._encoder_tables: dict[str, np.ndarray] = {}
         """request_id -> int32[max_encoder_blocks], of requests that have an encoder's states."""
-        self._num_named: dict[str, int] = {}
+        self._num_hashed: dict[str, int] = {}
         """request_id -> blocks from the beginning that can be found by their hash, or are known."""
         self.prefix_info = CacheInfo(0, 0)
         """Prompt tokens that were found, and that were asked for, over all admitted requests."""
@@ -72,7 +72,7 @@ class KVCacheManager:
         shared = self._pool.find_prefix(block_hashes)
         self._pool.share(shared)
         self._block_ids[request_id] = shared
-        self._num_named[request_id] = len(shared)
+        self._num_hashed[request_id] = len(shared)
         table = self._tables[request_id] = np.zeros(self.max_blocks, np.int32)
         table[: len(shared)] = shared
         return len(shared) * self.block_size
@@ -88,9 +88,9 @@ class KVCacheManager:
         """Let the full blocks of a request's first `num_computed` tokens be found by others."""
         full = min(num_computed // self.block_size, len(block_hashes))
         block_ids = self._block_ids[request_id]
-        for index in range(self._num_named[request_id], full):
+        for index in range(self._num_hashed[request_id], full):
             self._pool.cache(block_ids[index], block_hashes[index])
-        self._num_named[request_id] = max(full, self._num_named[request_id])
+        self._num_hashed[request_id] = max(full, self._num_hashed[request_id])
 
     def reset_prefix_cache(self) -> None:
         """Let no block be found by its hash any more; what requests hold stays theirs."""
@@ -143,7 +143,7 @@ class KVCacheManager:
     def free(self, request_id: str) -> None:
         """Return a request's blocks, last first, so that its beginning is evicted last."""
         self._tables.pop(request_id, None)
-        self._num_named.pop(request_id, None)
+        self._num_hashed.pop(request_id, None)
         self._encoder_tables.pop(request_id, None)
         self._pool.free(reversed(self._encoder_block_ids.pop(request_id, [])))
         self._pool.free(reversed(self._block_ids.pop(request_id, [])))

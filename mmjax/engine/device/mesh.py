@@ -32,19 +32,21 @@ from mmjax.rounding import round_up
 from mmjax.weights.sharding import DATA_AXIS, GROUP_AXIS, MODEL_AXIS, param_sharding
 
 _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
-_HEADER_SIZE = 6
 
 
 class Call(IntEnum):
-    """What the leader is about to do, and the followers with it."""
+    """What the leader is about to do, and the followers with it; broadcast with two numbers."""
 
     WAIT = 0
     """Nothing; sent while there is nothing to do, since a collective may not wait for ever."""
     END = 1
     RESET = 2
     ENCODE = 3
+    """Size of the call."""
     STEP = 4
+    """Index in `Buckets.steps`."""
     SAMPLE = 5
+    """Rows, whether it is plain."""
 
 
 class Placement:
@@ -57,7 +59,7 @@ class Placement:
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         self.mesh = mesh
-        self.replicated: Sharding = self._named()
+        self.replicated: Sharding = self._sharding()
         self.num_kv_shards = 1 if mesh is None else mesh.shape[MODEL_AXIS]
         self.size = 1 if mesh is None else mesh.size
         devices = [jax.local_devices()[0]] if mesh is None else list(mesh.devices.flat)
@@ -76,7 +78,7 @@ class Placement:
 
     def heads(self, axis: int) -> Sharding:
         """Return where keys and values lie whose heads are counted along `axis`."""
-        return self._named(*[None] * axis, MODEL_AXIS)
+        return self._sharding(*[None] * axis, MODEL_AXIS)
 
     @property
     def head_sharding(self) -> HeadSharding | None:
@@ -88,7 +90,7 @@ class Placement:
 
     def units(self, num_units: int) -> Sharding:
         """Return where the inputs of `encode` lie: cut over the devices if each gets as many."""
-        return self.replicated if num_units % self.size else self._named(_AXES)
+        return self.replicated if num_units % self.size else self._sharding(_AXES)
 
     def padded_units(self, num_units: int) -> int:
         """Return the size of an encoder call: a multiple of the devices if it has one for each."""
@@ -100,22 +102,20 @@ class Placement:
         return unflatten_params({name: self._place(name, leaf) for name, leaf in leaves.items()})
 
     def put(self, arrays: Any, sharding: Sharding | None = None) -> Any:
-        """Move a tree of the leader's host arrays to the devices; a follower's tell their shape."""
+        """Move a tree of the leader's host arrays to the devices; a follower's give their shape."""
         target = sharding or self.replicated
         if not self.is_shared:
             return jax.device_put(arrays, target)
         return jax.tree.map(partial(self._broadcast, target=target), arrays)
 
-    def tell(self, call: Call, *numbers: int) -> None:
-        """Announce a call to the followers. Does not wait for them."""
-        header = np.zeros(_HEADER_SIZE, np.int32)
-        header[: len(numbers) + 1] = (call, *numbers)
-        self.put(header)
+    def broadcast_call(self, call: Call, first: int = 0, second: int = 0) -> None:
+        """Announce a call, and its numbers, to the followers. Does not wait for them."""
+        self.put(np.array((call, first, second), np.int32))
 
-    def hear(self) -> tuple[Call, list[int]]:
-        """Wait for the leader's next call, and its numbers (padded with 0)."""
-        call, *numbers = np.asarray(self.put(np.zeros(_HEADER_SIZE, np.int32))).tolist()
-        return Call(call), numbers
+    def receive_call(self) -> tuple[Call, int, int]:
+        """Wait for the leader's next call, and its numbers."""
+        call, first, second = np.asarray(self.put(np.zeros(3, np.int32))).tolist()
+        return Call(call), first, second
 
     def make(self, build: Callable[[], Any], shardings: Any) -> Any:
         """Return what `build` makes, made in its place: no device ever holds all of it."""
@@ -129,7 +129,7 @@ class Placement:
         if self.mesh is None:
             return x
         if x.shape[axis] % self.size == 0:
-            x = jax.lax.with_sharding_constraint(x, self._named(*[None] * axis, _AXES))
+            x = jax.lax.with_sharding_constraint(x, self._sharding(*[None] * axis, _AXES))
         return jax.lax.with_sharding_constraint(x, self.replicated)
 
     def least(self, value: int) -> int:
@@ -138,7 +138,7 @@ class Placement:
             return value
         return int(multihost_utils.process_allgather(np.int32(min(value, 2**31 - 1))).min())
 
-    def _named(self, *spec: Any) -> Sharding:
+    def _sharding(self, *spec: Any) -> Sharding:
         if self.mesh is None:
             return SingleDeviceSharding(jax.local_devices()[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -160,7 +160,7 @@ class Placement:
             return array[None] if is_source else np.zeros_like(array)[None]
 
         shape = (self.size, *array.shape)
-        return _sum_rows(jax.make_array_from_callback(shape, self._named(_AXES), row), target)
+        return _sum_rows(jax.make_array_from_callback(shape, self._sharding(_AXES), row), target)
 
 
 def shard_bytes(tree: Any) -> int:
@@ -225,10 +225,10 @@ def join_processes(config: EngineConfig) -> None:
             parallel.coordinator_address, parallel.num_processes, parallel.process_id
         )
     digests = multihost_utils.process_allgather(np.uint32(settings_digest(config)))
-    strangers = np.flatnonzero(digests != digests[0]).tolist()
-    if strangers:
+    mismatched = np.flatnonzero(digests != digests[0]).tolist()
+    if mismatched:
         raise ConfigError(
-            f"processes {strangers} have other settings than process 0, or another JAX; give all "
+            f"processes {mismatched} have other settings than process 0, or another JAX; give all "
             "the same model and flags, but for `--distributed-process-id`"
         )
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.engine.device.batch import Layout, sample_layout, step_layout, unpack_sample, unpack_step
 from mmjax.engine.device.compilation import Program, compiler_options
-from mmjax.engine.device.encoder_calls import make_encoder_calls
+from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket

@@ -4,7 +4,6 @@ Knows no queue and no policy. Every array on the device has its final size from 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from mmjax.engine.device.batch import BatchBuilder
-from mmjax.engine.device.encoder_calls import EncoderCall
-from mmjax.engine.device.encoder_rows import EncoderRows
+from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.sampler import SampleOutput
@@ -58,6 +56,7 @@ class ModelRunner:
         max_encoder_blocks: int = 0,
     ) -> None:
         self.buckets = programs.buckets
+        self._steps = self.buckets.steps
         self.rows = EncoderRows(programs.num_encoder_rows)
         self._programs = programs
         self._params = params
@@ -74,12 +73,12 @@ class ModelRunner:
             max_encoder_blocks=max_encoder_blocks,
         )
         self._is_leading = False
-        """Whether other processes wait to be told of every call, to make it as well."""
+        """Whether every call is broadcast to other processes, which make it as well."""
         self._make_arrays()
 
     def reset(self) -> None:
         """Make all caches anew, after a step that failed half-way."""
-        self._tell(Call.RESET)
+        self._broadcast(Call.RESET)
         self.rows.reset()
         # The device has no room for both. Whoever still refers to the old ones (the frames of an
         # error do) holds arrays without memory.
@@ -129,7 +128,7 @@ class ModelRunner:
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
         if self._is_leading:
-            self._tell(Call.STEP, *astuple(bucket))
+            self._broadcast(Call.STEP, self._steps.index(bucket))
         self._state, rest = self._programs.step(
             layout=self._programs.step_layouts[bucket],
             params=self._params,
@@ -141,7 +140,7 @@ class ModelRunner:
         return rest
 
     def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
-        self._tell(Call.SAMPLE, num_rows, is_plain)
+        self._broadcast(Call.SAMPLE, num_rows, is_plain)
         drawn = self._programs.sample(
             layout=self._programs.sample_layout,
             num_rows=num_rows,
@@ -155,7 +154,7 @@ class ModelRunner:
 
     def _run_encode(self, call: EncoderCall) -> None:
         size = len(next(iter(call.inputs.values())))
-        self._tell(Call.ENCODE, size)
+        self._broadcast(Call.ENCODE, size)
         on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
         rows = self._placement.put(call.dst_rows)
         self._pool = self._programs.encode(
@@ -175,35 +174,34 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Show the followers that the leader lives."""
-        self._tell(Call.WAIT)
+        self._broadcast(Call.WAIT)
 
     def end(self) -> None:
         """Let the followers go."""
-        self._tell(Call.END)
+        self._broadcast(Call.END)
         self._is_leading = False
 
     def follow(self) -> None:
         """Make every call that the leader makes, until it lets go; on its numbers, not on ours."""
         rest: Array | None = None
         while True:
-            call, numbers = self._placement.hear()
+            call, first, second = self._placement.receive_call()
             if call is Call.END:
                 return
             if call is Call.RESET:
                 self.reset()
             elif call is Call.ENCODE:
-                self._run_encode(self._encoder_calls.empty(numbers[0]))
+                self._run_encode(self._encoder_calls.empty(first))
             elif call is Call.STEP:
-                *sizes, has_spans, num_states = numbers
-                bucket = StepBucket(*sizes, has_spans=bool(has_spans), num_states=num_states)
+                bucket = self._steps[first]
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"
-                self._run_sample(numbers[0], bool(numbers[1]), rest)
+                self._run_sample(first, bool(second), rest)
 
-    def _tell(self, call: Call, *numbers: int) -> None:
+    def _broadcast(self, call: Call, first: int = 0, second: int = 0) -> None:
         if self._is_leading:
-            self._placement.tell(call, *numbers)
+            self._placement.broadcast_call(call, first, second)
 
     # ---- warm-up -------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class ModelRunner:
     def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
         for bucket in self.buckets.encode:
             yield partial(self._run_encode, self._encoder_calls.empty(bucket))
-        for bucket in reversed(self.buckets.steps):
+        for bucket in reversed(self._steps):
             yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:
             for is_plain in (True, False):
@@ -228,7 +226,7 @@ class ModelRunner:
         return self._run_step(bucket, packed)
 
     def _warm_up_sample(self, num_rows: int, is_plain: bool) -> Any:
-        rest = self._warm_up_step(self.buckets.steps[0])
+        rest = self._warm_up_step(self._steps[0])
         return jax.device_get(self._run_sample(num_rows, is_plain, rest))
 
 

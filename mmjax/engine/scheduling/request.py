@@ -109,7 +109,6 @@ class Request:
         items: Sequence[EncoderItem] = (),
         encoder: "EncoderInput | None" = None,
         eos_token_ids: Sequence[int] = (),
-        seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
         lora_name: str | None = None,
@@ -138,7 +137,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         """The token that ended the text, unless it is the tokenizer's own end."""
-        self.seed = sampling_params.seed if sampling_params.seed is not None else seed
+        self.seed = sampling_params.seed or 0
         self.priority = priority
         self.cache_salt = cache_salt
         self.lora_name = lora_name

@@ -6,7 +6,7 @@ waiting ones are let in, strictly in order, so that nobody is overtaken for ever
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
@@ -14,13 +14,55 @@ from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.scheduling.admission import ItemSizes
 from mmjax.engine.scheduling.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
-from mmjax.engine.scheduling.waiting import WaitingQueue
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
 from mmjax.logger import get_logger
 from mmjax.transport.messages import RequestOutputDelta
 
 logger = get_logger(__name__)
+
+
+class WaitingQueue:
+    """Requests that do not run: by priority, then by arrival; a preemption changes neither."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Request]] = []
+        self._arrivals: dict[str, int] = {}
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, _, request in self._entries)
+
+    def add(self, request: Request) -> None:
+        """Insert a request; one that was here before keeps its place in the order."""
+        arrival = self._arrivals.get(request.request_id)
+        if arrival is None:
+            arrival = self._arrivals[request.request_id] = self._num_arrived
+            self._num_arrived += 1
+        insort(self._entries, (request.priority, arrival, request), key=lambda entry: entry[:2])
+
+    def key(self, request: Request) -> tuple[int, int]:
+        """Return what a request is ordered by."""
+        return request.priority, self._arrivals[request.request_id]
+
+    def peek(self) -> Request:
+        """Return the first request, and leave it."""
+        return self._entries[0][2]
+
+    def pop(self) -> Request:
+        """Take the first request."""
+        return self._entries.pop(0)[2]
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that waits."""
+        self._entries = [entry for entry in self._entries if entry[2] is not request]
+
+    def forget(self, request: Request) -> None:
+        """Drop the arrival of a request that is finished."""
+        self._arrivals.pop(request.request_id, None)
 
 
 @dataclass(slots=True)
@@ -126,10 +168,10 @@ class Scheduler:
             token = sampled[request.request_id]
             holds_blocks = request.status is RequestStatus.RUNNING
             request.num_in_flight -= 1
-            num_named = len(request.block_hashes)
+            num_hashed = len(request.block_hashes)
             request.append_token(token.token_id)
-            if holds_blocks and len(request.block_hashes) > num_named:
-                # The token may have given a block its name after that was computed.
+            if holds_blocks and len(request.block_hashes) > num_hashed:
+                # The token may have completed the hash of a block that was computed before.
                 self.kv_cache.cache_blocks(
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )

@@ -16,9 +16,9 @@ from mmjax.errors import (
     RequestTimeoutError,
 )
 from mmjax.frontend.engine_client.capacity import Capacity
-from mmjax.frontend.engine_client.outbox import Outbox
-from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
-from mmjax.frontend.engine_client.resend_queue import Courier, call_in_loop
+from mmjax.frontend.engine_client.committer import CommittedMessage
+from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.engine_client.resend_queue import ResendQueue, call_in_loop
 from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.output.output_processor import OutputProcessor
@@ -33,7 +33,6 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,
-    EngineCoreRequest,
     RequestFailed,
     StepOutput,
 )
@@ -44,7 +43,7 @@ PromptSource = PromptType | Callable[[], PromptType]
 """A prompt, or what makes it (decodes its images): that runs outside of the event loop."""
 
 _MAX_REPLAYS = 1
-"""Lives of P1 that one request may see end: the next one may be its doing."""
+"""Restarts of P1 that one request goes through: the next one may be its doing."""
 
 
 class RequestStream:
@@ -81,7 +80,7 @@ class RequestStream:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Ticket:
+class _PendingRequest:
     """A request on its way through the threads."""
 
     is_stream: bool
@@ -118,24 +117,23 @@ class AsyncEngineClient:
         self._streams: dict[str, RequestStream] = {}
         self._max_start_wait_s = max_start_wait_s
         self._stats_log = _stats_log(supervisor, input_processor)
-        self._outbox = Outbox(supervisor.send, on_unsent=self._on_unsent)
-        self._courier = Courier(
-            input_processor.ledger, send=self._outbox.put, fail=self._fail_with_error
+        self._resend_queue = ResendQueue(
+            input_processor.committer, send=supervisor.send, fail=self._fail_with_error
         )
 
     async def start(self) -> None:
         """Begin to talk to P1; returns before it is ready."""
-        self._outbox.start()
+        self._resend_queue.start()
         await self.supervisor.start(self)
         self._stats_log.start()
 
     async def close(self) -> None:
         """End P1 and the threads."""
         await self._stats_log.close()
-        await self._outbox.close()
+        await self._resend_queue.stop()
         await self.supervisor.close()
         self._lanes.close()
-        self._courier.close()
+        self._resend_queue.close()
         # A thread may still hold the caches' locks.
         await asyncio.to_thread(self.input_processor.close)
 
@@ -169,7 +167,7 @@ class AsyncEngineClient:
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
-        ticket = _Ticket(is_stream=stream, num_seqs=sampling_params.n)
+        pending = _PendingRequest(is_stream=stream, num_seqs=sampling_params.n)
         prepare = partial(
             self.input_processor.prepare,
             request_id,
@@ -182,19 +180,19 @@ class AsyncEngineClient:
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
-            job = partial(self._process, ticket, _make_once(prompt), prepare, loop)
-            await self._lanes.run(job, ticket.cancellation)
+            job = partial(self._process, pending, _make_once(prompt), prepare, loop)
+            await self._lanes.run(job, pending.cancellation)
         except BaseException:
-            ticket.cancellation.set()
-            if ticket.handle is not None:
+            pending.cancellation.set()
+            if pending.handle is not None:
                 self.abort(request_id)
             raise
         finally:
-            if ticket.handle is None:
+            if pending.handle is None:
                 self.capacity.leave(sampling_params.n)
-        if ticket.handle is None:
+        if pending.handle is None:
             raise _unavailable(self.supervisor)
-        return ticket.handle
+        return pending.handle
 
     async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
         """Process a prompt, and describe it; counts against the same capacity as a request."""
@@ -227,10 +225,10 @@ class AsyncEngineClient:
         """Forget a request, here and in P1."""
         handle = self._streams.pop(request_id, None)
         if handle is not None:
-            self._courier.forget(handle.request)
+            self._resend_queue.discard(handle.request)
         running = self._output_processor.abort([request_id])
         if running:
-            self._outbox.put(AbortRequests(request_ids=running))
+            self._resend_queue.put(AbortRequests(request_ids=running))
 
     # ---- EngineListener -------------------------------------------------------------------------
 
@@ -240,14 +238,14 @@ class AsyncEngineClient:
             case RequestFailed():
                 self._fail_sequence(message.request_id, _error_of(message))
             case CacheMiss():
-                self._courier.on_miss(message)
+                self._resend_queue.on_miss(message)
             case StepOutput():
                 self._take_outputs(message)
 
     def _take_outputs(self, message: StepOutput) -> None:
         to_abort: list[str] = []
         for delta in message.deltas:
-            self._courier.acknowledge(delta.request_id)
+            self._resend_queue.acknowledge(delta.request_id)
             try:
                 # One by one: what goes wrong with one request's text is that request's alone.
                 outputs, ended = self._output_processor.process([delta])
@@ -258,22 +256,20 @@ class AsyncEngineClient:
                 continue
             to_abort += ended
             for output in outputs:
-                self._deliver(output)
+                self._put_output(output)
         if to_abort:
-            self._outbox.put(AbortRequests(request_ids=to_abort))
+            self._resend_queue.put(AbortRequests(request_ids=to_abort))
 
-    def on_death(self) -> None:
+    def on_exit(self) -> None:
         """Answer what cannot go on; what has shown nothing yet waits for the next P1."""
-        # Mail that P1 never read is not for its successor: what it held is sent again on_ready.
-        self._outbox.clear()
-        self._courier.on_death()
+        self._resend_queue.on_exit()
         can_wait = self.supervisor.state == "restarting"
         for request_id, handle in list(self._streams.items()):
             is_broken_off = self._output_processor.has_partial_output(request_id)
             if can_wait and not is_broken_off and handle.num_replays < _MAX_REPLAYS:
                 continue
             self._output_processor.abort([request_id])
-            self._courier.forget(handle.request)
+            self._resend_queue.discard(handle.request)
             del self._streams[request_id]
             handle.put(_unavailable(self.supervisor))
 
@@ -286,13 +282,13 @@ class AsyncEngineClient:
         if self.supervisor.num_restarts > 0:
             for handle in self._streams.values():
                 handle.num_replays += 1
-        self._courier.on_ready()
+        self._resend_queue.on_ready()
 
     # ---- parts ----------------------------------------------------------------------------------
 
     def _process(
         self,
-        ticket: _Ticket,
+        pending: _PendingRequest,
         make_prompt: Callable[[], PromptType],
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
@@ -300,31 +296,27 @@ class AsyncEngineClient:
     ) -> None:
         """Process a prompt, in a thread; its messages go to the loop as they are committed."""
         request = prepare(prompt=make_prompt(), control=control)
-        if not ticket.is_cancelled:
-            self.input_processor.ledger.commit(
-                request, partial(call_in_loop, loop, self._land, ticket)
+        if not pending.is_cancelled:
+            self.input_processor.committer.commit(
+                request, partial(call_in_loop, loop, self._on_committed, pending)
             )
 
-    def _land(self, ticket: _Ticket, delivery: Delivery) -> None:
+    def _on_committed(self, pending: _PendingRequest, committed: CommittedMessage) -> None:
         """Take a message from a thread; with the first one, the request begins."""
-        if ticket.handle is None and not ticket.is_cancelled and self.supervisor.state != "dead":
-            request = delivery.request
-            ticket.handle = RequestStream(self, request)
-            self.capacity.leave(ticket.num_seqs)
-            self._streams[request.request_id] = ticket.handle
-            self._output_processor.add_request(request, stream=ticket.is_stream)
-            self._courier.expect(request)
-        self._courier.deliver(delivery)
+        if pending.handle is None and not pending.is_cancelled and self.supervisor.state != "dead":
+            request = committed.request
+            pending.handle = RequestStream(self, request)
+            self.capacity.leave(pending.num_seqs)
+            self._streams[request.request_id] = pending.handle
+            self._output_processor.add_request(request, stream=pending.is_stream)
+            self._resend_queue.add(request)
+        self._resend_queue.put_committed(committed)
 
     def _admit(self, num_seqs: int) -> None:
         # Before any decoding: refusing must stay cheap when there is most to refuse.
         self.capacity.enter(num_seqs, num_others=self.num_seqs - self.capacity.num_seqs)
 
-    def _on_unsent(self, message: EngineCoreRequest) -> None:
-        self._courier.take_back(message)
-        self._fail_sequence(message.request_id, _internal_error())
-
-    def _deliver(self, output: RequestOutput) -> None:
+    def _put_output(self, output: RequestOutput) -> None:
         handle = self._streams.get(output.request_id)
         if handle is None:
             return
@@ -342,10 +334,10 @@ class AsyncEngineClient:
             return
         request_id, others = failed
         if others:
-            self._outbox.put(AbortRequests(request_ids=others))
+            self._resend_queue.put(AbortRequests(request_ids=others))
         handle = self._streams.pop(request_id, None)
         if handle is not None:
-            self._courier.forget(handle.request)
+            self._resend_queue.discard(handle.request)
             handle.put(error)
 
 

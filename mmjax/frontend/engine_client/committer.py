@@ -1,27 +1,48 @@
-"""What P0 notes of the items that P1 holds; a note and the message that makes it true are one.
+"""The sender cache and the message that it stands for change together, under one lock.
 
-P1 gets messages in the order of the notes, and changes its cache as the notes say.
+P1 gets messages in the order of their commits, and changes its cache as each of them says.
 """
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache, ShmObjectStoreSenderCache
-from mmjax.errors import MultiModalCacheMissError
-from mmjax.frontend.engine_client.features import all_hashes, build_features, inputs_with_tensors
-from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
+from mmjax.errors import MultiModalCacheMissError, RequestValueError
+from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.tensors.inputs import (
+    ItemData,
+    MultiModalFeatureSpec,
+    MultiModalInputs,
+    MultiModalKwargsItems,
+)
 from mmjax.transport.messages import EngineCoreRequest
 
-Deliver = Callable[[Delivery], None]
+
+@dataclass(frozen=True, slots=True)
+class CommittedMessage:
+    """One message that is committed: it must be sent, and in this order."""
+
+    request: ProcessedRequest
+    index: int
+    """Which of the request's sequences."""
+    message: EngineCoreRequest
+    epoch: int
+    """Which P1 the message was made for: another one does not hold what it leaves out."""
+
+
+OnCommit = Callable[[CommittedMessage], None]
 """Takes a message under the lock that orders all of them: it must not wait."""
 
 
-class Ledger:
-    """Completes messages with what P1 lacks. Safe to call from several threads.
+class SenderCacheCommitter:
+    """Adds to messages the tensors that P1 lacks, and notes them in the sender cache.
+
+    Safe to call from several threads.
 
     NOTE: not from an event loop: a commit holds the lock while it copies into shared memory.
     """
@@ -38,7 +59,7 @@ class Ledger:
     def commit(
         self,
         request: ProcessedRequest,
-        deliver: Deliver | None = None,
+        on_commit: OnCommit | None = None,
         *,
         indices: Collection[int] | None = None,
         is_inline: bool = False,
@@ -50,7 +71,7 @@ class Ledger:
 
         Args:
             request: As `prepare` made it.
-            deliver: Called once for each message, in order.
+            on_commit: Called once for each message, in order.
             indices: Of the messages to complete; None: all.
             is_inline: Whether each message brings all of its tensors, and counts on no cache.
         """
@@ -61,30 +82,30 @@ class Ledger:
         while remaining:
             try:
                 with self._lock:
-                    self._commit_next(request, remaining, prepared, deliver, is_inline=is_inline)
+                    self._commit_next(request, remaining, prepared, on_commit, is_inline=is_inline)
             except MultiModalCacheMissError as miss:
                 # Every round makes more items fresh, and needs fewer from the cache.
                 prepared = self._rebuild(prepared, miss.mm_hashes)
         request.prepared = prepared
 
     def invalidate(self, mm_hashes: Collection[str], epoch: int | None = None) -> None:
-        """Learn that P1 does not hold these items; of the P1 of another `epoch`, nothing."""
+        """Note that P1 does not hold these items; of the P1 of another `epoch`, nothing."""
         with self._lock:
             if epoch in (None, self.epoch):
                 self._invalidate(mm_hashes)
 
-    def take_back(self, message: EngineCoreRequest) -> None:
-        """Learn that a message was not sent, and never will be."""
+    def revert(self, message: EngineCoreRequest) -> None:
+        """Undo the commit of a message that was not sent, and never will be."""
         with self._lock:
             for feature in message.mm_features:
                 if isinstance(self._cache, ShmObjectStoreSenderCache) and feature.data is not None:
                     self._cache.withdraw(feature.data)
             self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
-    def forget_engine(self, begin: Callable[[int], None] | None = None) -> None:
-        """Learn that P1 is a new one, which holds nothing, or that there is none.
+    def reset_engine(self, begin: Callable[[int], None] | None = None) -> None:
+        """Note that P1 is a new one, which holds nothing, or that there is none.
 
-        `begin` gets the new epoch, after all deliveries of the old ones and before any of the new.
+        `begin` gets the new epoch, after all messages of the old ones and before any of the new.
         """
         with self._lock:
             self.epoch += 1
@@ -100,7 +121,7 @@ class Ledger:
         request: ProcessedRequest,
         remaining: list[int],
         prepared: PreparedInputs,
-        deliver: Deliver | None,
+        on_commit: OnCommit | None,
         *,
         is_inline: bool,
     ) -> None:
@@ -108,8 +129,8 @@ class Ledger:
         message = self._complete(request.messages[index], prepared, is_inline=is_inline)
         del remaining[0]
         request.messages[index] = message
-        if deliver is not None:
-            deliver(Delivery(request, index, message, self.epoch))
+        if on_commit is not None:
+            on_commit(CommittedMessage(request, index, message, self.epoch))
 
     def _complete(
         self, message: EngineCoreRequest, prepared: PreparedInputs, *, is_inline: bool
@@ -133,3 +154,74 @@ class Ledger:
             return prepared
         with self._processors.borrow() as processor:
             return processor.rebuild(prepared, missing)
+
+
+# ---- a processed prompt's items as the engine gets them -----------------------------------------
+
+
+def mm_identifier(
+    mm_hash: str, *, lora_name: str | None = None, enable_tower_connector_lora: bool = False
+) -> str:
+    """Return the name of an item's encoder output: its hash, unless an adapter changes the tower.
+
+    `("ab", lora_name="poet", enable_tower_connector_lora=True)` -> `"poet:ab"`.
+    """
+    if lora_name is None or not enable_tower_connector_lora:
+        return mm_hash
+    return f"{lora_name}:{mm_hash}"
+
+
+def build_features(
+    inputs: MultiModalInputs,
+    *,
+    lora_name: str | None = None,
+    enable_tower_connector_lora: bool = False,
+) -> list[MultiModalFeatureSpec]:
+    """Return the items, sorted by their place in the prompt; tensors that repeat come once."""
+    _check_hashes(inputs)
+    features = inputs.to_features()
+    sent: dict[str, ItemData] = {}
+    for feature in features:
+        mm_hash = feature.mm_hash or feature.identifier
+        feature.identifier = mm_identifier(
+            mm_hash, lora_name=lora_name, enable_tower_connector_lora=enable_tower_connector_lora
+        )
+        # By identity: an address in shared memory is made anew for every reading.
+        if feature.data is not None and feature.data is sent.get(mm_hash):
+            feature.data = None
+        elif feature.data is not None:
+            sent[mm_hash] = feature.data
+    return features
+
+
+def all_hashes(prepared: PreparedInputs) -> list[str]:
+    """Return the hashes of a prompt's items, each once."""
+    return list(dict.fromkeys(h for hashes in prepared.mm_hashes.values() for h in hashes))
+
+
+def inputs_with_tensors(prepared: PreparedInputs) -> MultiModalInputs:
+    """Return a prompt whose items all have their tensors; all of them must be fresh."""
+    return MultiModalInputs(
+        prompt_token_ids=prepared.prompt_token_ids,
+        encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
+        mm_kwargs=MultiModalKwargsItems(
+            {
+                modality: [prepared.fresh[mm_hash][0] for mm_hash in mm_hashes]
+                for modality, mm_hashes in prepared.mm_hashes.items()
+            }
+        ),
+        mm_hashes=prepared.mm_hashes,
+        mm_placeholders=prepared.mm_placeholders,
+        prompt=prepared.prompt,
+    )
+
+
+def _check_hashes(inputs: MultiModalInputs) -> None:
+    for modality, mm_hashes in inputs.mm_hashes.items():
+        for index, mm_hash in enumerate(mm_hashes):
+            if not isinstance(mm_hash, str):
+                raise RequestValueError(
+                    f"the hash of {modality} {index} is a {type(mm_hash).__name__}; "
+                    "a hash or a uuid is a str",
+                    param="multi_modal_uuids",
+                )

@@ -50,18 +50,6 @@ class ProcessedRequest:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """One message that is committed: it must be sent, and in this order."""
-
-    request: ProcessedRequest
-    index: int
-    """Which of the request's sequences."""
-    message: EngineCoreRequest
-    epoch: int
-    """Which P1 the message was made for: another one does not hold what it leaves out."""
-
-
 def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
     params = request.sampling_params
     if params.n == 1:

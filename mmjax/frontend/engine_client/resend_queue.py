@@ -1,32 +1,32 @@
-"""Messages on their way to P1, until the first answer; and again, where P1 lost what they need.
+"""Messages to P1, in the order of their commits; and again, where P1 lost what they need.
 
     committing --> sent       the thread is done, and P1 still the one that it was done for
-    committing --> waiting    P1 died meanwhile
+    committing --> waiting    P1 ended meanwhile
     sent --> committing       P1 lacks items
-    sent --> waiting          P1 died
+    sent --> waiting          P1 ended
     waiting --> committing    there is a new P1
     sent --> gone             P1 gave the first output
 
-Lives in the event loop; commits, and whatever else takes the ledger's lock, run in threads.
+Lives in the event loop; commits, and whatever else takes the committer's lock, run in threads.
 """
 
 import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from mmjax.errors import RequestError
-from mmjax.frontend.engine_client.committer import Ledger
-from mmjax.frontend.engine_client.requests import Delivery, ProcessedRequest
+from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
+from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.logger import get_logger
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)
 
 MAX_MISSES = 3
-"""Of one message in one life of P1; after the last but one it brings all of its tensors."""
+"""Of one message to one P1; after the last but one it brings all of its tensors."""
 
 
 class _State(enum.Enum):
@@ -39,174 +39,211 @@ class _State(enum.Enum):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parcel:
+class PendingMessage:
+    """One sequence's message that P1 has not answered yet."""
+
     request: ProcessedRequest
     index: int
+    """Which of the request's sequences."""
     state: _State = _State.COMMITTING
     num_misses: int = 0
 
     @property
     def message_id(self) -> str:
+        """The sequence's id."""
         return self.request.messages[self.index].request_id
 
 
-class Courier:
-    """Sends committed messages in order, and sees to it that P1 can take each of them in."""
+class ResendQueue:
+    """Sends messages in order, and sees to it that P1 can take each of them in."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        send: Callable[[EngineMessage], None],
+        committer: SenderCacheCommitter,
+        send: Callable[[EngineMessage], Awaitable[None]],
         fail: Callable[[str, Exception], None],
     ) -> None:
-        """`send` queues a message for P1; `fail` answers a sequence that cannot be completed."""
-        self._ledger = ledger
+        """`send` sends to P1; `fail` answers a sequence whose message cannot be completed."""
+        self._committer = committer
         self._send = send
         self._fail = fail
-        self._parcels: dict[str, _Parcel] = {}
+        self._queue: asyncio.Queue[EngineMessage] = asyncio.Queue()
+        self._send_task: asyncio.Task[None] | None = None
+        self._pending: dict[str, PendingMessage] = {}
         self._has_engine = False
         self._epoch = 0
         """Which P1 is sent to: what was made for another one is not for it."""
-        self._num_lives = 0
-        """Deaths and births that were heard of."""
-        # One thread: notes are taken in the order of what they note.
+        self._num_transitions = 0
+        """Ends and starts of P1 so far."""
+        # One thread: the committer sees what P1 says and does in that order.
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="mmjax-notes")
         # Its own thread: what P1 waits for goes before what nobody has begun.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-resend")
+        self._commits = ThreadPoolExecutor(1, thread_name_prefix="mmjax-resend")
+
+    def start(self) -> None:
+        """Begin to send, in the running event loop."""
+        self._send_task = asyncio.create_task(self._send_all(), name="send-messages")
+
+    async def stop(self) -> None:
+        """Send nothing more; what is queued stays unsent."""
+        if self._send_task is not None:
+            self._send_task.cancel()
+            await asyncio.gather(self._send_task, return_exceptions=True)
 
     def close(self) -> None:
-        """End the thread; what it does meanwhile goes nowhere."""
-        self._parcels.clear()
-        for thread in (self._notes, self._thread):
+        """End the threads; what they do meanwhile goes nowhere."""
+        self._pending.clear()
+        for thread in (self._notes, self._commits):
             thread.shutdown(wait=False, cancel_futures=True)
 
     # ---- a message's way ------------------------------------------------------------------------
 
-    def expect(self, request: ProcessedRequest) -> None:
-        """Learn of a request whose messages are being committed."""
+    def put(self, message: EngineMessage) -> None:
+        """Queue a message that needs no commit."""
+        self._queue.put_nowait(message)
+
+    def add(self, request: ProcessedRequest) -> None:
+        """Track a request whose messages are being committed."""
         for index in range(len(request.messages)):
-            parcel = _Parcel(request=request, index=index)
-            self._parcels[parcel.message_id] = parcel
+            pending = PendingMessage(request=request, index=index)
+            self._pending[pending.message_id] = pending
 
-    def deliver(self, delivery: Delivery) -> None:
-        """Send a message; if its P1 is gone, have it completed for the next one.
+    def put_committed(self, committed: CommittedMessage) -> None:
+        """Queue a message; if its P1 is gone, have it committed for the next one.
 
-        A message of a request that was forgotten is sent as well, and taken back: P0's notes say
-        that P1 has seen it.
+        A message of a request that was discarded is sent as well, and aborted: the sender's cache
+        says that P1 has seen it.
         """
-        message_id = delivery.message.request_id
-        parcel = self._parcels.get(message_id)
-        is_sendable = self._has_engine and delivery.epoch == self._epoch
+        message_id = committed.message.request_id
+        pending = self._pending.get(message_id)
+        is_sendable = self._has_engine and committed.epoch == self._epoch
         if is_sendable:
-            self._send(delivery.message)
-            if parcel is None:
-                self._send(AbortRequests(request_ids=[message_id]))
-        if parcel is not None:
-            parcel.state = _State.SENT if is_sendable else _State.WAITING
+            self.put(committed.message)
+            if pending is None:
+                self.put(AbortRequests(request_ids=[message_id]))
+        if pending is not None:
+            pending.state = _State.SENT if is_sendable else _State.WAITING
             if self._has_engine and not is_sendable:
-                self._commit_again(parcel)
+                self._commit_again(pending)
 
     def acknowledge(self, message_id: str) -> None:
-        """Learn that P1 has answered: its tensors are needed no more."""
-        parcel = self._parcels.pop(message_id, None)
-        if parcel is None:
+        """Note that P1 has answered: the message's tensors are needed no more."""
+        pending = self._pending.pop(message_id, None)
+        if pending is None:
             return
-        request = parcel.request
-        if not any(message.request_id in self._parcels for message in request.messages):
+        request = pending.request
+        if not any(message.request_id in self._pending for message in request.messages):
             request.release()
 
-    def forget(self, request: ProcessedRequest) -> None:
-        """Learn that nobody waits for a request any more."""
+    def discard(self, request: ProcessedRequest) -> None:
+        """Send a request's messages no more: nobody waits for it."""
         for message in request.messages:
-            self._parcels.pop(message.request_id, None)
+            self._pending.pop(message.request_id, None)
 
-    def take_back(self, message: EngineCoreRequest) -> None:
-        """Learn that a message was not sent, and never will be."""
-        self._note(partial(self._ledger.take_back, message))
+    async def _send_all(self) -> None:
+        while True:
+            message = await self._queue.get()
+            try:
+                await self._send(message)
+            except Exception as error:
+                logger.exception("a message could not be sent to P1")
+                if isinstance(message, EngineCoreRequest):
+                    self._fail_unsent(message, error)
+
+    def _fail_unsent(self, message: EngineCoreRequest, error: Exception) -> None:
+        try:
+            self._note(partial(self._committer.revert, message))
+            self._fail(message.request_id, error)
+        except Exception:
+            # The next messages still have to go.
+            logger.exception("request %s could not be taken back", message.request_id)
 
     # ---- what P1 says and does ------------------------------------------------------------------
 
     def on_miss(self, miss: CacheMiss) -> None:
         """Send a message again, with the items that P1 lacks."""
-        noted = self._note(partial(self._ledger.invalidate, miss.mm_hashes, self._epoch))
-        parcel = self._parcels.get(miss.request_id)
-        if parcel is None or parcel.state is not _State.SENT:
+        noted = self._note(partial(self._committer.invalidate, miss.mm_hashes, self._epoch))
+        pending = self._pending.get(miss.request_id)
+        if pending is None or pending.state is not _State.SENT:
             return
-        parcel.num_misses += 1
+        pending.num_misses += 1
         logger.info("P1 lacks %d items of request %s", len(miss.mm_hashes), miss.request_id)
-        if parcel.num_misses > MAX_MISSES:
+        if pending.num_misses > MAX_MISSES:
             logger.error("P1 lacks items that request %s has brought", miss.request_id)
             self._fail(miss.request_id, RuntimeError("P1 lost the request's items"))
         else:
-            parcel.state = _State.COMMITTING
-            noted.add_done_callback(lambda _: self._commit_again(parcel))
+            pending.state = _State.COMMITTING
+            noted.add_done_callback(lambda _: self._commit_again(pending))
 
-    def on_death(self) -> None:
-        """Learn that P1 is gone, and all that it held."""
+    def on_exit(self) -> None:
+        """Drop what P1 never read: what it held is sent to the next one, after `on_ready`."""
+        while not self._queue.empty():
+            self._queue.get_nowait()
         self._has_engine = False
-        self._num_lives += 1
-        self._note(self._ledger.forget_engine)
-        for parcel in self._parcels.values():
-            if parcel.state is _State.SENT:
-                parcel.state = _State.WAITING
+        self._num_transitions += 1
+        self._note(self._committer.reset_engine)
+        for pending in self._pending.values():
+            if pending.state is _State.SENT:
+                pending.state = _State.WAITING
 
     def on_ready(self) -> None:
-        """Send what waits for a P1, once nothing is noted of the last one."""
-        self._num_lives += 1
-        begin = partial(call_in_loop, asyncio.get_running_loop(), self._begin, self._num_lives)
-        # Once more: what was committed since the last one's death has not been sent.
-        self._note(partial(self._ledger.forget_engine, begin))
+        """Send what waits for a P1, once the committer has forgotten the last one."""
+        self._num_transitions += 1
+        loop = asyncio.get_running_loop()
+        begin = partial(call_in_loop, loop, self._begin, self._num_transitions)
+        # Once more: what was committed since the last one's end has not been sent.
+        self._note(partial(self._committer.reset_engine, begin))
 
-    def _begin(self, life: int, epoch: int) -> None:
-        if life != self._num_lives:
+    def _begin(self, transition: int, epoch: int) -> None:
+        if transition != self._num_transitions:
             return
         self._epoch = epoch
         self._has_engine = True
-        for parcel in list(self._parcels.values()):
-            if parcel.state is _State.WAITING:
-                parcel.num_misses = 0
-                self._commit_again(parcel)
+        for pending in list(self._pending.values()):
+            if pending.state is _State.WAITING:
+                pending.num_misses = 0
+                self._commit_again(pending)
 
     # ---- in the threads -------------------------------------------------------------------------
 
-    def _note(self, take_note: Callable[[], None]) -> "asyncio.Future[None]":
-        noted = asyncio.get_running_loop().run_in_executor(self._notes, take_note)
+    def _note(self, update: Callable[[], None]) -> "asyncio.Future[None]":
+        noted = asyncio.get_running_loop().run_in_executor(self._notes, update)
         noted.add_done_callback(_log_failure)
         return noted
 
-    def _commit_again(self, parcel: _Parcel) -> None:
-        if self._parcels.get(parcel.message_id) is not parcel:
+    def _commit_again(self, pending: PendingMessage) -> None:
+        if self._pending.get(pending.message_id) is not pending:
             return
-        parcel.state = _State.COMMITTING
+        pending.state = _State.COMMITTING
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(
-            self._thread,
+            self._commits,
             partial(
-                self._ledger.commit,
-                parcel.request,
-                partial(call_in_loop, loop, self.deliver),
-                indices=[parcel.index],
-                is_inline=parcel.num_misses >= MAX_MISSES,
+                self._committer.commit,
+                pending.request,
+                partial(call_in_loop, loop, self.put_committed),
+                indices=[pending.index],
+                is_inline=pending.num_misses >= MAX_MISSES,
             ),
         )
-        future.add_done_callback(partial(self._finish, parcel))
+        future.add_done_callback(partial(self._finish, pending))
 
-    def _finish(self, parcel: _Parcel, future: "asyncio.Future[None]") -> None:
+    def _finish(self, pending: PendingMessage, future: "asyncio.Future[None]") -> None:
         if future.cancelled():
             return
         error = future.exception()
-        if error is None or self._parcels.get(parcel.message_id) is not parcel:
+        if error is None or self._pending.get(pending.message_id) is not pending:
             return
         if not isinstance(error, RequestError):
-            logger.error("request %s cannot be sent again", parcel.message_id, exc_info=error)
-        self._fail(parcel.message_id, error if isinstance(error, Exception) else RuntimeError())
+            logger.error("request %s cannot be sent again", pending.message_id, exc_info=error)
+        self._fail(pending.message_id, error if isinstance(error, Exception) else RuntimeError())
 
 
 def _log_failure(noted: "asyncio.Future[None]") -> None:
     error = None if noted.cancelled() else noted.exception()
     if error is not None:
         # What the caches differ in heals by misses.
-        logger.error("P0's notes of the engine's caches could not be changed", exc_info=error)
+        logger.error("P0's view of the engine's caches could not be changed", exc_info=error)
 
 
 def call_in_loop(

@@ -1,6 +1,7 @@
 """Starts P1, watches it, and starts it again when it dies.
 
-Knows nothing of requests: who has some in flight is told of a death and of a new life.
+Knows nothing of requests: the listener, who has some in flight,
+learns of P1's end and of its restart.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +21,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
-from mmjax.frontend.engine_client.silence import Silence
 from mmjax.logger import get_logger
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.messages import (
@@ -46,16 +47,16 @@ class EngineStartError(MMJaxError):
 
 @runtime_checkable
 class EngineListener(Protocol):
-    """Who uses the engine: it hears what P1 says, and of P1's deaths and births."""
+    """Who uses the engine: gets what P1 sends, and learns of its ends and starts."""
 
     def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         """Take what P1 said of requests."""
 
-    def on_death(self) -> None:
-        """Learn that P1 is gone, and all it held with it."""
+    def on_exit(self) -> None:
+        """P1 is gone, and all it held with it."""
 
     def on_ready(self) -> None:
-        """Learn that a P1 takes requests."""
+        """A P1 takes requests."""
 
 
 @runtime_checkable
@@ -85,8 +86,8 @@ class EngineLink(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Life:
-    """One P1, with the pipes that die with it (a new P1 must not read its predecessor's mail)."""
+class _EngineProcess:
+    """One P1, with pipes of its own: the next one must not read what was sent to this one."""
 
     directory: IpcDirectory
     process: BaseProcess
@@ -94,7 +95,7 @@ class _Life:
     receiver: AsyncReceiver | None = None
 
     @classmethod
-    def spawn(cls, config: EngineConfig, main: str) -> "_Life":
+    def spawn(cls, config: EngineConfig, main: str) -> "_EngineProcess":
         directory = IpcDirectory()
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
@@ -123,6 +124,49 @@ class _Life:
         self.directory.close()
 
 
+class SilenceTimer:
+    """How long another process has sent nothing, counted while this one could have read it.
+
+    Counts tick by tick: one that took longer counts as one interval, so that a process
+    that was stopped, or a machine that was paused, does not take its own pause for the other's.
+    """
+
+    def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Count against `timeout_s`; `tick` is to be called every `interval_s` seconds."""
+        self.interval_s = min(1.0, timeout_s / 4)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._last_tick = clock()
+        self._seconds = 0.0
+        self._num_late_ticks = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long the silence has lasted."""
+        return self._seconds + min(self._clock() - self._last_tick, self.interval_s)
+
+    def reset(self) -> None:
+        """Note that something was received."""
+        self._seconds = 0.0
+        self._num_late_ticks = 0
+        self._last_tick = self._clock()
+
+    def tick(self) -> bool:
+        """Count the time since the last tick; return whether the silence has lasted too long.
+
+        That takes two ticks: what was sent while this process was stopped is read between them.
+        """
+        self._seconds = self.seconds
+        self._last_tick = self._clock()
+        self._num_late_ticks = self._num_late_ticks + 1 if self.is_expired else 0
+        return self._num_late_ticks > 1
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether the silence has reached the timeout."""
+        return self.seconds >= self._timeout_s
+
+
 class Supervisor:
     """Owns P1. Made (and P1 spawned) before the event loop runs, so that P1 loads meanwhile."""
 
@@ -140,25 +184,25 @@ class Supervisor:
         self.num_restarts = 0
         self._config = config
         self._main = main
-        self._silence = Silence(timeout_s=heartbeat_timeout_s)
+        self._silence = SilenceTimer(timeout_s=heartbeat_timeout_s)
         self._shutdown_timeout_s = shutdown_timeout_s
         self._listener: EngineListener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._has_ended = asyncio.Event()
         self._has_started = asyncio.Event()
         self._is_ready = asyncio.Event()
-        self._life = _Life.spawn(config, main)
+        self._engine = _EngineProcess.spawn(config, main)
 
     @property
     def pid(self) -> int | None:
         """Process id of P1."""
-        return self._life.process.pid
+        return self._engine.process.pid
 
     @property
     def is_healthy(self) -> bool:
         """Whether P1 lives and speaks (one that still starts is not expected to speak)."""
         if self.state == "ready":
-            return not self._silence.is_too_long
+            return not self._silence.is_expired
         return self.state == "starting"
 
     async def start(self, listener: EngineListener) -> None:
@@ -187,8 +231,8 @@ class Supervisor:
 
     async def send(self, message: EngineMessage) -> None:
         """Send to the P1 that lives now; a message to a dead one is lost, as its state is."""
-        if self._life.sender is not None and self.state != "dead":
-            await self._life.sender.send(message)
+        if self._engine.sender is not None and self.state != "dead":
+            await self._engine.sender.send(message)
 
     async def close(self) -> None:
         """End P1: by a message first, then by signals."""
@@ -196,36 +240,36 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.state = "dead"
-        life = self._life
-        if life.sender is not None and life.process.is_alive():
-            await life.sender.send(Shutdown())
-        await asyncio.to_thread(_end_process, life.process, self._shutdown_timeout_s)
-        life.close()
+        engine = self._engine
+        if engine.sender is not None and engine.process.is_alive():
+            await engine.sender.send(Shutdown())
+        await asyncio.to_thread(_end_process, engine.process, self._shutdown_timeout_s)
+        engine.close()
 
-    # ---- lives and deaths -----------------------------------------------------------------------
+    # ---- starts and ends ------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         try:
             # A P1 that dies before it is ready would die again: restart only one that has served.
-            while await self._live():
-                self._end_life("restarting")
+            while await self._run_engine():
+                self._close_engine("restarting")
                 self.num_restarts += 1
-                self._life = _Life.spawn(self._config, self._main)
+                self._engine = _EngineProcess.spawn(self._config, self._main)
         except Exception:
             logger.exception("the engine process can be supervised no longer; it is ended")
-            self._life.process.kill()
-        self._end_life("dead")
+            self._engine.process.kill()
+        self._close_engine("dead")
         self._has_ended.set()
 
-    async def _live(self) -> bool:
+    async def _run_engine(self) -> bool:
         """Relay messages until P1 dies; return whether it had become ready."""
-        self._life.open()
+        self._engine.open()
         died = asyncio.Event()
         loop = asyncio.get_running_loop()
-        process = self._life.process
+        process = self._engine.process
         loop.add_reader(process.sentinel, died.set)
         relay = asyncio.create_task(self._relay(), name="relay")
-        relay.add_done_callback(self._end_unheard)
+        relay.add_done_callback(self._end_unreadable)
         try:
             await died.wait()
         finally:
@@ -238,56 +282,56 @@ class Supervisor:
         )
         return self.ready is not None
 
-    def _end_life(self, state: EngineState) -> None:
-        self._life.close()
+    def _close_engine(self, state: EngineState) -> None:
+        self._engine.close()
         self.ready = self.heartbeat = None
         self._is_ready.clear()
         self.state = state
         self._has_started.set()
         if self._listener is not None:
-            _tell(self._listener.on_death)
+            _notify(self._listener.on_exit)
 
-    def _end_unheard(self, relay: "asyncio.Task[None]") -> None:
+    def _end_unreadable(self, relay: "asyncio.Task[None]") -> None:
         """End a P1 whose messages can be read no longer."""
         if not relay.cancelled():
             logger.error(
                 "nothing of the engine process can be read; it is ended",
                 exc_info=relay.exception(),
             )
-            self._life.process.kill()
+            self._engine.process.kill()
 
     async def _relay(self) -> None:
-        receiver, listener = self._life.receiver, self._listener
-        assert receiver is not None, "opened by `_live`"
+        receiver, listener = self._engine.receiver, self._listener
+        assert receiver is not None, "opened by `_run_engine`"
         assert listener is not None, "given to `start`"
         while True:
             message = await receiver.receive()
-            self._silence.end()
+            self._silence.reset()
             match message:
                 case Ready():
                     self.ready, self.state = message, "ready"
                     self._has_started.set()
                     self._is_ready.set()
-                    _tell(listener.on_ready)
+                    _notify(listener.on_ready)
                 case Heartbeat():
                     self.heartbeat = message
                 case StepOutput() | RequestFailed() | CacheMiss():
-                    _tell(partial(listener.on_message, message))
+                    _notify(partial(listener.on_message, message))
                 case _:
                     logger.error("P1 sent a %s; ignored", type(message).__name__)
 
     async def _watch_heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(self._silence.turn_s)
-            if self._silence.take_turn() and self.state == "ready":
+            await asyncio.sleep(self._silence.interval_s)
+            if self._silence.tick() and self.state == "ready":
                 logger.error("the engine process is silent for too long; it is ended")
-                self._life.process.kill()
+                self._engine.process.kill()
 
 
-def _tell(news: Callable[[], None]) -> None:
-    """Tell the listener; a fault of his must not end the tasks that all requests hang on."""
+def _notify(callback: Callable[[], None]) -> None:
+    """Call the listener; a fault of its own must not end the tasks that all requests hang on."""
     try:
-        news()
+        callback()
     except Exception:
         logger.exception("what the engine process said or did could not be taken in")
 

@@ -69,11 +69,6 @@ class OutputProcessor:
         others = [i for i in self._forget(sequence.parent) if i != sequence_id]
         return sequence.parent.request.request_id, others
 
-    def running_sequences(self, request_id: str) -> list[str]:
-        """Return the ids of the request's sequences that have not finished."""
-        parent = self._parent_by_id.get(request_id)
-        return [] if parent is None else _running_ids(parent)
-
     def has_partial_output(self, request_id: str) -> bool:
         """Return whether a sequence of the request has begun, and not ended."""
         parent = self._parent_by_id.get(request_id)

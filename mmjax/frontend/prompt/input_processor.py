@@ -1,7 +1,7 @@
 """A caller's prompt to messages for the engine: token ids, placeholders, tensors, limits.
 
 In two steps. `prepare` does the work and refuses what cannot be served, in many threads at once,
-and changes nothing. `ledger.commit` notes what P1 is about to hold and hands the messages over.
+and changes nothing. `committer.commit` notes what P1 is about to hold and hands the messages over.
 
 Knows nothing of HTTP, of chat or of the engine.
 """
@@ -16,7 +16,7 @@ import msgspec
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestValueError
-from mmjax.frontend.engine_client.committer import Deliver, Ledger
+from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
@@ -56,7 +56,7 @@ class InputProcessor:
         self._pool = ProcessorPool(model_config, self.cache)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
-        self.ledger = Ledger(self._pool, self.cache)
+        self.committer = SenderCacheCommitter(self._pool, self.cache)
         self._random = random.Random(model_config.seed)
         self._counter = count()
         text_config = model_config.hf_config.get_text_config()
@@ -94,9 +94,9 @@ class InputProcessor:
         continues_prompt: bool = True,
         id_domain: str | None = None,
         priority: int = 0,
-        deliver: Deliver | None = None,
+        on_commit: OnCommit | None = None,
     ) -> ProcessedRequest:
-        """`prepare`, then `ledger.commit`."""
+        """`prepare`, then `committer.commit`."""
         request = self.prepare(
             request_id,
             prompt,
@@ -106,7 +106,7 @@ class InputProcessor:
             id_domain=id_domain,
             priority=priority,
         )
-        self.ledger.commit(request, deliver)
+        self.committer.commit(request, on_commit)
         return request
 
     # ---- the first step -------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from mmjax.layers.attention.metadata import (
     DenseAttentionMetadata,
     PagedAttentionMetadata,
 )
-from mmjax.layers.attention.paged import walk_encoder, walk_sequence
+from mmjax.layers.attention.paged import paged_attention, paged_cross_attention
 from mmjax.layers.attention.tpu import ragged_attention, ragged_takes
 
 __all__ = [
@@ -84,11 +84,11 @@ def attention(
         return _dense(query, key, value, metadata, **options), cache
     assert cache is not None, "paged attention needs a cache"
     cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
-    walk = partial(walk_sequence, **options)
+    paged = partial(paged_attention, **options)
     if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
-        return walk(query, cache, metadata), cache
+        return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
-    return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=walk), cache
+    return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
 
 
 def write_encoder(
@@ -114,7 +114,7 @@ def cross_attention(
     `cache` may be the one of the layer's self-attention: the blocks of both tables are of one pool.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
-    return walk_encoder(query, cache, metadata, metadata.cross, scale=scale)
+    return paged_cross_attention(query, cache, metadata, metadata.cross, scale=scale)
 
 
 def _dense(

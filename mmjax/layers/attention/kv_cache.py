@@ -65,11 +65,6 @@ class TransposedCache(NamedTuple):
             jnp.zeros((num_blocks, heads, block_size, width), dtype),
         )
 
-    @classmethod
-    def slot_size(cls, spec: KVCacheSpec) -> int:
-        """Return the numbers that one token takes in one layer."""
-        return 2 * spec.num_kv_heads * spec.head_dim
-
     @property
     def block_size(self) -> int:
         """Slots in a block (`Q`)."""
@@ -137,11 +132,6 @@ class InterleavedCache:
         shape = (num_blocks, block_size, 2 * spec.num_kv_heads, padded_head_dim(spec.head_dim))
         return cls(jnp.zeros(shape, dtype), sharding)
 
-    @classmethod
-    def slot_size(cls, spec: KVCacheSpec) -> int:
-        """Return the numbers that one token takes in one layer."""
-        return 2 * spec.num_kv_heads * padded_head_dim(spec.head_dim)
-
     @property
     def block_size(self) -> int:
         """Slots in a block (`Q`)."""
@@ -206,15 +196,3 @@ def allocate(
     options: dict[str, Any] = {"dtype": dtype, "sharding": sharding}
     sizes = {"num_blocks": num_blocks, "block_size": block_size}
     return tuple(cache_type.zeros(spec, **sizes, **options) for _ in range(spec.num_layers))
-
-
-def block_bytes(
-    spec: KVCacheSpec,
-    *,
-    block_size: int,
-    dtype: Any,
-    cache_type: type[LayerCache] = TransposedCache,
-) -> int:
-    """Return the bytes of one block over all layers."""
-    per_slot = spec.num_layers * cache_type.slot_size(spec)
-    return per_slot * block_size * jnp.dtype(dtype).itemsize

@@ -28,7 +28,7 @@ Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Folds a few blocks of the tiles into the state."""
 
 
-def walk_sequence(
+def paged_attention(
     query: Float[Array, "T N H"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
@@ -43,7 +43,7 @@ def walk_sequence(
     return walk(scale=scale, soft_cap=soft_cap)
 
 
-def walk_encoder(
+def paged_cross_attention(
     query: Float[Array, "T N H"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,

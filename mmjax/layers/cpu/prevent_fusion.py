@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 
-def once(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
+def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
     """Return `compute(x)`: on the CPU of a branch that is taken `always`, which XLA cannot know.
 
     Else it is fused into each of its uses, which costs time where there are many, and may round

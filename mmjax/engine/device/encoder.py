@@ -1,4 +1,9 @@
-"""From items to the arrays of `encode`: units in buckets, or packed patches; both have one face."""
+"""From items to the arrays of `encode`, and to the rows of the device's pool of encoder outputs.
+
+Items are units in buckets, or packed patches: those of any size stand one behind the other in a
+call, each with a segment id of its own, so that attention keeps them apart; a batch of pictures of
+mixed sizes is one call, and no size compiles anew.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -10,10 +15,17 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.device.packing import PADDING_SEGMENT, make_segment_ids, patch_buckets, plan_calls
-from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
+from mmjax.rounding import round_up
+
+PADDING_SEGMENT = -1
+"""Of rows behind the last item, as `layers/attention/segments.py` has it."""
+MIN_PATCHES = 128
+"""Of the smallest bucket, and what all are a multiple of: TPU kernels pad rows to it."""
+MAX_PACKED_PATCHES = 4096
+"""Of the largest call, unless one item alone has more; what is beyond takes several calls."""
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Per input: shape, dtype."""
@@ -205,3 +217,100 @@ def choose_patches(
         encoder_budget=encoder_budget * spec.patches_per_token,
         patches_per_token=spec.patches_per_token,
     )
+
+
+# ---- packing ------------------------------------------------------------------------------------
+
+
+class PackedCall(NamedTuple):
+    """One call of `encode`."""
+
+    bucket: int
+    """Patches in it, with padding."""
+    items: list[int]
+    """Their numbers, in order."""
+
+
+def patch_buckets(
+    *, largest_item: int, encoder_budget: int, patches_per_token: int
+) -> tuple[int, ...]:
+    """Return the sizes of packed calls, all multiples of `patches_per_token`.
+
+    Args:
+        largest_item: Its patches: any item fits the last size.
+        encoder_budget: Patches that a step may encode: a larger call would never be full.
+        patches_per_token: Patches that become one embedding.
+    """
+    first = round_up(MIN_PATCHES, patches_per_token)
+    last = max(largest_item, min(encoder_budget, MAX_PACKED_PATCHES))
+    return ladder(first, round_up(last, first), 2)
+
+
+def plan_calls(num_patches: Sequence[int], buckets: Sequence[int]) -> list[PackedCall]:
+    """Put each item into the first call with room for it, and each call into its bucket.
+
+    Items of 600, 700, 100 patches, buckets up to 1,024: [(1024, [0, 2]), (1024, [1])]. At most one
+    call is less than half full.
+    """
+    calls: list[list[int]] = []
+    used: list[int] = []
+    for number, size in enumerate(num_patches):
+        assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
+        place = next((n for n, sum_ in enumerate(used) if sum_ + size <= buckets[-1]), len(calls))
+        if place == len(calls):
+            calls.append([])
+            used.append(0)
+        calls[place].append(number)
+        used[place] += size
+    return [
+        PackedCall(next_bucket(buckets, total), items)
+        for total, items in zip(used, calls, strict=True)
+    ]
+
+
+def make_segment_ids(num_patches: Sequence[int], bucket: int) -> np.ndarray:
+    """Return int32[bucket]: for items of 3 and 2 patches in 8, 0 0 0 1 1 -1 -1 -1."""
+    ids = np.full(bucket, PADDING_SEGMENT, np.int32)
+    ids[: sum(num_patches)] = np.repeat(np.arange(len(num_patches), dtype=np.int32), num_patches)
+    return ids
+
+
+# ---- the pool of encoder outputs ----------------------------------------------------------------
+
+
+class EncoderRows:
+    """Hands out pool rows by identifier; any rows do, so nothing fragments."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = np.arange(num_rows, dtype=np.int32)[::-1].copy()
+        """A stack; the first `num_free` entries are free."""
+        self.num_free = num_rows
+        self._rows: dict[str, np.ndarray] = {}
+
+    def __contains__(self, identifier: str) -> bool:
+        return identifier in self._rows
+
+    def allocate(self, identifier: str, num_embeds: int) -> np.ndarray:
+        """Give rows to an item, int32[num_embeds], one per embedding in order."""
+        assert num_embeds <= self.num_free, f"{num_embeds=} {self.num_free=}"
+        assert identifier not in self._rows, f"{identifier=} has rows already"
+        self.num_free -= num_embeds
+        rows = self._free[self.num_free : self.num_free + num_embeds][::-1].copy()
+        self._rows[identifier] = rows
+        return rows
+
+    def get(self, identifier: str) -> np.ndarray:
+        """Return an item's rows."""
+        return self._rows[identifier]
+
+    def free(self, identifier: str) -> None:
+        """Take an item's rows back."""
+        rows = self._rows.pop(identifier)
+        self._free[self.num_free : self.num_free + len(rows)] = rows[::-1]
+        self.num_free += len(rows)
+
+    def reset(self) -> None:
+        """Take all rows back."""
+        for identifier in list(self._rows):
+            self.free(identifier)

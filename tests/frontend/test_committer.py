@@ -16,7 +16,7 @@ from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.requests import Delivery
+from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.processing.context import InputProcessingContext
 from mmjax.sampling_params import SamplingParams
@@ -104,18 +104,18 @@ def test_the_client_processes_two_at_once_off_the_loop(
 
 
 class Mirror:
-    """P1's cache, fed by what is delivered, in that order."""
+    """P1's cache, fed by what is committed, in that order."""
 
     def __init__(self, mm: MultiModalConfig, oracle: Oracle) -> None:
         self.cache = MultiModalReceiverCache(int(mm.mm_processor_cache_gb * 2**30))
         self._oracle = oracle
         self.num_seen = 0
 
-    def take(self, delivery: Delivery) -> None:
-        message = decode([bytes(frame) for frame in encode(delivery.message)])
+    def take(self, committed_message: CommittedMessage) -> None:
+        message = decode([bytes(frame) for frame in encode(committed_message.message)])
         assert isinstance(message, EngineCoreRequest)
         features = resolve_features(message.mm_features, self.cache)
-        pictures = tuple(map(int, delivery.request.request_id.split()))
+        pictures = tuple(map(int, committed_message.request.request_id.split()))
         assert item_tokens(features) == self._oracle.answer(pictures)
         self.num_seen += 1
 
@@ -138,11 +138,11 @@ def test_many_threads_never_miss(
         if rng.random() < 0.1:
             prompt["prompt_token_ids"] += [50] * 200
             with pytest.raises(RequestError):
-                processor.process(name, prompt, params, deliver=mirror.take)
+                processor.process(name, prompt, params, on_commit=mirror.take)
             return
         request = processor.prepare(name, prompt, params)
         if rng.random() < 0.9:
-            processor.ledger.commit(request, mirror.take)
+            processor.committer.commit(request, mirror.take)
 
     with ThreadPoolExecutor(3) as pool:
         for _ in pool.map(work, range(count)):
@@ -166,7 +166,7 @@ def test_what_the_cache_lost_meanwhile_is_processed_again(
     assert len(request.prepared.fresh) == 1
     assert processor.cache is not None
     processor.cache.clear_cache()
-    processor.ledger.commit(request)
+    processor.committer.commit(request)
     features = resolve_features(request.messages[0].mm_features, None)
     assert item_tokens(features) == oracle.answer((2, 3))
     assert len(request.prepared.fresh) == 2
@@ -181,14 +181,14 @@ def test_a_request_whose_item_is_gone_is_refused_before_any_note(
     prompt: Any = {**oracle.prompt((2, 3)), "multi_modal_uuids": {"image": [None, "mine"]}}
     prompt["multi_modal_data"]["image"][1] = None
     request = processor.prepare("second", prompt, GREEDY)
-    processor.ledger.invalidate(["mine"])
+    processor.committer.invalidate(["mine"])
     assert isinstance(processor.cache, MultiModalProcessorSenderCache)
     order = processor.cache.order
-    delivered: list[Delivery] = []
+    committed: list[CommittedMessage] = []
     with pytest.raises(RequestError, match="data is not provided"):
-        processor.ledger.commit(request, delivered.append)
+        processor.committer.commit(request, committed.append)
     assert processor.cache.order == order
-    assert not delivered
+    assert not committed
 
 
 def test_a_released_request_can_be_sent_again(model_config: ModelConfig, oracle: Oracle) -> None:
@@ -198,8 +198,8 @@ def test_a_released_request_can_be_sent_again(model_config: ModelConfig, oracle:
         request.release()
         assert not request.prepared.fresh
         assert not request.messages[0].mm_features
-        processor.ledger.forget_engine()
-        processor.ledger.commit(request)
+        processor.committer.reset_engine()
+        processor.committer.commit(request)
         features = resolve_features(request.messages[0].mm_features, None)
         assert item_tokens(features) == oracle.answer((1, 2))
 
@@ -212,7 +212,7 @@ def test_an_inline_message_counts_on_nobody(
     try:
         processor.process("first", oracle.prompt((1, 2)), GREEDY)
         request = processor.prepare("r", oracle.prompt((2, 1, 1)), GREEDY)
-        processor.ledger.commit(request, is_inline=True)
+        processor.committer.commit(request, is_inline=True)
         features = resolve_features(request.messages[0].mm_features, None)
         assert item_tokens(features) == oracle.answer((2, 1, 1))
     finally:
@@ -221,17 +221,17 @@ def test_an_inline_message_counts_on_nobody(
 
 def test_a_new_engine_holds_nothing(model_config: ModelConfig, oracle: Oracle) -> None:
     processor = processor_of(model_config, mm_config(10))
-    delivered: list[Delivery] = []
-    deliver: Callable[[Delivery], None] = delivered.append
+    committed: list[CommittedMessage] = []
+    on_commit: Callable[[CommittedMessage], None] = committed.append
     for n in range(3):
-        processor.process(f"{n}", oracle.prompt((1,)), GREEDY, deliver=deliver)
+        processor.process(f"{n}", oracle.prompt((1,)), GREEDY, on_commit=on_commit)
         if n == 1:
-            processor.ledger.forget_engine()
-    assert [d.epoch for d in delivered] == [0, 0, 1]
-    has_data = [d.message.mm_features[0].data is not None for d in delivered]
+            processor.committer.reset_engine()
+    assert [d.epoch for d in committed] == [0, 0, 1]
+    has_data = [d.message.mm_features[0].data is not None for d in committed]
     assert has_data == [True, False, True]
     with pytest.raises(MultiModalCacheMissError):
-        resolve_features(delivered[1].message.mm_features, None)
+        resolve_features(committed[1].message.mm_features, None)
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def held(lock: Any) -> Iterator[Callable[[], bool]]:
 
 
 def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Oracle) -> None:
-    """As long as a thread copies a large item, the engine is heard, and dies, and comes again."""
+    """As long as a thread copies a large item, the engine is read, and ends, and starts again."""
     mm = mm_config(10)
 
     async def run() -> None:
@@ -266,9 +266,9 @@ def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Or
         stream = await client.add_request("first", first, GREEDY)
         request = stream.request
         mm_hashes = list(request.prepared.mm_hashes["image"])
-        with held(client.input_processor.ledger._lock) as is_held:
+        with held(client.input_processor.committer._lock) as is_held:
             client.on_message(CacheMiss(request_id="gone", mm_hashes=mm_hashes))
-            client._on_unsent(request.messages[0])
+            client._resend_queue._fail_unsent(request.messages[0], OSError())
             supervisor.die(restarts=True)
             supervisor.become_ready()
             assert is_held(), "the loop waited"
@@ -285,15 +285,15 @@ def test_what_an_engine_lacked_before_its_end_is_nothing_of_the_next(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
-    ledger = processor.ledger
+    committer = processor.committer
     epochs: list[int] = []
-    ledger.forget_engine(epochs.append)
+    committer.reset_engine(epochs.append)
     request = processor.process("r", oracle.prompt((1,)), GREEDY)
     hashes = list(request.prepared.mm_hashes["image"])
     assert processor.cache is not None
-    ledger.invalidate(hashes, epoch=epochs[0] - 1)
+    committer.invalidate(hashes, epoch=epochs[0] - 1)
     assert processor.cache.is_cached(hashes) == [True]
-    ledger.invalidate(hashes, epoch=epochs[0])
+    committer.invalidate(hashes, epoch=epochs[0])
     assert processor.cache.is_cached(hashes) == [False]
 
 
@@ -301,7 +301,7 @@ def test_what_was_not_sent_is_taken_back(model_config: ModelConfig, oracle: Orac
     for cache_type in ("lru", "shm"):
         processor = processor_of(model_config, mm_config(50, cache_type))
         request = processor.process("r", oracle.prompt((1, 2)), GREEDY)
-        processor.ledger.take_back(request.messages[0])
+        processor.committer.revert(request.messages[0])
         assert processor.cache is not None
         assert processor.cache.is_cached(list(request.prepared.mm_hashes["image"])) == [False] * 2
         processor.close()
