@@ -18,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from openai import OpenAI
 from PIL import Image, ImageDraw
+from safetensors.numpy import save
 
+from mmjax import LLM, SamplingParams
 from mmjax.config import ServerConfig
 from mmjax.serve import _listen
-from tests.kit import draw
+from tests.kit import IMAGE_START, draw
 
 ROOT = Path(__file__).parents[1]
 START_S = 240.0
@@ -80,7 +83,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny_gemma3: Path) -> Iterator[Served]:
-    server = Served(str(tiny_gemma3), *SMALL)
+    server = Served(str(tiny_gemma3), *SMALL, "--enable-mm-embeds")
     try:
         yield server
     finally:
@@ -122,6 +125,40 @@ def test_questions_about_pictures(url: str) -> None:
     assert {
         answer.usage.prompt_tokens_details.to_dict()["image_tokens"] for answer in together
     } == {4}
+
+
+def test_embeddings_give_their_pictures_answers(url: str, tiny_gemma3: Path) -> None:
+    """They are computed here, by the model's own tower, and answered for there."""
+    settings = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+    pictures = [draw(30 + seed, 20, seed) for seed in range(3)]
+    with LLM(str(tiny_gemma3), use_tqdm_on_load=False, **settings) as llm:
+        rows = [encode(llm, picture) for picture in pictures]
+    reports: dict[str, list[Any]] = {"picture": [], "embeds": []}
+    for picture, one in zip(pictures, rows, strict=True):
+        file = base64.b64encode(save({"image": one})).decode()
+        message = message_about(picture, "What color?")
+        reports["picture"].append(ask_for_logprobs(url, message))
+        message["content"][0] = {"type": "image_embeds", "image_embeds": file}
+        reports["embeds"].append(ask_for_logprobs(url, message))
+    assert reports["embeds"] == reports["picture"]
+    assert len({str(answer) for answer in reports["picture"]}) > 1
+
+
+def encode(llm: LLM, picture: Image.Image) -> np.ndarray:
+    """Return the rows of a picture, as they lie in the pool of the encoder's outputs."""
+    prompt: Any = {"prompt": IMAGE_START, "multi_modal_data": {"image": picture}}
+    llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    runner = llm.engine._runner
+    rows = runner.rows.get(llm.explain(prompt).items[0].identifier)
+    return np.asarray(runner._pool)[rows]
+
+
+def ask_for_logprobs(url: str, message: Any) -> Any:
+    fields = {"model": "tiny", "temperature": 0, "max_tokens": 8, "logprobs": True}
+    body = {**fields, "messages": [message], "top_logprobs": 5}
+    answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
 
 
 def test_a_stream(url: str) -> None:

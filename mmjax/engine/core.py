@@ -48,6 +48,7 @@ class EngineCore:
         parts = EngineStart(config, model_class).start(params)
         self._model_class = parts.model_class
         self._encoder_spec = parts.encoder_spec
+        self._precomputed = parts.precomputed
         self._placement = parts.placement
         self._limits = parts.limits
         self._scheduler = parts.scheduler
@@ -230,7 +231,19 @@ class EngineCore:
         )
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
-        """Cut a feature into units, and check them against what `encode` was compiled for."""
+        """Cut a feature into units, and check them against what `encode` was compiled for.
+
+        Embeddings that came with the request stay whole.
+        """
+        embeds = self._precomputed.find(feature)
+        if embeds is not None:
+            return self._precomputed.make_item(feature, embeds)
+        if not self._runner.buckets.encode:
+            raise RequestValueError(
+                f"item {feature.identifier} asks for embeddings of a tower, which this engine was "
+                "started without; allow media with `--limit-mm-per-prompt`",
+                param="multi_modal_data",
+            )
         item = feature.tensors
         assert item is not None, "resolved already"
         spec = self._encoder_spec

@@ -16,6 +16,7 @@ from mmjax.engine.device.compilation import compile_programs, enable_persistent_
 from mmjax.engine.device.encoder import choose_patches, count_units, largest_item
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
+from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.programs import ModelShape, Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.scheduling.admission import AdmissionLimits
@@ -47,6 +48,7 @@ class EngineParts(NamedTuple):
 
     model_class: Any
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    precomputed: PrecomputedEmbeds
     placement: Placement
     limits: AdmissionLimits
     scheduler: Scheduler
@@ -102,6 +104,7 @@ class EngineStart:
         return EngineParts(
             self._model_class,
             self._encoder_spec,
+            programs.precomputed,
             self._placement,
             self._limits,
             self._scheduler,
@@ -147,14 +150,17 @@ class EngineStart:
     def _plan(self, model: Any) -> None:
         """Settle what does not depend on memory."""
         schedule = self.config.scheduler
-        self._has_spans = self._has_tower and model.has_bidirectional_spans
+        self._max_encoder_len = get_max_encoder_len(model)
+        # What an encoder-decoder's encoder reads is more than the media: they cannot stand for it.
+        self._takes_embeds = self.config.model.mm.enable_mm_embeds and not self._max_encoder_len
+        has_items = self._has_tower or self._takes_embeds
+        self._has_spans = has_items and model.has_bidirectional_spans
         self._keeps_runs_whole = self._has_spans or schedule.disable_chunked_mm_input
         if self._has_spans and not schedule.disable_chunked_mm_input:
             logger.info("a picture's embeddings go in one step: they see each other both ways")
         largest: dict[str, int] = {}
-        if self._has_tower:
+        if has_items:
             largest["image"] = largest_item(self._encoder_spec, self.config.model.max_model_len)
-        self._max_encoder_len = get_max_encoder_len(model)
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
             self._keeps_runs_whole = False
@@ -176,15 +182,15 @@ class EngineStart:
         cache_type = choose_cache_type(
             placement.platform, spec, shape.dtype, num_shards=placement.num_kv_shards
         )
+        budget = self._encoder_budget if self._has_tower else 0
         buckets = Buckets.create(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_units=count_units(self._encoder_spec, self._encoder_budget),
-            patches=choose_patches(
-                self._encoder_spec, self._encoder_budget, self.config.model.max_model_len
-            )
+            max_units=count_units(self._encoder_spec, budget),
+            patches=choose_patches(self._encoder_spec, budget, self.config.model.max_model_len)
             if self._has_tower
             else (),
+            max_written=self._encoder_budget if self._takes_embeds else 0,
             span_variants=span_variants(cache_type, has_spans=self._has_spans),
             max_encoder_len=self._max_encoder_len,
         )

@@ -236,6 +236,13 @@ class BaseProcessingInfo(ABC):
             return None
         return getattr(self.get_hf_config().get_text_config(), "hidden_size", None)
 
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Refuse embeddings of one item with as many rows as no item of this model has."""
+        if num_embeds < 1:
+            raise RequestValueError(
+                f"{modality} embeddings have no rows; give one at least", param="multi_modal_data"
+            )
+
     @property
     def takes_embeds(self) -> bool:
         """Whether a prompt may hold embeddings in place of media."""
@@ -302,6 +309,10 @@ class BaseProcessingInfo(ABC):
                     f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
                     param="multi_modal_data",
                 )
+            if isinstance(items, EmbeddingItems):
+                for index in range(len(items)):
+                    if items[index] is not None:  # else a uuid stands for it
+                        self.check_num_embeds(modality, items.get_feature_size(index))
             if self.allowed_mm_limits.get(modality) == 0:
                 return  # a limit of 0 leaves the tower out, which embeddings do not need
         self.validate_num_items(modality, items.get_count())

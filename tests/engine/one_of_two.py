@@ -10,7 +10,7 @@ import sys
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.mesh import join_processes
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
-from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, spread_config
+from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, serve_embeds, spread_config
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     with contextlib.closing(core):
         core.step()  # nothing to do: the followers are told so
         report = {"greedy": serve(core), "drawn": serve(core, temperature=1.0, seed=7)}
-        core.recover()
+        report["embeds"] = serve_embeds(core)
         report |= {"again": serve(core), "compilations": core.compilations}
     print(json.dumps(report), flush=True)
 

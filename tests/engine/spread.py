@@ -7,9 +7,18 @@ from typing import Any
 import numpy as np
 from transformers import Gemma3Config
 
-from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
-from tests.engine.tiny import drain, engine_config, loud_params, message, tiny_config, tokens_of
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+from tests.engine.tiny import (
+    drain,
+    engine_config,
+    loud_params,
+    message,
+    tiny_config,
+    tokens_of,
+    with_embeds,
+)
 
 NUM_HEADS = 4
 NUM_PROCESSES = 2
@@ -48,6 +57,7 @@ def params_with_heads(num_kv_heads: int) -> Any:
 def spread_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
     """Return a small engine's config; `parallel` are the fields of `ParallelConfig`."""
     config = engine_config(max_num_seqs=2)
+    config = config.with_mm(MultiModalConfig(enable_mm_embeds=True))
     return replace(
         config,
         model=replace(config.model, hf_config=config_with_heads(num_kv_heads)),
@@ -61,3 +71,19 @@ def serve(core: EngineCore, **sampling: Any) -> list[list[int]]:
         core.add_request(message(str(number), parts, **sampling))
     news = drain(core)
     return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
+
+
+def serve_embeds(core: EngineCore) -> list[list[int]]:
+    """Serve all prompts at once, with random embeddings in place of their pictures."""
+    for number, parts in enumerate(PROMPTS):
+        request = message(str(number), parts)
+        core.add_request(with_embeds(request, [_embeds(one) for one in request.mm_features]))
+    news = drain(core)
+    return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
+
+
+def _embeds(feature: MultiModalFeatureSpec) -> np.ndarray:
+    """Return random rows, the same for the same picture."""
+    _, seed, units = feature.identifier.split("-")
+    rng = np.random.default_rng((int(seed), int(units)))
+    return rng.standard_normal((feature.mm_position.get_num_embeds(), 32)).astype(np.float32)

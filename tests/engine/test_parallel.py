@@ -23,7 +23,7 @@ from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.conftest import FOUR_DEVICES
-from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, spread_config
+from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, serve_embeds, spread_config
 from tests.engine.tiny import drain, message
 
 LAYERS = 3
@@ -170,6 +170,7 @@ def test_key_value_heads_are_cut_or_shared(num_kv_heads: int, size: int, shape: 
 def test_two_processes_answer_as_one():
     alone = engine(2, 4)
     expected = {"greedy": serve(alone), "drawn": serve(alone, temperature=1.0, seed=7)}
+    expected["embeds"] = serve_embeds(alone)
     port = _free_port()
     leader, follower = _start(0, port), _start(1, port)
     try:

@@ -1,12 +1,14 @@
 """A tiny random Gemma 3 for engine tests: arrays by formula, no torch, no files; and its oracle."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
@@ -135,6 +137,17 @@ def message(
         sampling_params=params,
         eos_token_ids=list(eos),
     )
+
+
+def with_embeds(request: EngineCoreRequest, embeds: Sequence[Any]) -> EngineCoreRequest:
+    """Return the request with embeddings in place of its pictures, one array for each."""
+    features = []
+    for feature, rows in zip(request.mm_features, embeds, strict=True):
+        elem = MultiModalFieldElem(data=rows, field=MultiModalBatchedField())
+        name = f"embeds of {feature.identifier}"
+        data = MultiModalKwargsItem({"image_embeds": elem})
+        features.append(replace(feature, data=data, identifier=name, mm_hash=name))
+    return msgspec.structs.replace(request, mm_features=features)
 
 
 def engine_config(

@@ -169,3 +169,34 @@ def test_a_checkpoint_that_contradicts_itself_is_named():
 
     with pytest.raises(CheckpointError, match=r"`image_seq_length` .* is 4, but .* is 16"):
         create_processor(config).apply(BOI, {"image": draw(4, 4)})
+
+
+@pytest.mark.parametrize("kwargs", [{}, gemma3.CROPS], ids=["whole", "crops"])
+@pytest.mark.parametrize("cache", [None, MultiModalProcessorOnlyCache(2**24)])
+def test_embeddings_stand_where_their_picture_would(kwargs: dict[str, Any], cache: Any):
+    processor = gemma3.make_processor(
+        processor_cache=cache, enable_mm_embeds=True, mm_processor_kwargs=kwargs
+    )
+    pictures = [draw(900, 300), draw(60, 60)]
+    for prompt in both_kinds(processor, f"a {BOI}\n b {BOI}"):
+        expected = processor.apply(prompt, {"image": pictures})
+        ranges = expected.mm_placeholders["image"]
+        embeds = [np.full((one.get_num_embeds(), 32), 0.5, np.float32) for one in ranges]
+        inputs = processor.apply(prompt, {"image": {"image_embeds": embeds}})
+        assert inputs.prompt_token_ids == expected.prompt_token_ids
+        assert [(one.offset, one.length) for one in inputs.mm_placeholders["image"]] == [
+            (one.offset, one.length) for one in ranges
+        ]
+        items = [item.get_data() for item in inputs.mm_kwargs["image"] if item is not None]
+        assert [list(item) for item in items] == [["image_embeds"]] * 2
+        assert [len(item["image_embeds"]) for item in items] == [len(rows) for rows in embeds]
+
+
+def test_the_users_array_may_change_after_it_was_given():
+    cache = MultiModalProcessorOnlyCache(2**24)
+    processor = gemma3.make_processor(processor_cache=cache, enable_mm_embeds=True)
+    rows = np.full((4, 32), 0.5, np.float32)
+    (item,) = processor.apply(BOI, {"image": {"image_embeds": rows}}).mm_kwargs["image"]
+    rows[:] = 7
+    assert item is not None
+    assert (item["image_embeds"].data == 0.5).all()

@@ -64,16 +64,20 @@ def make_server(server_input_processor: InputProcessor) -> Iterator[MakeServer]:
             supervisor: EchoSupervisor | None = None,
             trusts_mm_kwargs: bool = False,
             trusts_media_ids: bool = False,
+            enables_mm_embeds: bool = False,
+            max_image_bytes: int | None = None,
             **config: Any,
         ) -> Server:
             supervisor = supervisor or EchoSupervisor()
             processor = server_input_processor
-            if trusts_mm_kwargs or trusts_media_ids:
+            if trusts_mm_kwargs or trusts_media_ids or enables_mm_embeds or max_image_bytes:
                 old = processor.model_config
                 mm = replace(
                     old.mm,
                     trust_request_mm_kwargs=trusts_mm_kwargs,
                     trust_media_ids=trusts_media_ids,
+                    enable_mm_embeds=enables_mm_embeds,
+                    max_image_bytes=max_image_bytes or old.mm.max_image_bytes,
                 )
                 processor = InputProcessor(replace(old, mm=mm))
             client = AsyncEngineClient(processor, supervisor, scheduler or SchedulerConfig())

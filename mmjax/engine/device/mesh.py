@@ -47,6 +47,8 @@ class Call(IntEnum):
     """Index in `Buckets.steps`."""
     SAMPLE = 5
     """Rows, whether it is plain."""
+    WRITE = 6
+    """Size of the call."""
 
 
 class Placement:
@@ -243,6 +245,8 @@ def settings_digest(config: EngineConfig) -> int:
         model.hf_config.to_json_string(use_diff=False),
         config.cache,
         config.scheduler,
+        # They decide which programs there are: without a tower, with precomputed embeddings.
+        (model.mm.enable_mm_embeds, sorted(model.mm.limit_mm_per_prompt.items())),
         replace(config.parallel, process_id=0),
     )
     return zlib.crc32(repr(settings).encode())

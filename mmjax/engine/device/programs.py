@@ -1,4 +1,4 @@
-"""The three functions that run on the device, and the shapes that they are compiled for.
+"""The functions that run on the device, and the shapes that they are compiled for.
 
 Knows no array but the parameters: what else the functions take is described, so that programs can
 be compiled, and their memory known, before anything is allocated.
@@ -16,6 +16,7 @@ from mmjax.engine.device.batch import Layout, sample_layout, step_layout, unpack
 from mmjax.engine.device.compilation import Program, compiler_options
 from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
+from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
@@ -58,7 +59,7 @@ class StepState(NamedTuple):
     first T rows, so that `sample` compiles once for all of them."""
 
 
-# ---- the three jitted functions ----------------------------------------------------------------
+# ---- the jitted functions ----------------------------------------------------------------------
 
 
 def encode(
@@ -73,6 +74,15 @@ def encode(
     embeds = bind(graphdef, params).embed_multimodal(**inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
     return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def write_rows(
+    pool: Float[Array, "rows D"],
+    embeds: Float[Array, "outputs D"],
+    dst_rows: Int[Array, " outputs"],
+) -> Float[Array, "rows D"]:
+    """Write embeddings that came with requests to rows of the pool; padding's are out of range."""
+    return pool.at[dst_rows].set(embeds, mode="drop")
 
 
 def step(
@@ -166,6 +176,9 @@ class Programs:
         self.encoder_calls = make_encoder_calls(
             model.encoder_spec, buckets, placement, num_encoder_rows
         )
+        self.precomputed = PrecomputedEmbeds(
+            buckets, num_rows=num_encoder_rows, width=shape.hidden_size, dtype=shape.dtype
+        )
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
@@ -203,6 +216,7 @@ class Programs:
             donate_argnames="pool",
             out_shardings=whole,
         )
+        self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
         self.step = jit(
             partial(step, graphdef),
             static_argnames="layout",
@@ -259,6 +273,7 @@ class Programs:
         return {
             "step": list(self._steps(arrays)),
             "encode": list(self._encodes(arrays)),
+            "write": list(self._writes(arrays)),
             "sample": list(self._samples(arrays)),
         }
 
@@ -285,6 +300,16 @@ class Programs:
                 "dst_rows": self._flat(num_outputs),
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
+
+    def _writes(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for size in reversed(self.buckets.write):
+            embeds = jax.ShapeDtypeStruct(
+                (size, self._shape.hidden_size),
+                self._shape.dtype,
+                sharding=self._placement.replicated,
+            )
+            arguments = {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._flat(size)}
+            yield Program(f"write {size}", self.write_rows, arguments)
 
     def _samples(self, arrays: DeviceArrays) -> Iterator[Program]:
         for num_rows in reversed(self.buckets.sample):

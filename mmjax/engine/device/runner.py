@@ -1,4 +1,4 @@
-"""Runs what the scheduler decided: parameters, caches and the three jitted functions.
+"""Runs what the scheduler decided: parameters, caches and the jitted functions.
 
 Knows no queue and no policy. Every array on the device has its final size from the start.
 """
@@ -14,6 +14,7 @@ from jaxtyping import Array
 from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement
+from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.sampler import SampleOutput
 from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
@@ -161,14 +162,27 @@ class ModelRunner:
             params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
         )
 
+    def _run_write(self, call: WriteCall) -> None:
+        self._broadcast(Call.WRITE, len(call.dst_rows))
+        embeds, rows = self._placement.put(tuple(call))
+        self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
+
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
-        """Encode all of `items` that are not in the pool; several share a call."""
-        items = [item for item in items if item.identifier not in self.rows]
-        if not items:
-            return
-        rows = [self.rows.allocate(item.identifier, item.num_embeds) for item in items]
-        for call in self._encoder_calls.fill(items, rows):
-            self._run_encode(call)
+        """Encode, or write, all of `items` that are not in the pool; several share a call."""
+        new = [item for item in items if item.identifier not in self.rows]
+        for item in new:
+            self.rows.allocate(item.identifier, item.num_embeds)
+        encoded = [item for item in new if item.embeds is None]
+        if encoded:
+            for call in self._encoder_calls.fill(encoded, self._rows_of(encoded)):
+                self._run_encode(call)
+        written = [item for item in new if item.embeds is not None]
+        if written:
+            for write in self._programs.precomputed.fill(written, self._rows_of(written)):
+                self._run_write(write)
+
+    def _rows_of(self, items: Sequence[EncoderItem]) -> list[np.ndarray]:
+        return [self.rows.get(item.identifier) for item in items]
 
     # ---- several processes ---------------------------------------------------------------------
 
@@ -192,6 +206,8 @@ class ModelRunner:
                 self.reset()
             elif call is Call.ENCODE:
                 self._run_encode(self._encoder_calls.empty(first))
+            elif call is Call.WRITE:
+                self._run_write(self._programs.precomputed.empty(first))
             elif call is Call.STEP:
                 bucket = self._steps[first]
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
@@ -215,6 +231,8 @@ class ModelRunner:
     def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
         for bucket in self.buckets.encode:
             yield partial(self._run_encode, self._encoder_calls.empty(bucket))
+        for size in self.buckets.write:
+            yield partial(self._run_write, self._programs.precomputed.empty(size))
         for bucket in reversed(self._steps):
             yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:

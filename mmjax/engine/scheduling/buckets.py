@@ -20,6 +20,8 @@ MAX_STARTS = 4
 """Requests of an encoder-decoder, with the longest encoders, that may begin in one step."""
 MAX_UNITS = 8
 """Units (pictures, crops) of the largest encoder call; more take several calls."""
+WRITTEN_ROWS = (256, 2048)
+"""Precomputed embeddings of the smallest and of the largest call that writes them."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -69,6 +71,8 @@ class Buckets:
     sample: tuple[int, ...]
     encode: tuple[int, ...]
     """Units, or patches of a pack."""
+    write: tuple[int, ...] = ()
+    """Precomputed embeddings; none where they are not taken."""
 
     @classmethod
     def create(
@@ -78,6 +82,7 @@ class Buckets:
         max_num_batched_tokens: int,
         max_units: int,
         patches: tuple[int, ...] = (),
+        max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
     ) -> "Buckets":
@@ -85,7 +90,8 @@ class Buckets:
 
         Few requests get a mixed bucket of their own only where the tiles of the many would
         outnumber those that the tokens fill, or where tokens are few. `patches`: sizes of packed
-        encoder calls, where an encoder takes no units. `span_variants`: values of `has_spans`;
+        encoder calls, where an encoder takes no units. `max_written`: precomputed embeddings that a
+        step may take in; 0: none. `span_variants`: values of `has_spans`;
         both where images see both ways and causal steps have a faster attention, which decoding
         then uses. `max_encoder_len`: of an encoder-decoder, a few of whose requests may begin in
         one step. All mixed buckets have room for those: such prompts are short, and a mixed step
@@ -111,6 +117,7 @@ class Buckets:
             mixed=tuple(mixed),
             sample=ladder(1, max_num_seqs, 4),
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
+            write=_write_sizes(max_written),
         )
 
     @property
@@ -131,7 +138,8 @@ class Buckets:
     @property
     def num_programs(self) -> int:
         """What warm-up compiles; `sample` has two variants."""
-        return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + len(self.encode)
+        encoder = len(self.encode) + len(self.write)
+        return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + encoder
 
     def step_bucket(
         self, num_tokens: int, num_requests: int, *, has_spans: bool = False, num_states: int = 0
@@ -166,3 +174,8 @@ class Buckets:
             calls.append((bucket, min(num_units, bucket)))
             num_units -= calls[-1][1]
         return calls
+
+
+def _write_sizes(max_written: int) -> tuple[int, ...]:
+    first, last = (min(size, max_written) for size in WRITTEN_ROWS)
+    return ladder(first, last, 2) if max_written else ()

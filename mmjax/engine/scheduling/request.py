@@ -30,13 +30,15 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderItem:
-    """One item of a prompt: where its embeddings go, and what they are computed from."""
+    """One item of a prompt: where its embeddings go, and what they are computed from (or are)."""
 
     identifier: str
     """Equal identifiers share one encoder output."""
     mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
+    embeds: np.ndarray | None = None
+    """[num_embeds, D]: rows that came with the request, of which nothing is encoded."""
 
     @property
     def start(self) -> int:

@@ -46,6 +46,8 @@ class ChatParser:
                 mm=model_config.mm,
                 limits=input_processor.allowed_mm_limits,
                 are_objects_allowed=are_objects_allowed,
+                check_mm_data=input_processor.check_mm_data,
+                takes_embeds=input_processor.takes_embeds,
             ),
             placeholder=partial(get_placeholder_str, model_config.architecture),
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -76,7 +78,7 @@ class ChatParser:
         )
         prompt: PromptDict = {"prompt": text, "add_special_tokens": False}
         if media.images:
-            prompt["multi_modal_data"] = {"image": media.images}
+            prompt["multi_modal_data"] = {"image": media.image_data()}
         if any(uuid is not None for uuid in media.uuids):
             prompt["multi_modal_uuids"] = {"image": media.uuids}
         return prompt

@@ -1,6 +1,10 @@
-"""One content part of a message: a text, or an image with its limits. Says where a mistake is."""
+"""One content part of a message: a text, an image with its limits, or an image's embeddings.
 
-from collections.abc import Mapping
+Says where a mistake is.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -8,13 +12,21 @@ from typing import Any
 from mmjax.config import MultiModalConfig
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
-from mmjax.processing.media.decode import IMAGE_FORMATS, MediaLimits, decode_data_url
+from mmjax.processing.media.decode import (
+    IMAGE_FORMATS,
+    MediaLimits,
+    decode_data_url,
+    is_array_like,
+)
+from mmjax.processing.media.embeds import decode_embeds
 from mmjax.processing.media.encoded import EncodedImage
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
-_PART_TYPES = (*_TEXT_TYPES, *_IMAGE_TYPES, "image_pil")
-_PART_FIELDS = ("type", "text", "refusal", *_IMAGE_TYPES, "image_pil", "detail", "uuid", "url")
+_EMBEDS_TYPE = "image_embeds"
+_MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE)
+_PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
+_PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url")
 
 
 @dataclass(slots=True)
@@ -23,7 +35,13 @@ class ConversationMedia:
 
     images: list[Any] = field(default_factory=list)
     uuids: list[str | None] = field(default_factory=list)
+    are_embeds: bool = False
+    """Whether all of `images` are embeddings; else none is."""
     num_chars: int = 0
+
+    def image_data(self) -> Any:
+        """Return the images in the form of `multi_modal_data`."""
+        return {"image_embeds": self.images} if self.are_embeds else self.images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +52,11 @@ class PartReader:
     limits: Mapping[str, int]
     """How many items of each modality a prompt may hold."""
     are_objects_allowed: bool = False
-    """Whether parts may carry Python objects (`image_pil`): never over HTTP."""
+    """Whether parts may carry Python objects (pictures, arrays): never over HTTP."""
+    check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
+    """Raises `RequestError` for what the model refuses of embeddings."""
+    takes_embeds: bool = False
+    """Whether the model takes embeddings in place of images at all."""
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
         """Return `{"type": "text", "text": ...}` or `{"type": "image"}` (None: an empty part).
@@ -57,15 +79,26 @@ class PartReader:
         if kind in _TEXT_TYPES:
             text = part.get("refusal" if kind == "refusal" else "text")
             return None if text is None else text_part(text, f"{place}.text")
-        self._admit_image(place, media)
+        is_embeds = kind == _EMBEDS_TYPE
+        self._admit_image(place, media, is_embeds=is_embeds)
         uuid = _uuid(part, place)
-        image = self._image(part, kind, place, has_uuid=uuid is not None)
-        media.images.append(image)
+        read = self._embeds if is_embeds else self._image
+        media.images.append(read(part, kind, place, has_uuid=uuid is not None))
+        media.are_embeds = is_embeds
         media.uuids.append(uuid)
         return {"type": "image"}
 
-    def _admit_image(self, place: str, media: ConversationMedia) -> None:
+    def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
         limit = self.limits.get("image", 0)
+        if is_embeds:
+            self._check_embeds_allowed(place)
+            limit = limit or sys.maxsize  # a limit of 0 leaves the tower out, and no more
+        if media.images and media.are_embeds != is_embeds:
+            raise RequestValueError(
+                f"`{place}`: a conversation holds images or `image_embeds`, and not both; send all "
+                "in one form",
+                param=place,
+            )
         if len(media.images) >= limit:
             raise RequestValueError(
                 f"`{place}` is image number {len(media.images) + 1}; At most {limit} image(s) may "
@@ -100,6 +133,46 @@ class PartReader:
                 param=place,
             )
         return self._image_from_url(value, place)
+
+    def _check_embeds_allowed(self, place: str) -> None:
+        if not self.takes_embeds:
+            raise RequestValueError(
+                f"`{place}` has the type `image_embeds`, which this model does not take; send the "
+                "image itself as `image_url`",
+                param=f"{place}.type",
+            )
+        if not self.mm.enable_mm_embeds:
+            raise RequestValueError(
+                f"`{place}` has the type `image_embeds`, which needs `--enable-mm-embeds`; have it "
+                "set, or send the image itself as `image_url`",
+                param=f"{place}.type",
+            )
+
+    def _embeds(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
+        """Return the embeddings of one image, `[rows, width]`, as the model takes them."""
+        place = f"{place}.{kind}"
+        value = part.get(kind)
+        if value is None and has_uuid:
+            return None
+        if isinstance(value, str):
+            limits = MediaLimits(max_image_bytes=self.mm.max_image_bytes)
+            embeds: Any = decode_embeds(value, limits, param=place)
+        elif self.are_objects_allowed and is_array_like(value):
+            embeds = value
+        else:
+            raise RequestTypeError(
+                f"`{place}` must be a safetensors file in base64, not {type(value).__name__}; "
+                "encode what `safetensors.numpy.save` returns",
+                param=place,
+            )
+        if len(embeds.shape) == 3 and embeds.shape[0] == 1:
+            embeds = embeds[0]
+        if self.check_mm_data is not None:
+            try:
+                self.check_mm_data({"image": {kind: [embeds]}})
+            except RequestError as error:
+                raise type(error)(f"`{place}`: {error}", param=place) from error
+        return embeds
 
     def _image_object(self, value: Any, place: str, *, has_uuid: bool) -> Any:
         if not self.are_objects_allowed:

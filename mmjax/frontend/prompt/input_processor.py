@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -66,6 +67,15 @@ class InputProcessor:
     def allowed_mm_limits(self) -> Mapping[str, int]:
         """How many items of each modality one prompt may hold."""
         return self._pool.first.info.allowed_mm_limits
+
+    @property
+    def takes_embeds(self) -> bool:
+        """Whether the model, whatever the operator says, takes embeddings in place of pictures."""
+        return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
+
+    def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
+        """Refuse what `prepare` would refuse of media, short of decoding them."""
+        self._pool.first.info.parse_mm_data(mm_data)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what holds when the caller says nothing: the checkpoint's generation_config."""

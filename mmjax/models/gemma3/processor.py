@@ -9,18 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError, RequestRuntimeError
+from mmjax.errors import CheckpointError, RequestRuntimeError, RequestValueError
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.items.parse import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
+    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import (
@@ -37,7 +38,7 @@ from mmjax.processing.prompt_updates.updates import (
 )
 from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 
 _MAX_NEWLINES = 64
 """Longest run of newlines that a vocabulary is searched for (Gemma's own has 31)."""
@@ -75,9 +76,31 @@ class PanAndScan:
         return num_crops
 
 
+class Gemma3DataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
+
+
 class Gemma3ProcessingInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
+
+    def get_data_parser(self) -> Gemma3DataParser:
+        return Gemma3DataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Demand a picture's rows, and as many for each of its crops, in the tower's order."""
+        per_crop = self.get_hf_config().mm_tokens_per_image
+        most = self.get_mm_max_tokens_per_item()[modality]
+        if 0 < num_embeds <= most and num_embeds % per_crop == 0:
+            return
+        many = f", and {per_crop} for each pan-and-scan crop, {most} at most" * (most > per_crop)
+        raise RequestValueError(
+            f"{modality} embeddings have {num_embeds} rows; a picture has {per_crop}{many}: give "
+            "what the model's own tower and projector give",
+            param="multi_modal_data",
+        )
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
@@ -196,6 +219,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         return {
             "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
             "num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            "image_embeds": MultiModalFieldConfig.batched("image"),
         }
 
     def _get_prompt_updates(
@@ -209,8 +233,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         contents: dict[int, PromptUpdateDetails] = {}  # pictures with as many crops share one
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            item = out_mm_kwargs.get_item("image", item_idx)
-            num_crops = int(item["num_patches"].data) - 1
+            num_crops = self._count_patches(out_mm_kwargs.get_item("image", item_idx)) - 1
             if num_crops not in contents:
                 text = processor.replace_image_token({"num_crops": [num_crops]}, 0)
                 contents[num_crops] = PromptUpdateDetails.select_token_id(
@@ -219,6 +242,12 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
             return contents[num_crops]
 
         return [PromptReplacement("image", [tokenizer.boi_token_id], get_replacement)]
+
+    def _count_patches(self, item: MultiModalKwargsItem) -> int:
+        """Return how many pictures the tower sees, or has seen: the picture itself, its crops."""
+        if "image_embeds" in item:
+            return len(item["image_embeds"].data) // self.info.get_hf_config().mm_tokens_per_image
+        return int(item["num_patches"].data)
 
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates

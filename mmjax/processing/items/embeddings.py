@@ -18,7 +18,7 @@ from mmjax.processing.tensors.inputs import (
 FieldsFactory = Callable[[Mapping[str, Any]], Mapping[str, MultiModalFieldConfig]]
 """Says of a dict of tensors how each of them divides among items."""
 
-_DTYPES = ("float32", "bfloat16", "float16", "float64")
+EMBEDS_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -72,6 +72,8 @@ class EmbeddingItems(ModalityDataItems):
         return {}
 
     def get_passthrough_data(self) -> Mapping[str, Any]:
+        if isinstance(self.data, list | tuple) and all(entry is None for entry in self.data):
+            return {}  # uuids alone: a cache has them, or nobody
         return {f"{self.modality}_embeds": self.data}
 
 
@@ -105,9 +107,9 @@ def check_embeds(embeds: Any, expected_width: int | None, name: str) -> None:
             param="multi_modal_data",
         )
     dtype = str(embeds.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES:
+    if dtype not in EMBEDS_DTYPES:
         raise RequestTypeError(
-            f"{name}: the dtype is {dtype}; give one of {', '.join(_DTYPES)}",
+            f"{name}: the dtype is {dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
             param="multi_modal_data",
         )
     try:

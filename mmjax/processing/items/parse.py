@@ -72,7 +72,8 @@ class MultiModalDataParser:
 
     embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {}
     """Per modality, the tensors of a dict of embeddings: the embeddings, and what says how they
-    divide. A family that takes dicts overrides this and `_get_embedding_fields_config`."""
+    divide. A family that takes dicts overrides this and `_get_embedding_fields_config`; where the
+    embeddings are all that there is, they divide as arrays do, and the first is enough."""
 
     def __init__(
         self,
@@ -168,6 +169,8 @@ class MultiModalDataParser:
         if data is None:
             return None
         if isinstance(data, Mapping) and "image" in self.embedding_fields:
+            if self.takes_plain_embeds("image"):
+                return self._parse_plain_embeds(data)
             return self._parse_dict_embeddings("image", data)
         if self._is_image_embeddings(data):
             return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
@@ -234,6 +237,33 @@ class MultiModalDataParser:
                 for index, entry in enumerate(entries)
             ]
         )
+
+    @classmethod
+    def takes_plain_embeds(cls, modality: str) -> bool:
+        """Return whether a dict of embeddings holds nothing else: `{"image_embeds": ...}`."""
+        return cls.embedding_fields.get(modality, {}).keys() == {f"{modality}_embeds"}
+
+    def _parse_plain_embeds(self, data: Mapping[str, Any]) -> ModalityDataItems:
+        """Parse `{"image_embeds": ...}`: [items, rows, width], a list of [rows, width], or one.
+
+        numpy's arrays are taken, too, for the name says what they are.
+        """
+        if data.keys() != {"image_embeds"}:
+            raise RequestValueError(
+                f"a dict of image embeddings has the keys {sorted(map(str, data))}; it must have "
+                "`image_embeds` alone",
+                param="multi_modal_data.image",
+            )
+        embeds = data["image_embeds"]
+        if is_array_like(embeds):
+            embeds = [embeds] if len(embeds.shape) == 2 else embeds
+        elif not isinstance(embeds, list | tuple):
+            raise RequestTypeError(
+                f"`image_embeds` has the type `{type(embeds).__name__}`; it must be an array, or a "
+                "list of arrays",
+                param="multi_modal_data.image",
+            )
+        return ImageEmbeddingItems(embeds, expected_hidden_size=self.expected_hidden_size)
 
     def _parse_dict_embeddings(
         self, modality: str, data: Mapping[str, Any], fields_factory: FieldsFactory | None = None

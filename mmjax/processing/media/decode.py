@@ -242,7 +242,7 @@ def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image
             param=param,
         )
     try:
-        return _decode_base64(url, start)
+        return decode_base64(url, start)
     except (binascii.Error, ValueError) as error:
         raise MediaError(
             f"data URL holds invalid base64: {error}; encode the file's bytes with standard base64",
@@ -250,8 +250,11 @@ def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image
         ) from error
 
 
-def _decode_base64(text: str, start: int) -> bytes:
-    """Decode `text[start:]`, strictly, in pieces: no other thread runs during one."""
+def decode_base64(text: str, start: int = 0) -> bytes:
+    """Decode `text[start:]`, strictly, in pieces: no other thread runs during one.
+
+    ValueError (`binascii.Error` is one) where it is no base64.
+    """
     padding = text.find("=", start)
     if padding >= 0 and padding < len(text) - 2:
         raise ValueError("Excess data after padding")

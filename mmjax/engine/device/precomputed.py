@@ -1,0 +1,88 @@
+"""Embeddings that came with a request: checked, and written to the pool without an encoder."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.engine.scheduling.buckets import Buckets, next_bucket
+from mmjax.engine.scheduling.request import EncoderItem
+from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
+from mmjax.processing.items.embeddings import EMBEDS_DTYPES
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+
+
+class WriteCall(NamedTuple):
+    """What the host gives to one call of `write_rows`."""
+
+    embeds: np.ndarray
+    """[rows, D], of the pool's dtype."""
+    dst_rows: np.ndarray
+    """int32[rows]: rows of the pool; padding has `num_rows`, which is out of range."""
+
+
+class PrecomputedEmbeds:
+    """How precomputed embeddings become rows of the pool; `D` is the language model's width."""
+
+    def __init__(self, buckets: Buckets, *, num_rows: int, width: int, dtype: Any) -> None:
+        """`num_rows`: of the pool, whose dtype `dtype` is."""
+        self._sizes = buckets.write
+        self._num_rows = num_rows
+        self._width = width
+        self._dtype = np.dtype(dtype)
+
+    def find(self, feature: MultiModalFeatureSpec) -> Any:
+        """Return the embeddings that an item brings; None where it is to be encoded."""
+        name = f"{feature.modality}_embeds"
+        if not self._sizes or feature.tensors is None or name not in feature.tensors:
+            return None
+        return feature.tensors[name].data
+
+    def make_item(self, feature: MultiModalFeatureSpec, embeds: Any) -> EncoderItem:
+        """Return the item, in the pool's dtype; `RequestError` where it cannot stand in the pool.
+
+        Values beyond that dtype's range are refused, too: they would be infinite.
+        """
+        name = f"`{feature.modality}_embeds` of item {feature.identifier}"
+        given = np.asarray(embeds)
+        if given.dtype.name not in EMBEDS_DTYPES:
+            raise RequestTypeError(
+                f"{name} are of dtype {given.dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
+                param="multi_modal_data",
+            )
+        expected = (feature.mm_position.get_num_embeds(), self._width)
+        if given.shape != expected:
+            raise RequestRuntimeError(
+                f"{name} have shape {given.shape}; its placeholders and the model's width ask for "
+                f"{expected}",
+                param="multi_modal_data",
+            )
+        with np.errstate(over="ignore"):
+            rows = given.astype(self._dtype)
+        if not np.isfinite(rows).all():
+            raise RequestValueError(
+                f"{name} have values that are NaN, or beyond {self._dtype.name}; give finite ones",
+                param="multi_modal_data",
+            )
+        return EncoderItem(
+            identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
+        )
+
+    def fill(self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]) -> Iterator[WriteCall]:
+        """Yield the calls that write items to their rows, cut wherever a call is full."""
+        embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
+        dst_rows = np.concatenate(rows)
+        start = 0
+        while start < len(dst_rows):
+            count = min(len(dst_rows) - start, self._sizes[-1])
+            call = self.empty(next_bucket(self._sizes, count))
+            call.embeds[:count] = embeds[start : start + count]
+            call.dst_rows[:count] = dst_rows[start : start + count]
+            yield call
+            start += count
+
+    def empty(self, size: int) -> WriteCall:
+        """Return a call of padding alone."""
+        return WriteCall(
+            np.zeros((size, self._width), self._dtype), np.full(size, self._num_rows, np.int32)
+        )
