@@ -40,7 +40,8 @@ check: lint ## format, lint, types, contracts and the tests that take seconds
 bench: $(VENV)/.dev ## measure the embedded default on this machine
 	@$(BIN)/python -m benchmarks.offline
 
-docs: $(VENV)/.dev ## check every link of the documentation
+docs: $(VENV)/.dev ## write docs/configuration.md, check every link of the documentation
+	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/check_links.py
 
 .PHONY: lint

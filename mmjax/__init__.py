@@ -2,7 +2,7 @@
 
     from mmjax import LLM, SamplingParams
 
-Importing this door loads neither jax nor a model: names are found when they are first used.
+Importing this package loads neither jax nor a model: names are found when they are first used.
 """
 
 import logging
@@ -33,5 +33,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the door's names."""
+    """List the package's public names."""
     return sorted(__all__)

@@ -1,18 +1,22 @@
 """What an operator may set: frozen dataclasses, one per subject.
 
-No logic beyond their validation.
+A setting is one field, declared by `setting(...)`: from that come its flag of `mmjax.serve`, its
+keyword of `LLM`, its key in a YAML file and its row in docs/configuration.md. Other fields are
+found by mmjax itself. No logic beyond the settings' validation.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal
 
 from mmjax.errors import ConfigError
+from mmjax.settings import Setting, check_settings, setting, settings_of
 
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -34,63 +38,81 @@ _MEDIA_OPTIONS = {
 class MultiModalConfig:
     """How media are limited, processed and cached."""
 
-    limit_mm_per_prompt: Mapping[str, Any] = field(default_factory=dict)
-    """Items of a modality in one prompt: a number, or options that describe the largest item.
-
-    `{"image": 4, "video": {"count": 1, "num_frames": 32, "width": 512, "height": 512}}`. Memory is
-    planned for items of that size; one with more embeddings is refused.
-    """
-    mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults for the HF processor; a request's own win where they are trusted."""
-    mm_processor_cache_type: ProcessorCacheType = "lru"
-    """Where processed items are kept: lru: in P1, and P0 knows which; shm: in memory that both
-    share; processor_only: in P0, which sends them every time."""
-    mm_processor_cache_gb: float = 4.0
-    """0 switches the processor cache off."""
-    mm_shm_cache_max_object_size_mb: int = DEFAULT_SHM_OBJECT_SIZE_MB
-    """A larger item goes to P1 by message; for the type shm alone."""
+    limit_mm_per_prompt: Mapping[str, Any] = setting(
+        {},
+        """Items of a modality that a prompt may hold: a number, or a mapping with `count` and sizes
+        of the largest item (image: `width`, `height`; video: `num_frames`, `width`, `height`;
+        audio: `length`). Memory is planned for items of that size; one with more embeddings is
+        refused. 0 leaves the modality's tower out.""",
+        unset=f"{DEFAULT_MAX_IMAGES} of each",
+        expected="""a mapping (JSON object), as in '{"image": 4}'""",
+    )
+    mm_processor_kwargs: Mapping[str, Any] = setting(
+        {},
+        "Defaults for the HF processor; a request's own win where they are trusted.",
+        unset="the checkpoint's",
+        expected="""a mapping (JSON object), as in '{"do_pan_and_scan": true}'""",
+    )
+    mm_processor_cache_type: ProcessorCacheType = setting(
+        "lru",
+        """Where processed items are kept. lru: in the engine's process, and the server's knows
+        which; shm: in shared memory; processor_only: in the server's process, which sends them
+        every time.""",
+    )
+    mm_processor_cache_gb: float = setting(
+        4.0, "GiB of processed items that are kept; 0 switches the cache off.", minimum=0
+    )
+    mm_shm_cache_max_object_size_mb: int = setting(
+        DEFAULT_SHM_OBJECT_SIZE_MB,
+        """MiB of the largest item in shared memory, for the cache type shm alone; a larger one is
+        sent by message.""",
+        minimum=1,
+    )
     mm_shm_name: str | None = None
     """The segment that P0 made and P1 attaches; for the type shm alone."""
-    mm_hasher_algorithm: HasherAlgorithm = "blake3"
-    max_image_pixels: int = 50_000_000
-    """An image with more pixels is refused before it is decoded."""
-    max_image_bytes: int = 64 * 2**20
-    """An encoded image with more bytes is refused."""
-    max_media_request_decode_bytes: int = 715_827_880
-    """What one request's images may take in memory, decoded, at 4 bytes a pixel; a request with
-    more is refused before any is decoded. (vLLM's default: what Pillow takes for a bomb.)"""
-    max_media_decode_bytes: int = 512 * 2**20
-    """What the images of all requests may take at once, decoded; those that come next wait. A
-    larger image is decoded alone. HF's processor takes some 2.5 times as much beside it."""
-    trust_request_mm_kwargs: bool = False
-    """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for what they may ask
-    for: as much as the checkpoint's own settings or the operator's, whichever is more."""
-    trust_media_ids: bool = False
-    """Whether an HTTP client's `uuid` of an image is its identity, for all clients; else it is a
-    claim: good for one API key, and for the content that it came with."""
-    enable_mm_embeds: bool = False
-    """Whether prompts may hold embeddings in place of media: only for trusted callers."""
+    mm_hasher_algorithm: HasherAlgorithm = setting("blake3", "Hash by which items are identified.")
+    max_image_pixels: int = setting(
+        50_000_000, "An image with more pixels is refused before it is decoded.", minimum=1
+    )
+    max_image_bytes: int = setting(
+        64 * 2**20, "An encoded image with more bytes is refused.", minimum=1
+    )
+    max_media_request_decode_bytes: int = setting(
+        715_827_880,
+        """Bytes that one request's images may take in memory, decoded, at 4 a pixel; a request with
+        more is refused before any is decoded. (vLLM's default: what Pillow takes for a bomb.)""",
+        minimum=1,
+    )
+    max_media_decode_bytes: int = setting(
+        512 * 2**20,
+        """Bytes that the images of all requests may take at once, decoded; those that come next
+        wait. A larger image is decoded alone. HF's processor takes some 2.5 times as much beside
+        it.""",
+        minimum=1,
+    )
+    trust_request_mm_kwargs: bool = setting(
+        False,
+        """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for what requests
+        may ask for: as much as the checkpoint's own settings or the operator's, whichever is
+        more.""",
+    )
+    trust_media_ids: bool = setting(
+        False,
+        """Whether an HTTP client's `uuid` of an image is its identity, for all clients; else it is
+        a claim: good for one API key, and for the content that it came with.""",
+        is_for_serve_alone=True,
+    )
+    enable_mm_embeds: bool = setting(
+        False,
+        """Whether prompts may hold embeddings in place of media, where the model takes them: only
+        for trusted callers.""",
+    )
 
     def __post_init__(self) -> None:
+        check_settings(self)
         for modality, limit in self.limit_mm_per_prompt.items():
             _check_media_limit(modality, limit)
-        if self.mm_processor_cache_type not in get_args(ProcessorCacheType):
-            raise ConfigError(
-                f"`mm_processor_cache_type` is {self.mm_processor_cache_type!r}; "
-                f"give one of {', '.join(get_args(ProcessorCacheType))}"
-            )
-        if not math.isfinite(self.mm_processor_cache_gb):
-            raise ConfigError(
-                f"`mm_processor_cache_gb` is {self.mm_processor_cache_gb}; give a size, or 0"
-            )
         max_object_size_mb = self.mm_shm_cache_max_object_size_mb
-        if max_object_size_mb < 1:
-            raise ConfigError(
-                f"`mm_shm_cache_max_object_size_mb` is {max_object_size_mb}; give at least 1"
-            )
-        for name in ("max_media_request_decode_bytes", "max_media_decode_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
         is_set = max_object_size_mb != DEFAULT_SHM_OBJECT_SIZE_MB
         if is_set and self.mm_processor_cache_type != "shm":
             raise ConfigError(
@@ -132,27 +154,46 @@ def _check_media_limit(modality: str, limit: object) -> None:
 class ModelConfig:
     """Which checkpoint is served, and what its own configuration says."""
 
-    model: str
-    """As the operator wrote it: a directory or a hub id."""
+    model: str = setting(
+        help="Directory or hub id of the checkpoint.",
+        unset="tiny_scenes, which comes with mmjax",
+    )
     path: Path
     """The local directory."""
     hf_config: Any
     """The checkpoint's `PreTrainedConfig`."""
     architecture: str
     """The first of config.json's `architectures`; the registry's key."""
-    max_model_len: int
-    dtype: DtypeName = "auto"
-    """auto: float32 on CPU, bfloat16 on GPU and TPU, decided where the device is known."""
-    served_model_name: str = ""
-    revision: str | None = None
-    chat_template: str | None = None
-    """A template that replaces the checkpoint's."""
-    seed: int = 0
+    max_model_len: int = setting(
+        help="Tokens of a prompt and its answer together.",
+        unset="what the checkpoint knows, at most 8192",
+        minimum=1,
+    )
+    dtype: DtypeName = setting(
+        "auto", "Of weights and activations. auto: float32 on CPU, bfloat16 on GPU and TPU."
+    )
+    served_model_name: str = setting(
+        "", "Name that requests use and `/v1/models` shows.", unset="`model`, as it was given"
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub id.", unset="the hub's main branch"
+    )
+    chat_template: str | None = setting(
+        None,
+        "Chat template that replaces the checkpoint's: a file, or the template itself.",
+        unset="the checkpoint's",
+    )
+    seed: int = setting(
+        0,
+        "For requests that bring none.",
+        minimum=-(2**63),
+        maximum=2**63 - 1,
+        expected="an integer of 64 bits",
+    )
     mm: MultiModalConfig = field(default_factory=MultiModalConfig)
 
     def __post_init__(self) -> None:
-        if self.max_model_len < 1:
-            raise ConfigError(f"`max_model_len` is {self.max_model_len}; give at least 1")
+        check_settings(self)
 
     @property
     def public_name(self) -> str:
@@ -161,54 +202,41 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheConfig:
-    """The paged KV cache and the pool of encoder outputs."""
-
-    block_size: int = 32
-    """Slots in a block."""
-    kv_cache_memory_bytes: int | None = None
-    """None: room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory."""
-    gpu_memory_utilization: float = 0.9
-    """Of an accelerator's memory, what the engine may take in all; on CPU, of what is free."""
-    encoder_cache_size: int | None = None
-    """Encoder outputs (embeddings) that are kept; None: `max_num_batched_tokens`. Never less than
-    the largest item has."""
-    enable_prefix_caching: bool = True
-    """Whether requests that begin alike share the KV cache of their beginning."""
-    prefix_caching_hash_algo: Literal["sha256", "blake3"] = "sha256"
-    """What names a block of tokens."""
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1 or self.block_size & (self.block_size - 1):
-            raise ConfigError(f"`block_size` is {self.block_size}; give a power of two")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"`gpu_memory_utilization` is {self.gpu_memory_utilization}; give a share, as 0.9"
-            )
-        if self.encoder_cache_size is not None and self.encoder_cache_size < 1:
-            raise ConfigError(f"`encoder_cache_size` is {self.encoder_cache_size}; give at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """How much work one step may hold."""
 
-    max_num_seqs: int = 16
-    max_num_batched_tokens: int = 2048
-    max_num_encoder_input_tokens: int | None = None
-    """Encoder outputs (embeddings) that one step may compute; None: `max_num_batched_tokens`.
-    Never less than the largest item has."""
-    disable_chunked_mm_input: bool = False
-    """Whether each run of an item's embeddings (up to a mark between rows, between crops) goes in
-    one step; always so where they see each other both ways."""
-    max_num_queued_reqs: int = 1024
-    """Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429."""
-    enable_chunked_prefill: bool = True
-    """Whether a prompt may be computed over several steps; else a step must hold the longest."""
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    """priority: waiting requests are ordered by their `priority`, lowest first, then by arrival."""
-    async_scheduling: bool = True
-    """Whether the host prepares a step while the device computes the one before."""
+    max_num_seqs: int = setting(16, "Sequences that run at once.", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "Tokens that one step computes.", minimum=1)
+    max_num_queued_reqs: int = setting(
+        1024,
+        "Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429.",
+        minimum=1,
+        is_for_serve_alone=True,
+    )
+    max_num_encoder_input_tokens: int | None = setting(
+        None,
+        """Encoder outputs (embeddings) that one step may compute. Never less than the largest item
+        has.""",
+        unset="`max_num_batched_tokens`",
+        minimum=1,
+    )
+    disable_chunked_mm_input: bool = setting(
+        False,
+        """Whether each run of an item's embeddings (up to a mark between rows, between crops) is
+        computed in one step; always so where they attend to each other in both directions.""",
+    )
+    enable_chunked_prefill: bool = setting(
+        True,
+        "Whether a prompt may be computed over several steps; else a step must hold the longest.",
+    )
+    scheduling_policy: SchedulingPolicy = setting(
+        "fcfs",
+        """Which waiting request runs first. fcfs: by arrival; priority: by the requests'
+        `priority`, lowest first, then by arrival.""",
+    )
+    async_scheduling: bool = setting(
+        True, "Whether the host prepares a step while the device computes the one before."
+    )
 
     @property
     def max_num_unfinished_seqs(self) -> int:
@@ -216,38 +244,82 @@ class SchedulerConfig:
         return self.max_num_seqs + self.max_num_queued_reqs
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
-        if self.max_num_encoder_input_tokens is not None and self.max_num_encoder_input_tokens < 1:
-            raise ConfigError(
-                f"`max_num_encoder_input_tokens` is {self.max_num_encoder_input_tokens}; "
-                "give at least 1"
-            )
-        if self.scheduling_policy not in get_args(SchedulingPolicy):
-            raise ConfigError(
-                f"`scheduling_policy` is {self.scheduling_policy!r}; "
-                f"give one of {', '.join(get_args(SchedulingPolicy))}"
-            )
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache and the pool of encoder outputs."""
+
+    block_size: int = setting(
+        32,
+        "Tokens in a block of the KV cache.",
+        minimum=1,
+        is_valid=lambda size: not size & (size - 1),
+        expected="a power of two",
+    )
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        "Bytes of the KV cache, on each device.",
+        unset="room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory",
+        minimum=1,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "Share of an accelerator's memory that the engine may take; on CPU, of what is free.",
+        above=0,
+        maximum=1,
+    )
+    encoder_cache_size: int | None = setting(
+        None,
+        "Encoder outputs (embeddings) that are kept. Never less than the largest item has.",
+        unset="`max_num_batched_tokens`",
+        minimum=1,
+    )
+    enable_prefix_caching: bool = setting(
+        True, "Whether requests that begin alike share the KV cache of their beginning."
+    )
+    prefix_caching_hash_algo: PrefixCachingHashAlgorithm = setting(
+        "sha256", "Hash by which blocks of tokens are identified."
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
     """Over how many devices, of how many processes, one model is spread."""
 
-    tensor_parallel_size: int = 1
-    """Devices that share one model, of all processes together."""
-    coordinator_address: str | None = None
-    """HOST:PORT of process 0, where the processes meet."""
-    num_processes: int = 1
-    process_id: int = 0
-    """0 takes the requests; the others compute along."""
+    tensor_parallel_size: int = setting(
+        1, "Devices that share one model, of all processes together.", alias="-tp", minimum=1
+    )
+    coordinator_address: str | None = setting(
+        None,
+        "HOST:PORT of process 0, where the processes meet.",
+        name="distributed_coordinator",
+        unset="none; more than one process needs it",
+        is_for_serve_alone=True,
+    )
+    num_processes: int = setting(
+        1,
+        """Processes that share one model, one a host; all get the same settings but
+        `distributed_process_id`.""",
+        name="distributed_num_processes",
+        minimum=1,
+        is_for_serve_alone=True,
+    )
+    process_id: int = setting(
+        0,
+        "0 takes the requests, at the coordinator's host; the others compute along, without HTTP.",
+        name="distributed_process_id",
+        minimum=0,
+        is_for_serve_alone=True,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "num_processes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"`{name}` is {getattr(self, name)}; give at least 1")
-        if not 0 <= self.process_id < self.num_processes:
+        check_settings(self)
+        if self.process_id >= self.num_processes:
             raise ConfigError(
                 f"`process_id` (`--distributed-process-id`) is {self.process_id}, of "
                 f"{self.num_processes} processes; give 0 to {self.num_processes - 1}"
@@ -265,84 +337,151 @@ class ParallelConfig:
             )
 
 
-class EngineSettings(TypedDict, total=False):
-    """Fields of the configs that `LLM` takes by name as well."""
-
-    block_size: int
-    kv_cache_memory_bytes: int | None
-    gpu_memory_utilization: float
-    encoder_cache_size: int | None
-    enable_prefix_caching: bool
-    max_num_encoder_input_tokens: int | None
-    disable_chunked_mm_input: bool
-    enable_chunked_prefill: bool
-    async_scheduling: bool
-    scheduling_policy: SchedulingPolicy
-    compile_threads: int | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All that P1 needs to start; picklable, since P1 is spawned with it."""
+    """Compilation and logs; with the other groups, all that the engine's process starts with.
+
+    Picklable, since the process is spawned with it.
+    """
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    compilation_cache_dir: Path | None = None
-    """None: `~/.cache/mmjax/xla`."""
-    compile_threads: int | None = None
-    """Programs that are compiled at once; None: as many as there are cores, at most 8."""
-    use_tqdm: bool = True
-    log_level: str = "info"
-    """Of P1's log; "debug" tells of every request and every step."""
+    compilation_cache_dir: Path | None = setting(
+        None, "Directory that keeps compiled programs.", unset="`~/.cache/mmjax/xla`"
+    )
+    compile_threads: int | None = setting(
+        None,
+        "Programs that are compiled at once.",
+        unset="one for each core, at most 8",
+        minimum=1,
+    )
+    use_tqdm: bool = setting(
+        True, "Whether progress bars show while the model loads.", name="use_tqdm_on_load"
+    )
+    log_level: LogLevel = setting(
+        "info",
+        "Of both processes' log; debug tells of every request and every step.",
+        is_for_serve_alone=True,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
         """Return the same with other settings for media."""
         return replace(self, model=replace(self.model, mm=mm))
 
-    def with_settings(self, settings: EngineSettings) -> "EngineConfig":
-        """Return the same with these fields set, in whichever part they are."""
-        config = self
-        for name, value in settings.items():
-            if name not in EngineSettings.__annotations__:
-                known = ", ".join(f"`{key}`" for key in EngineSettings.__annotations__)
-                raise TypeError(f"there is no setting `{name}`; beside the named ones take {known}")
-            for part in ("cache", "scheduler"):
-                if name in {field.name for field in fields(getattr(config, part))}:
-                    changed = replace(getattr(config, part), **{name: value})
-                    config = replace(config, **{part: changed})
-                    break
-            else:
-                config = replace(config, **{name: value})
-        return config
+
+def _is_api_key(text: str) -> bool:
+    # What a header cannot carry, or carries as nothing, would lock all out or let all in.
+    return bool(text) and text.isascii() and text.isprintable() and text.strip() == text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP door."""
+    """The HTTP server; settings of `mmjax.serve` alone."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    allowed_origins: tuple[str, ...] = ()
-    root_path: str = ""
-    max_request_bytes: int = 32 * 2**20
-    request_timeout_s: float = 0.0
-    """A request that is not finished by then gets 408 (a stream that has begun, an error event);
-    0: none is sent away."""
-    request_body_timeout_s: float = 30.0
-    """Silence in the middle of a body after which the request gets 408; 0: it waits for ever."""
-    sse_keep_alive_interval_s: float = 15.0
-    """Silence after which a stream gets a comment; from its first token on, for nothing of a stream
-    goes out before (its status is not known). 0: never."""
-    shutdown_timeout_s: float = 30.0
-    """What running requests get after SIGTERM or Ctrl-C; a second signal ends them at once."""
-    trust_request_chat_template: bool = False
-    """Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in P0."""
-    uvicorn_log_level: str = "info"
-    disable_access_log_for_endpoints: tuple[str, ...] = ("/health", "/ready", "/metrics")
-    """Paths whose requests get no access line: probes ask for them all the time."""
-    renderer_num_workers: int = 2
-    """Threads that process prompts and media; half as many more take the requests that have much
-    to decode."""
+    host: str = setting("127.0.0.1", "Address to listen at.")
+    port: int = setting(8000, "Port to listen at; 0: any free one.", minimum=0, maximum=2**16 - 1)
+    api_keys: tuple[str, ...] = setting(
+        (),
+        "Keys of which requests must bear one, in `Authorization: Bearer KEY`.",
+        name="api_key",
+        unset="no request needs one",
+        is_valid=_is_api_key,
+        expected="a key of printable ASCII characters with no space around them",
+        is_secret=True,
+    )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins whose pages may call the server from a browser (CORS).",
+        unset="none",
+        list_flag="json",
+        expected="""a list of texts, as in '["https://example.com"]'""",
+    )
+    root_path: str = setting("", "Prefix that a proxy strips from paths.", unset="none")
+    max_request_bytes: int = setting(
+        32 * 2**20, "A body with more bytes is refused with 413.", minimum=1
+    )
+    request_timeout_s: float = setting(
+        0.0,
+        """Seconds after which a request that is not finished gets 408 (a stream that has begun, an
+        error event); 0: never.""",
+        name="request_timeout",
+        minimum=0,
+    )
+    request_body_timeout_s: float = setting(
+        30.0,
+        "Seconds of silence in the middle of a body after which its request gets 408; 0: never.",
+        name="request_body_timeout",
+        minimum=0,
+    )
+    sse_keep_alive_interval_s: float = setting(
+        15.0,
+        """Seconds of silence after which a stream gets a comment line, from its first token on (its
+        status is not known before); 0: never.""",
+        name="sse_keep_alive_interval",
+        minimum=0,
+    )
+    shutdown_timeout_s: float = setting(
+        30.0,
+        """Seconds that running requests get after SIGTERM or Ctrl-C; a second signal ends them at
+        once.""",
+        name="shutdown_timeout",
+        minimum=0,
+    )
+    trust_request_chat_template: bool = setting(
+        False, "Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in the server."
+    )
+    uvicorn_log_level: LogLevel = setting("info", "Of uvicorn's own log.")
+    disable_access_log_for_endpoints: tuple[str, ...] = setting(
+        ("/health", "/ready", "/metrics"),
+        "Paths whose requests get no access line: probes ask for them all the time. '' for none.",
+        list_flag="commas",
+        is_valid=lambda path: path.startswith("/"),
+        expected="paths that begin with /, as in /health,/ready",
+    )
+    renderer_num_workers: int = setting(
+        2,
+        """Threads that process prompts and media, each with a processor of its own; half as many
+        more take the requests that have much to decode.""",
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+SETTING_CLASSES: dict[str, type] = {
+    "server": ServerConfig,
+    "model": ModelConfig,
+    "multimodal": MultiModalConfig,
+    "scheduler": SchedulerConfig,
+    "cache": CacheConfig,
+    "parallel": ParallelConfig,
+    "engine": EngineConfig,
+}
+"""Every dataclass with settings, by the title of its group in `--help` and in the docs."""
+
+
+def serve_settings() -> dict[str, Setting]:
+    """Return what `mmjax.serve` takes, by name."""
+    return _by_name(*SETTING_CLASSES)
+
+
+def llm_settings() -> dict[str, Setting]:
+    """Return what `LLM` takes, by name."""
+    found = _by_name(*(group for group in SETTING_CLASSES if group != "server"))
+    return {name: one for name, one in found.items() if not one.is_for_serve_alone}
+
+
+def group_fields(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a group's dataclass, of parsed values by the settings' names."""
+    found = _by_name(group)
+    return {found[name].field: value for name, value in values.items() if name in found}
+
+
+def _by_name(*groups: str) -> dict[str, Setting]:
+    return {one.name: one for group in groups for one in settings_of(SETTING_CLASSES[group])}

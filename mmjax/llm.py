@@ -6,24 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
+from inspect import Parameter, Signature
 from itertools import count
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
 from mmjax.cache import config_with_segment
-from mmjax.config import (
-    DEFAULT_SHM_OBJECT_SIZE_MB,
-    DtypeName,
-    EngineConfig,
-    EngineSettings,
-    HasherAlgorithm,
-    MultiModalConfig,
-    ParallelConfig,
-    ProcessorCacheType,
-    SchedulerConfig,
-)
+from mmjax.config import EngineConfig, SchedulerConfig, llm_settings, serve_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.encoder_budget import with_encoder_budget
@@ -36,72 +27,54 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
-from mmjax.model_source import load_model_config
+from mmjax.model_source import load_engine_config
 from mmjax.models.registry import require_model
 from mmjax.sampling_params import SamplingParams
+from mmjax.settings import nearest_name
 from mmjax.transport.messages import RequestOutputDelta
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""
 
 
+class _SettingsSignature:
+    """What `inspect.signature(LLM)` finds: every setting with its type and default."""
+
+    def __get__(self, instance: object, owner: type) -> Signature:
+        settings = llm_settings()
+        model = settings.pop("model")
+        return Signature(
+            [
+                Parameter("model", Parameter.POSITIONAL_OR_KEYWORD, default=model.default),
+                *(
+                    Parameter(
+                        name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.annotation
+                    )
+                    for name, one in settings.items()
+                ),
+            ]
+        )
+
+
 class LLM:
     """A model and everything it needs to answer; use it in a `with`, or `close()` it."""
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        dtype: DtypeName = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 2048,
-        tensor_parallel_size: int = 1,
-        limit_mm_per_prompt: Mapping[str, int | Mapping[str, int]] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        mm_processor_cache_type: ProcessorCacheType = "lru",
-        mm_processor_cache_gb: float = 4.0,
-        mm_shm_cache_max_object_size_mb: int = DEFAULT_SHM_OBJECT_SIZE_MB,
-        mm_hasher_algorithm: HasherAlgorithm = "blake3",
-        enable_mm_embeds: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        served_model_name: str | None = None,
-        chat_template: str | None = None,
-        compilation_cache_dir: str | Path | None = None,
-        use_tqdm_on_load: bool = True,
-        **more: Unpack[EngineSettings],
-    ) -> None:
-        """Load `model` (None: the embedded default; a directory; a hub id) and compile it."""
-        model_config = load_model_config(
-            None if model is None else str(model),
-            revision=revision,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            served_model_name=served_model_name,
-            chat_template=chat_template,
-            seed=seed,
-            mm=MultiModalConfig(
-                limit_mm_per_prompt=limit_mm_per_prompt or {},
-                mm_processor_kwargs=mm_processor_kwargs or {},
-                mm_processor_cache_type=mm_processor_cache_type,
-                mm_processor_cache_gb=mm_processor_cache_gb,
-                mm_shm_cache_max_object_size_mb=mm_shm_cache_max_object_size_mb,
-                mm_hasher_algorithm=mm_hasher_algorithm,
-                enable_mm_embeds=enable_mm_embeds,
-            ),
-        )
-        require_model(model_config.architecture)
-        config = EngineConfig(
-            model=model_config,
-            scheduler=SchedulerConfig(
-                max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
-            ),
-            parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
-            compilation_cache_dir=Path(compilation_cache_dir) if compilation_cache_dir else None,
-            use_tqdm=use_tqdm_on_load,
-        )
-        self._open(config.with_settings(more))
+    __signature__ = _SettingsSignature()
+
+    def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
+        """Load `model` and compile it.
+
+        Args:
+            model: A directory, a hub id, or None for the model that comes with mmjax.
+            settings: By name, as docs/configuration.md lists them; None stands for the default.
+
+        Raises:
+            TypeError: There is no setting of that name.
+            ConfigError: A setting has a value that it may not have.
+        """
+        config = load_engine_config(_parse_keywords(model, settings))
+        require_model(config.model.architecture)
+        self._open(config)
 
     def _open(self, config: EngineConfig) -> None:
         self.config = config = with_encoder_budget(config)
@@ -370,6 +343,17 @@ class _Inbox:
             indices=[committed.index],
             is_inline=num_misses >= MAX_MISSES,
         )
+
+
+def _parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    known = llm_settings()
+    for name in keywords:
+        if name not in known and name in serve_settings():
+            raise TypeError(f"`{name}` is a setting of `mmjax.serve` alone; LLM does not take it")
+        if name not in known:
+            raise TypeError(f"LLM has no setting `{name}`; {nearest_name(name, known)}")
+    given = {"model": None if model is None else str(model), **keywords}
+    return {name: known[name].parse(value) for name, value in given.items()}
 
 
 def _identity(prompt: PromptType) -> PromptType:

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import DtypeName, ModelConfig, MultiModalConfig
+from mmjax.config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
@@ -46,14 +46,17 @@ def load_model_config(
     model: str | None,
     *,
     revision: str | None = None,
-    dtype: DtypeName = "auto",
     max_model_len: int | None = None,
-    served_model_name: str | None = None,
-    chat_template: str | None = None,
-    seed: int = 0,
-    mm: MultiModalConfig | None = None,
+    **fields: Any,
 ) -> ModelConfig:
-    """Read the checkpoint's config.json into a ModelConfig."""
+    """Read the checkpoint's config.json into a ModelConfig.
+
+    Args:
+        model: As in `resolve_model`.
+        revision: Of a hub id.
+        max_model_len: None: what the checkpoint knows, at most `DEFAULT_MAX_MODEL_LEN`.
+        fields: The other fields of ModelConfig that are settings, and `mm`.
+    """
     path = resolve_model(model, revision=revision)
     hf_config = _load_hf_config(path)
     longest = _max_position_embeddings(hf_config)
@@ -64,19 +67,31 @@ def load_model_config(
             f"`max_model_len` is {max_model_len}, but the checkpoint knows {longest} positions; "
             f"give at most {longest}"
         )
-    return ModelConfig(
+    return SETTING_CLASSES["model"](
         model=model or DEFAULT_MODEL,
         path=path,
         hf_config=hf_config,
         architecture=_architecture(hf_config),
         max_model_len=max_model_len,
-        dtype=dtype,
-        served_model_name=served_model_name or "",
         revision=revision,
-        chat_template=chat_template,
-        seed=seed,
-        mm=mm or MultiModalConfig(),
+        **fields,
     )
+
+
+def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """Read the checkpoint's configuration; return what the engine starts with.
+
+    Args:
+        values: Parsed settings by name, also of other groups; those left out have their defaults.
+    """
+
+    def make(group: str, **more: Any) -> Any:
+        return SETTING_CLASSES[group](**group_fields(group, values), **more)
+
+    media = make("multimodal")
+    model = load_model_config(**{"model": None, **group_fields("model", values), "mm": media})
+    parts = {group: make(group) for group in ("cache", "scheduler", "parallel")}
+    return make("engine", model=model, **parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,9 +125,8 @@ def test_the_config_decides():
     assert make() == MIRRORED
     assert make(mm_processor_cache_type="processor_only") == IN_P0
     assert make(mm_processor_cache_type="shm", mm_processor_cache_gb=2**-10) == SHARED
-    for size in (0.0, -1.0):
-        assert make(mm_processor_cache_gb=size) == (None, None)
-        assert make(mm_processor_cache_gb=size, mm_processor_cache_type="shm") == (None, None)
+    assert make(mm_processor_cache_gb=0.0) == (None, None)
+    assert make(mm_processor_cache_gb=0.0, mm_processor_cache_type="shm") == (None, None)
 
 
 def test_p1_must_be_told_of_the_segment():
@@ -183,12 +182,13 @@ def test_both_halves_hold_the_same_number_of_bytes():
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"mm_processor_cache_gb": float("nan")}, "nan; give a size, or 0"),
-        ({"mm_processor_cache_gb": float("inf")}, "inf; give a size, or 0"),
+        ({"mm_processor_cache_gb": float("nan")}, "nan; expected a number of at least 0"),
+        ({"mm_processor_cache_gb": -1.0}, "-1.0; expected a number of at least 0"),
+        ({"mm_processor_cache_gb": float("inf")}, "inf; expected a number of at least 0"),
         ({"mm_shm_cache_max_object_size_mb": 64}, "64, but `mm_processor_cache_type` is 'lru'"),
         (
             {"mm_shm_cache_max_object_size_mb": 0, "mm_processor_cache_type": "shm"},
-            "0; give at least 1",
+            "0; expected an integer of at least 1",
         ),
     ],
 )
@@ -201,5 +201,5 @@ def test_an_unknown_type_is_refused():
     config = MultiModalConfig()
     # The type checker of the tests would refuse it first.
     object.__setattr__(config, "mm_processor_cache_type", "disk")
-    with pytest.raises(ConfigError, match="'disk'; give one of lru, shm, processor_only"):
+    with pytest.raises(ConfigError, match="'disk'; expected one of lru, shm, processor_only"):
         config.__post_init__()

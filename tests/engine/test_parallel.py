@@ -137,7 +137,10 @@ def test_a_size_that_does_not_fit_is_refused(num_heads: int, size: int, words: s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"tensor_parallel_size": 0}, "`tensor_parallel_size` is 0; give at least 1"),
+        (
+            {"tensor_parallel_size": 0},
+            "`tensor_parallel_size` is 0; expected an integer of at least 1",
+        ),
         ({"num_processes": 2, "tensor_parallel_size": 2}, "--distributed-coordinator HOST:PORT"),
         ({"process_id": 1}, r"`--distributed-process-id`.* is 1, of 1 processes; give 0 to 0"),
         (

@@ -169,7 +169,7 @@ def test_what_is_cached_takes_nothing_of_the_budget(decoded: list[int]):
 def test_a_budget_of_nothing_is_refused():
     for name in ("max_media_request_decode_bytes", "max_media_decode_bytes"):
         fields: dict[str, Any] = {name: 0}
-        with pytest.raises(ConfigError, match=f"`{name}` is 0; give at least 1"):
+        with pytest.raises(ConfigError, match=f"`{name}` is 0; expected an integer of at least 1"):
             MultiModalConfig(**fields)
 
 

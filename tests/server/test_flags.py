@@ -2,13 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mmjax.config import ParallelConfig
+from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig, ServerConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.server.flags import (
     VLLM_FLAGS_WITHOUT_MEANING_YET,
+    _build_parser,
     parse_flags,
     to_engine_config,
     to_server_config,
@@ -37,6 +39,26 @@ JSON_FLAGS = [
     *("--allowed-origins", '["https://example.com"]'),
     *("--chat-template", "{{ 1 }}"),
 ]
+
+
+NAMES = """
+    --allowed-origins --api-key --async-scheduling --no-async-scheduling --block-size
+    --chat-template --compilation-cache-dir --compile-threads --disable-access-log-for-endpoints
+    --disable-chunked-mm-input --distributed-coordinator --distributed-num-processes
+    --distributed-process-id --dtype --enable-chunked-prefill --no-enable-chunked-prefill
+    --enable-mm-embeds --enable-prefix-caching --no-enable-prefix-caching --encoder-cache-size
+    --gpu-memory-utilization --help --host --kv-cache-memory-bytes --limit-mm-per-prompt --log-level
+    --max-image-bytes --max-image-pixels --max-media-decode-bytes --max-media-request-decode-bytes
+    --max-model-len --max-num-batched-tokens --max-num-encoder-input-tokens --max-num-queued-reqs
+    --max-num-seqs --max-request-bytes --mm-hasher-algorithm --mm-processor-cache-gb
+    --mm-processor-cache-type --mm-processor-kwargs --mm-shm-cache-max-object-size-mb --model --port
+    --prefix-caching-hash-algo --renderer-num-workers --request-body-timeout --request-timeout
+    --revision --root-path --scheduling-policy --seed --served-model-name --shutdown-timeout
+    --sse-keep-alive-interval --tensor-parallel-size -tp --trust-media-ids
+    --trust-request-chat-template --trust-request-mm-kwargs --use-tqdm-on-load --no-use-tqdm-on-load
+    --uvicorn-log-level
+"""
+"""Flags that operators' scripts may hold: none of them goes."""
 
 
 @pytest.fixture
@@ -97,6 +119,19 @@ def test_flags_reach_the_server(flags: argparse.Namespace) -> None:
     assert config.uvicorn_log_level == "warning"
 
 
+@pytest.mark.parametrize("name", NAMES.split())
+def test_a_flag_stays(name: str) -> None:
+    assert name in _build_parser()._option_string_actions
+
+
+def test_what_is_not_said_has_the_configs_defaults(tiny_gemma3: Path) -> None:
+    flags = parse_flags([str(tiny_gemma3)])
+    assert to_server_config(flags) == ServerConfig()
+    config = to_engine_config(flags)
+    assert config == EngineConfig(model=config.model)
+    assert config.model.mm == MultiModalConfig()
+
+
 def test_access_lines_may_all_be_wanted() -> None:
     assert parse_flags([]).disable_access_log_for_endpoints == ("/health", "/ready", "/metrics")
     assert (
@@ -111,32 +146,52 @@ def test_the_model_may_be_a_flag() -> None:
     assert parse_flags([]).model is None
 
 
+SECONDS = "expected a number of at least 0"
+
+
 @pytest.mark.parametrize(
     ("argv", "match"),
     [
         (["a", "--model", "b"], "twice"),
-        (["--colour", "red"], "unknown argument `--colour`"),
-        (["--port", "70000"], "no port"),
-        (["--port", "x"], "--port"),
-        (["--max-num-seqs", "0"], "below 1"),
+        (["--colour", "red"], "unknown argument `--colour`; `--help` lists all"),
+        (["a", "b"], "unknown argument `b`"),
+        (["--max-num", "3"], "unknown argument `--max-num`; do you mean `--max-num-seqs`?"),
+        (["--port", "70000"], "`--port` is 70000; expected an integer from 0 to 65535"),
+        (["--port", "x"], "`--port` is 'x'; expected an integer from 0 to 65535"),
+        (["--port"], "--port"),
+        (["--max-num-seqs", "0"], "`--max-num-seqs` is 0; expected an integer of at least 1"),
+        (["--max-num-seqs", "x"], "`--max-num-seqs` is 'x'; expected an integer of at least 1"),
+        (["--max-num-seqs", "1.5"], "`--max-num-seqs` is '1.5'; expected an integer of at least 1"),
+        (["--max-num-seqs", "9" * 9999], "9'; expected an integer of at least 1"),
+        (["--block-size", "24"], "`--block-size` is 24; expected a power of two"),
+        (
+            ["--gpu-memory-utilization", "1.5"],
+            "`--gpu-memory-utilization` is 1.5; expected a number above 0 and of at most 1",
+        ),
         (["--limit-mm-per-prompt", "[1]"], "JSON object"),
-        (["--limit-mm-per-prompt", "{"], "--limit-mm-per-prompt"),
-        (["--allowed-origins", "*"], "--allowed-origins"),
-        (["--dtype", "int4"], "--dtype"),
-        (["--mm-processor-cache-type", "disk"], "--mm-processor-cache-type"),
-        (["--mm-shm-cache-max-object-size-mb", "0"], "below 1"),
-        (["--max-num", "3"], "unknown argument"),
-        (["--api-key", ""], "a key needs"),
-        (["--api-key", "a\u00e9"], "a key needs"),
-        (["--disable-access-log-for-endpoints", "health"], "no path"),
-        (["--seed", str(2**64)], "no seed"),
+        (["--limit-mm-per-prompt", "{"], """`--limit-mm-per-prompt` is '{'; expected a mapping"""),
+        (["--mm-processor-kwargs", "3"], """is 3; expected a mapping (JSON object), as in '{"do"""),
+        (["--allowed-origins", "*"], "`--allowed-origins` is '*'; expected a list of texts, as in"),
+        (["--allowed-origins", "[1]"], "`--allowed-origins` is [1]; expected a list of texts"),
+        (["--dtype", "int4"], "`--dtype` is 'int4'; expected one of auto, float32, bfloat16"),
+        (["--mm-processor-cache-type", "disk"], "'disk'; expected one of lru, shm, processor_only"),
+        (["--mm-shm-cache-max-object-size-mb", "0"], "expected an integer of at least 1"),
+        (["--api-key", ""], "`--api-key` is '***'; expected a key"),
+        (["--api-key", "good", "a\u00e9"], "expected a key of printable ASCII characters"),
+        (["--disable-access-log-for-endpoints", "health"], "expected paths that begin with /"),
+        (["--compilation-cache-dir", ""], "`--compilation-cache-dir` is ''; expected a path"),
+        (["--seed", str(2**64)], "expected an integer of 64 bits"),
+        (["--distributed-process-id=-1"], "expected an integer of at least 0"),
         *(
-            ([flag, value], flag)
+            ([f"{flag}={value}"], f"`{flag}` is {shown}; {SECONDS}")
             for flag in (
                 *("--shutdown-timeout", "--sse-keep-alive-interval", "--request-timeout"),
                 *("--request-body-timeout", "--mm-processor-cache-gb"),
             )
-            for value in ("-1", "nan", "inf", "soon")
+            for value, shown in (
+                *(("-1", "-1.0"), ("nan", "nan"), ("inf", "inf"), ("-inf", "-inf")),
+                ("soon", "'soon'"),
+            )
         ),
     ],
 )
@@ -147,6 +202,13 @@ def test_mistakes_end_with_a_message(
         parse_flags(argv)
     assert caught.value.code == 2
     assert match in capsys.readouterr().err
+
+
+def test_a_wrong_key_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--api-key", "s\u00e9cret"])
+    assert "cret" not in capsys.readouterr().err
+    assert "secret" not in repr(to_server_config(parse_flags(["--api-key", "secret"])))
 
 
 @pytest.mark.parametrize("flag", sorted(VLLM_FLAGS_WITHOUT_MEANING_YET))
@@ -180,3 +242,99 @@ def test_limits_must_be_numbers(tiny_gemma3: Path) -> None:
 def test_a_missing_model_is_named() -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         to_engine_config(parse_flags(["./no/such/model"]))
+
+
+# ---- --config FILE.yaml --------------------------------------------------------------------------
+
+
+def with_file(tmp_path: Path, text: str, *argv: str) -> argparse.Namespace:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    return parse_flags(["--config", str(file), *argv])
+
+
+def test_a_file_holds_settings_in_either_spelling(tmp_path: Path) -> None:
+    text = """
+        model: of/the-file
+        max-num-seqs: 3
+        max_num_batched_tokens: 64
+        dtype: float32
+        mm-processor-cache-gb: 1e-1  # a text, by YAML 1.1
+        request_timeout: 2
+        enable-prefix-caching: false
+        compilation-cache-dir: /cache
+        limit-mm-per-prompt: {image: {count: 2, width: 64}, video: 0}
+        mm-processor-kwargs: '{"do_pan_and_scan": true}'
+        api-key: [a, b]
+        allowed-origins: ["https://example.com"]
+        disable-access-log-for-endpoints: /health,/x
+        distributed-coordinator: null
+    """
+    flags = with_file(tmp_path, text)
+    assert flags.model == "of/the-file"
+    assert (flags.max_num_seqs, flags.max_num_batched_tokens, flags.dtype) == (3, 64, "float32")
+    assert (flags.mm_processor_cache_gb, flags.request_timeout) == (0.1, 2.0)
+    assert not flags.enable_prefix_caching
+    assert flags.compilation_cache_dir == Path("/cache")
+    assert flags.limit_mm_per_prompt == {"image": {"count": 2, "width": 64}, "video": 0}
+    assert flags.mm_processor_kwargs == {"do_pan_and_scan": True}
+    assert (flags.api_key, flags.allowed_origins) == (("a", "b"), ("https://example.com",))
+    assert flags.disable_access_log_for_endpoints == ("/health", "/x")
+    assert flags.distributed_coordinator is None
+    assert flags.block_size == 32
+
+
+def test_flags_count_more_than_the_file(tmp_path: Path) -> None:
+    text = "{model: a, max-num-seqs: 3, seed: 4, trust-media-ids: true, async-scheduling: false}"
+    argv = ("b", "--max-num-seqs", "5", "--no-trust-media-ids", "--async-scheduling")
+    flags = with_file(tmp_path, text, *argv)
+    assert (flags.model, flags.max_num_seqs, flags.seed) == ("b", 5, 4)
+    assert not flags.trust_media_ids
+    assert flags.async_scheduling
+    assert with_file(tmp_path, text, "--model", "c").model == "c"
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert with_file(tmp_path, "# nothing yet\n") == parse_flags([])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("max-num-seqs: x", "`max-num-seqs` is 'x'; expected an integer of at least 1"),
+        ("max_num_seqs: 0", "`max_num_seqs` is 0; expected an integer of at least 1"),
+        ("max-num-seqs: true", "`max-num-seqs` is True; expected an integer"),
+        ("max-num-seqs: [1]", "`max-num-seqs` is [1]; expected an integer"),
+        ("enable-prefix-caching: 'on'", "`enable-prefix-caching` is 'on'; expected true or false"),
+        ("limit-mm-per-prompt: 4", "`limit-mm-per-prompt` is 4; expected a mapping"),
+        ("limit-mm-per-prompt: {1: 4}", "expected a mapping"),
+        ("api-key: [1]", "expected a key"),
+        ("request-timeout: .nan", "`request-timeout` is nan; expected a number of at least 0"),
+        ("dtype: int4", "`dtype` is 'int4'; expected one of auto"),
+        ("max-num-seq: 3", "unknown setting `max-num-seq`; do you mean `max_num_seqs`?"),
+        ("colour: red", "unknown setting `colour`; docs/configuration.md lists all"),
+        ("config: other.yaml", "unknown setting `config`"),
+        ("load_format: dummy", "`load_format` is a flag of vLLM's"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "`max_num_seqs` is given twice"),
+        ("seed: 1\nseed: 2", "`seed` is given twice"),
+        ("[max-num-seqs]", "holds list; expected a mapping"),
+        ("1: 2", "the key 1 is no name"),
+        ("{", "not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(
+    text: str, match: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        with_file(tmp_path, text)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert match in error
+    assert "settings.yaml: " in error
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--config", str(tmp_path / "missing.yaml")])
+    assert "missing.yaml: the file cannot be read" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""Write docs/configuration.md from the settings that `mmjax.config` declares.
+
+`.venv/bin/python docs/make_configuration.py`; a test holds the page to what this writes.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmjax.config import SETTING_CLASSES, llm_settings
+from mmjax.settings import Setting, settings_of
+
+PAGE = Path(__file__).resolve().parent / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+Written by `docs/make_configuration.py` from `mmjax/config.py`: change a setting there, and run
+`make docs`.
+
+A setting has one name, and up to three places:
+
+- a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. What is true or false is switched on by
+  `--enable-prefix-caching`, and off by `--no-enable-prefix-caching`; a mapping is written as JSON;
+- a key of the file that `--config FILE.yaml` names, in either spelling. A flag counts more than the
+  file, and the file more than the default:
+
+  ```yaml
+  model: google/gemma-3-4b-it
+  max-num-seqs: 8
+  limit_mm_per_prompt: {image: 4}
+  api-key: [first-key, second-key]
+  ```
+
+- a keyword of `mmjax.LLM`, unless it means something to the server alone:
+  `LLM("google/gemma-3-4b-it", max_num_seqs=8)`.
+
+`null` and `None` stand for the default. An unknown name is refused with the nearest known one, a
+wrong value with what was expected.
+"""
+
+
+def make_page() -> str:
+    """Return the page: a table for each group of settings."""
+    return "\n".join([INTRODUCTION, *_make_groups()])
+
+
+def _make_groups() -> Iterator[str]:
+    for title, config_class in SETTING_CLASSES.items():
+        yield f"## {title.capitalize()}\n"
+        yield (config_class.__doc__ or "").partition("\n")[0] + "\n"
+        yield "| flag | key | `LLM` | value | default | what it does |"
+        yield "|---|---|---|---|---|---|"
+        yield from map(_make_row, settings_of(config_class))
+        yield ""
+
+
+def _make_row(one: Setting) -> str:
+    flags = ", ".join(f"`{flag}`" for flag in (one.flag, one.alias) if flag is not None)
+    is_keyword = "yes" if one.name in llm_settings() else "no"
+    default = one.default_text if one.unset is not None else f"`{one.default_text}`"
+    cells = (flags, f"`{one.name}`", is_keyword, one.expected, default, one.help)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(make_page(), encoding="utf-8")
