@@ -1,8 +1,9 @@
 """What a processor knows of its model: configuration, tokenizer, HF processor, limits, sizes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import Parameter, signature
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from transformers import BatchFeature
 from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import ConfigError, MMJaxError, ProcessingError, RequestError, RequestValueError
 from mmjax.logger import get_logger
+from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.hf_kwargs import check_sizes, merge_mm_kwargs
 from mmjax.processing.items.parse import (
     DictEmbeddingItems,
@@ -37,12 +39,20 @@ _MAX_KWARGS_SHOWN = 500
 """Characters: an error is logged, and kwargs may be a client's."""
 
 
+_MAX_HF_PROCESSORS = 8
+"""Loaded with different kwargs, and kept."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InputProcessingContext:
     """The model's configuration and tokenizer, and how its HF processor is called."""
 
     model_config: ModelConfig
     tokenizer: Any
+    _hf_processors: RecentMap[str, Any] = field(
+        default_factory=lambda: RecentMap(_MAX_HF_PROCESSORS), init=False, repr=False, compare=False
+    )
+    """By their kwargs."""
 
     def get_mm_config(self) -> MultiModalConfig:
         """Return the operator's settings for media; RuntimeError for a model of text alone."""
@@ -62,13 +72,21 @@ class InputProcessingContext:
         return hf_config
 
     def get_hf_processor(self, typ: type[T] | None = None, **kwargs: object) -> T | Any:
-        """Load the checkpoint's own HF processor; raise TypeError where it is not a `typ`."""
-        # On use only: it brings an installed torch along.
-        from transformers import AutoProcessor
+        """Return the checkpoint's own HF processor, loaded once for these kwargs.
 
-        processor = AutoProcessor.from_pretrained(
-            self.model_config.path, tokenizer=self.tokenizer, **kwargs
-        )
+        Raises TypeError where it is not a `typ`. A request's kwargs do not belong here: they are
+        for the call, and the loader would obey names that are not meant for it.
+        """
+        key = repr(sorted(kwargs.items()))
+        processor = self._hf_processors.get(key)
+        if processor is None:
+            # On use only: it brings an installed torch along.
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(
+                self.model_config.path, tokenizer=self.tokenizer, **kwargs
+            )
+            self._hf_processors.put(key, processor)
         if typ is not None and not isinstance(processor, typ):
             raise TypeError(
                 f"the checkpoint's processor is a `{type(processor).__name__}`, "
@@ -93,8 +111,12 @@ class InputProcessingContext:
         """
         name = type(hf_processor).__name__
         merged = _only_accepted(hf_processor, self.merge_mm_kwargs(kwargs))
+        takes_text_alone = (
+            taking_text_alone(hf_processor) if data.keys() == {"text"} else nullcontext()
+        )
         try:
-            return hf_processor(**data, **merged, return_tensors="np")
+            with takes_text_alone:
+                return hf_processor(**data, **merged, return_tensors="np")
         except MMJaxError:
             raise
         # HF processors raise anything over data and kwargs that they cannot take.
@@ -103,6 +125,22 @@ class InputProcessingContext:
             raise ProcessingError(
                 f"Failed to apply {name} on data={_describe(data)} with kwargs={shown}: {error}"
             ) from error
+
+
+@contextmanager
+def taking_text_alone(hf_processor: Any) -> Iterator[None]:
+    """Have an HF processor take a text whose placeholders stand for media that come apart.
+
+    HF's `ProcessorMixin` refuses it in `validate_inputs`, and does what it does to any text after.
+    """
+    if not hasattr(hf_processor, "validate_inputs"):
+        yield
+        return
+    hf_processor.validate_inputs = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        del hf_processor.validate_inputs
 
 
 def _only_accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,9 +208,13 @@ class BaseProcessingInfo(ABC):
     def get_tokenizer(self) -> Any:
         return self.ctx.tokenizer
 
-    def get_hf_processor(self) -> Any:
-        """Return the HF processor, loaded once."""
-        return self._hf_processor
+    def get_hf_processor(self, **kwargs: object) -> Any:
+        """Return the HF processor, loaded once; with kwargs, the checkpoint's own under them."""
+        return self.ctx.get_hf_processor(None, **kwargs) if kwargs else self._hf_processor
+
+    def get_image_processor(self, **kwargs: object) -> Any:
+        """Return the HF processor's part for images."""
+        return self.get_hf_processor(**kwargs).image_processor
 
     @cached_property
     def _hf_processor(self) -> Any:

@@ -13,7 +13,6 @@ from transformers import BatchFeature
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.items.parse import DictEmbeddingItems, EmbeddingItems, MultiModalDataItems
-from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     apply_text_matches,
@@ -78,13 +77,27 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> bool:
-        """Whether the HF processor, given text and media together, updates the prompt itself."""
+        """Whether the HF processor may update the prompt itself, given text.
+
+        If so, it has where the updated placeholders are found in the ids that it returns; if not,
+        nobody looks, and the updates are applied here.
+        """
         kinds = EmbeddingItems | DictEmbeddingItems
         return not any(isinstance(items, kinds) for items in mm_items.values())
 
     def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
         """Do to a prompt of token ids what the HF processor does to any text (a family's hook)."""
         return prompt_tokens
+
+    def _get_hash_kwargs(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """Return what, beside its content, an item's tensors depend on: caches name it by both.
+
+        A family whose tensors depend on the request's other items adds to the request's kwargs
+        what of them does (as `{**hf_processor_mm_kwargs, "crops": False}`).
+        """
+        return hf_processor_mm_kwargs
 
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
@@ -108,42 +121,81 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         return replace(cached_update, item_idx=new_item_idx)
 
     def _apply_hf_processor_main(
-        self, prompt: str | list[int], call: ProcessorCall, *, enable_hf_prompt_update: bool
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        *,
+        enable_hf_prompt_update: bool,
     ) -> tuple[list[int], Mapping[str, Any], bool]:
-        """Return token ids, the HF processor's tensors, and whether it updated the prompt."""
-        # HF's processors count the prompt's placeholders against their own items: embeddings,
-        # which they never see, must not be among them.
-        has_passthrough = any(items.get_passthrough_data() for items in call.mm_items.values())
+        """Return token ids, the HF processor's tensors, and whether it may have updated the prompt.
+
+        Text goes through the HF processor: with the items where `enable_hf_prompt_update` allows
+        it, else alone. Token ids go by it.
+        """
+        may_be_updated = False
         if isinstance(prompt, str):
-            if enable_hf_prompt_update and call.mm_items and not has_passthrough:
-                return self._apply_hf_processor_text_mm(prompt, call)
-            token_ids = self._apply_hf_processor_text_only(prompt, call.tok_kwargs)
+            may_be_updated = self._hf_processor_applies_updates(
+                prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
+            )
+            # HF's processors count the prompt's placeholders against their own items: embeddings,
+            # which they never see, must not be among them.
+            has_passthrough = any(items.get_passthrough_data() for items in mm_items.values())
+            if enable_hf_prompt_update and mm_items and not has_passthrough:
+                token_ids, hf_inputs = self._apply_hf_processor_text_mm(
+                    prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
+                )
+                return token_ids, hf_inputs, may_be_updated
+            token_ids = self._apply_hf_processor_text_only(
+                prompt, tokenization_kwargs, hf_processor_mm_kwargs=hf_processor_mm_kwargs
+            )
         else:
             token_ids = self._apply_hf_processor_tokens_only(list(prompt))
-        return token_ids, self._apply_hf_processor_mm_only(call.mm_items, call), False
+        hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
+        return token_ids, hf_inputs, may_be_updated
 
     def _apply_hf_processor_text_mm(
-        self, prompt: str, call: ProcessorCall
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
+        self,
+        prompt_text: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> tuple[list[int], Mapping[str, Any]]:
+        """Call the HF processor on text and items; return token ids and tensors."""
         mm_data: dict[str, object] = {}
-        for items in call.mm_items.values():
+        for items in mm_items.values():
             if len(items):
                 mm_data.update(items.get_processor_data())
-        outputs = dict(self._call_hf_processor(prompt, mm_data, call.mm_kwargs, call.tok_kwargs))
-        token_ids = _only_row(outputs.pop("input_ids"))
-        is_update_applied = self._hf_processor_applies_updates(
-            prompt, call.mm_items, call.mm_kwargs, call.tok_kwargs
+        outputs = dict(
+            self._call_hf_processor(
+                prompt_text, mm_data, hf_processor_mm_kwargs, tokenization_kwargs
+            )
         )
-        return token_ids, outputs, is_update_applied
+        return _only_row(outputs.pop("input_ids")), outputs
 
     def _apply_hf_processor_text_only(
-        self, prompt: str, tok_kwargs: Mapping[str, object]
+        self,
+        prompt_text: str,
+        tokenization_kwargs: Mapping[str, object],
+        *,
+        hf_processor_mm_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Tokenize as the HF processor does; families whose processor adds more override this."""
-        return self.info.get_tokenizer()(prompt, **tok_kwargs)["input_ids"]
+        """Return what the HF processor makes of text alone.
+
+        An HF processor that refuses placeholders without media, or writes something for media
+        that are not there, is mended in `_call_hf_processor`, where `mm_data` is empty.
+        """
+        token_ids, _ = self._apply_hf_processor_text_mm(
+            prompt_text, MultiModalDataItems(), hf_processor_mm_kwargs or {}, tokenization_kwargs
+        )
+        return token_ids
 
     def _apply_hf_processor_mm_only(
-        self, mm_items: MultiModalDataItems, call: ProcessorCall
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
     ) -> Mapping[str, Any]:
         """Process items without the prompt: dummy text satisfies the HF processor."""
         # The user may write into an array later: what a cache keeps of it must not change.
@@ -162,8 +214,9 @@ class ProcessorHooks(ABC, Generic[InfoT]):
         if not processed:
             return passthrough
         dummy_text = self.dummy_inputs.get_dummy_text(processed.get_all_counts())
-        dummy_call = call._replace(mm_items=processed, tok_kwargs={})
-        _, hf_inputs, _ = self._apply_hf_processor_text_mm(dummy_text, dummy_call)
+        _, hf_inputs = self._apply_hf_processor_text_mm(
+            dummy_text, processed, hf_processor_mm_kwargs, tokenization_kwargs
+        )
         return {**hf_inputs, **passthrough}
 
     def _bind_and_group_updates(

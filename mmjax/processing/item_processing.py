@@ -17,10 +17,14 @@ from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.hooks import InfoT, ProcessorHooks
-from mmjax.processing.items.parse import ModalityDataItems, MultiModalDataItems
+from mmjax.processing.items.parse import (
+    ModalityDataItems,
+    MultiModalDataItems,
+    MultiModalUUIDDict,
+)
 from mmjax.processing.media.decode import BYTES_PER_PIXEL
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget, split_by_bytes
-from mmjax.processing.prepared import ProcessedItem, ProcessorCall
+from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates, ResolvedPromptUpdate
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 from mmjax.processing.validation import validate_mm_kwargs, validate_mm_updates
@@ -32,8 +36,10 @@ class ProcessedPrompt(NamedTuple):
     token_ids: list[int]
     prompt_updates: MultiModalPromptUpdates
     fresh: Mapping[str, ProcessedItem]
-    is_update_applied: bool
-    """Whether the HF processor has updated the prompt itself."""
+    may_be_updated: bool
+    """Whether the HF processor may have updated the prompt itself."""
+    was_beside_media: bool
+    """Whether it was given text and media together."""
 
 
 class _Row(NamedTuple):
@@ -60,38 +66,71 @@ class ItemProcessing(ProcessorHooks[InfoT]):
         """Processors of one model share one."""
 
     def _cached_apply_hf_processor(
-        self, prompt: str | list[int], call: ProcessorCall
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
     ) -> ProcessedPrompt:
-        """Process what the cache lacks; the rest have their updates there."""
+        """Process what the cache lacks; the rest have their updates there.
+
+        A family whose tensors depend on the request's other items calls `_apply_hf_processor` in
+        its place for those requests (and names the items accordingly: `_get_hash_kwargs`).
+
+        Args:
+            prompt: As in `prepare`.
+            mm_data_items: All items of the request.
+            hf_processor_mm_kwargs: The request's own.
+            tokenization_kwargs: As in `prepare`.
+            mm_uuids: Per modality, what each item is known by: its hash, or what stands for it.
+        """
+        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs, mm_uuids)
         cache = self.cache
-        if cache is None or any(items.get_passthrough_data() for items in call.mm_items.values()):
-            return self._apply_hf_processor(prompt, call)
-        return self._apply_in_batches(prompt, call, *_look_up(cache, call.hashes))
+        if cache is None or any(items.get_passthrough_data() for items in mm_data_items.values()):
+            return self._apply_hf_processor(*arguments)
+        known, missing = _look_up(cache, mm_uuids)
+        return self._apply_in_batches(*arguments, known=known, missing=missing)
 
     def _apply_in_batches(
         self,
         prompt: str | list[int],
-        call: ProcessorCall,
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+        *,
         known: dict[str, Sequence[ResolvedPromptUpdate]],
         missing: Mapping[str, Mapping[str, int]],
     ) -> ProcessedPrompt:
-        """Process the missing items apart from the prompt, whose updates are then ours to do."""
-        token_ids, _, _ = self._apply_hf_processor_main(
-            prompt, call._replace(mm_items=MultiModalDataItems()), enable_hf_prompt_update=False
+        """Process the missing items apart from the prompt."""
+        token_ids, _, may_be_updated = self._apply_hf_processor_main(
+            prompt,
+            MultiModalDataItems(),
+            hf_processor_mm_kwargs,
+            tokenization_kwargs,
+            enable_hf_prompt_update=False,
         )
-        fresh = self._process_missing(missing, call)
+        if isinstance(prompt, str) and may_be_updated:
+            may_be_updated = self._hf_processor_applies_updates(
+                prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs
+            )
+        fresh = self._process_missing(missing, mm_data_items, hf_processor_mm_kwargs)
         known.update({mm_hash: alternatives for mm_hash, (_, alternatives) in fresh.items()})
         updates = {
             modality: [
                 [self._recompute_cached_prompt_update(update, index) for update in known[mm_hash]]
                 for index, mm_hash in enumerate(hashes)
             ]
-            for modality, hashes in call.hashes.items()
+            for modality, hashes in mm_uuids.items()
         }
-        return ProcessedPrompt(token_ids, updates, fresh, is_update_applied=False)
+        return ProcessedPrompt(token_ids, updates, fresh, may_be_updated, was_beside_media=False)
 
     def _process_missing(
-        self, missing: Mapping[str, Mapping[str, int]], call: ProcessorCall
+        self,
+        missing: Mapping[str, Mapping[str, int]],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
     ) -> dict[str, ProcessedItem]:
         """Process items (per modality: hash -> index), and forget each batch's pixels.
 
@@ -102,31 +141,32 @@ class ItemProcessing(ProcessorHooks[InfoT]):
             for modality, indices in missing.items()
             for mm_hash, index in indices.items()
         ]
-        sizes = self._admit(rows, call)
+        sizes = self._admit(rows, mm_data_items)
+        cancellation = mm_data_items.control.cancellation
         fresh: dict[str, ProcessedItem] = {}
         for batch, num_bytes in split_by_bytes(zip(rows, sizes, strict=True)):
-            call.control.cancellation.check()
-            with self.decode_budget.hold(num_bytes, call.control.cancellation):
+            cancellation.check()
+            with self.decode_budget.hold(num_bytes, cancellation):
                 batch_rows: dict[str, dict[str, int]] = {}
                 for modality, place, mm_hash in batch:
                     batch_rows.setdefault(modality, {})[mm_hash] = place
-                mm_items = _select(call.mm_items, batch_rows)
-                hf_inputs = self._apply_hf_processor_mm_only(mm_items, call)
-                processed = self._split_into_items(mm_items, hf_inputs, call.mm_kwargs)
+                mm_items = _select(mm_data_items, batch_rows)
+                hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
+                processed = self._split_into_items(mm_items, hf_inputs, hf_processor_mm_kwargs)
                 fresh |= self._to_fresh(batch_rows, processed)
                 mm_items.drop_decoded()
                 del hf_inputs, processed
         return fresh
 
-    def _admit(self, rows: Sequence[_Row], call: ProcessorCall) -> list[int]:
+    def _admit(self, rows: Sequence[_Row], mm_items: MultiModalDataItems) -> list[int]:
         """Return how many bytes each item decodes to; refuse too many, and items without data."""
         for modality, place, _ in rows:
-            _check_data(modality, call.mm_items[modality], [place])
-        sizes = [call.mm_items[row.modality].count_bytes_to_decode(row.place) for row in rows]
+            _check_data(modality, mm_items[modality], [place])
+        sizes = [mm_items[row.modality].count_bytes_to_decode(row.place) for row in rows]
         limit = self.info.ctx.get_mm_config().max_media_request_decode_bytes
         for row, total in zip(rows, accumulate(sizes), strict=True):
             if total > limit:
-                param = call.mm_items[row.modality].get_param(row.place)
+                param = mm_items[row.modality].get_param(row.place)
                 raise RequestValueError(
                     f"the media up to `{param}` take {total} bytes when they are decoded "
                     f"({BYTES_PER_PIXEL} for a pixel), at most {limit} are accepted of one "
@@ -134,7 +174,7 @@ class ItemProcessing(ProcessorHooks[InfoT]):
                     "`--max-media-request-decode-bytes` higher",
                     param=param,
                 )
-        call.control.admit(sum(sizes))
+        mm_items.control.admit(sum(sizes))
         return sizes
 
     def _to_fresh(
@@ -149,33 +189,44 @@ class ItemProcessing(ProcessorHooks[InfoT]):
                 _add_fresh(fresh, mm_hash, (item.own_arrays(), alternatives))
         return fresh
 
-    def _apply_hf_processor(self, prompt: str | list[int], call: ProcessorCall) -> ProcessedPrompt:
-        """Process all items, without asking a cache."""
+    def _apply_hf_processor(
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+    ) -> ProcessedPrompt:
+        """Process all items, without asking a cache; text and items together."""
+        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs)
         rows = [
             _Row(modality, index, mm_hash)
-            for modality, hashes in call.hashes.items()
+            for modality, hashes in mm_uuids.items()
             for index, mm_hash in enumerate(hashes)
         ]
-        num_bytes = sum(self._admit(rows, call))
+        num_bytes = sum(self._admit(rows, mm_data_items))
         if num_bytes > MAX_BATCH_BYTES:
-            _, missing = _look_up(None, call.hashes)
-            return self._apply_in_batches(prompt, call, {}, missing)
-        with self.decode_budget.hold(num_bytes, call.control.cancellation):
-            token_ids, hf_inputs, is_update_applied = self._apply_hf_processor_main(
-                prompt, call, enable_hf_prompt_update=True
+            _, missing = _look_up(None, mm_uuids)
+            return self._apply_in_batches(*arguments, mm_uuids, known={}, missing=missing)
+        with self.decode_budget.hold(num_bytes, mm_data_items.control.cancellation):
+            token_ids, hf_inputs, may_be_updated = self._apply_hf_processor_main(
+                *arguments, enable_hf_prompt_update=True
             )
-            processed = self._split_into_items(call.mm_items, hf_inputs, call.mm_kwargs)
-            call.mm_items.drop_decoded()
+            processed = self._split_into_items(mm_data_items, hf_inputs, hf_processor_mm_kwargs)
+            mm_data_items.drop_decoded()
         fresh: dict[str, ProcessedItem] = {}
         for modality, items in processed.items():
-            for mm_hash, (item, alternatives) in zip(call.hashes[modality], items, strict=True):
+            for mm_hash, (item, alternatives) in zip(mm_uuids[modality], items, strict=True):
                 kept = item if self.cache is None else item.own_arrays()
                 _add_fresh(fresh, mm_hash, (kept, alternatives))
         updates = {
             modality: [alternatives for _, alternatives in items]
             for modality, items in processed.items()
         }
-        return ProcessedPrompt(token_ids, updates, fresh, is_update_applied)
+        has_passthrough = any(items.get_passthrough_data() for items in mm_data_items.values())
+        return ProcessedPrompt(
+            token_ids, updates, fresh, may_be_updated, was_beside_media=not has_passthrough
+        )
 
     def _split_into_items(
         self,

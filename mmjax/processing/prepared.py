@@ -5,25 +5,13 @@ Knows no cache.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from mmjax.processing.items.parse import MultiModalDataItems
-from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 
 ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 """An item's tensors, and the alternatives of its prompt update."""
-
-
-class ProcessorCall(NamedTuple):
-    """What travels unchanged through one `prepare`, and what `rebuild` needs of it."""
-
-    mm_items: MultiModalDataItems
-    hashes: Mapping[str, list[str]]
-    mm_kwargs: Mapping[str, object]
-    tok_kwargs: Mapping[str, object]
-    control: DecodeControl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +28,9 @@ class PreparedInputs:
     """Per modality, one range per item, in the user's order."""
     fresh: Mapping[str, ProcessedItem]
     """By hash, the items that were processed for this request."""
-    call: ProcessorCall
+    mm_items: MultiModalDataItems
+    """As they came, for `rebuild`."""
+    mm_kwargs: Mapping[str, object]
+    """The request's own, for `rebuild`."""
     encoder_prompt_token_ids: list[int] | None = None
     """The encoder's prompt, where the placeholders stand; None for a decoder alone."""

@@ -7,14 +7,16 @@ A request is processed in two steps. `prepare` does the work, and changes no cac
 short, and the only place where the cache changes: who sends the result to the engine holds a lock
 around both, so that the engine sees requests in the order of their commits.
 
-A text prompt without a cache goes to the HF processor together with its media, which then updates
-the prompt itself. With a cache, or with token ids, the media go alone (with dummy text, in one
-batch of the items that the cache lacks), and the updates are applied here.
+A text prompt goes to the HF processor: without a cache together with its media, with a cache
+alone. Token ids do not: `_apply_hf_processor_tokens_only` does to them what HF does to any text.
+With a cache, or with token ids, the media go alone (with dummy text, in batches of the items that
+the cache lacks). Where HF has written the updated placeholders they are found in the prompt; where
+not, the updates are applied here.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import ClassVar
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
@@ -33,7 +35,7 @@ from mmjax.processing.items.parse import (
 )
 from mmjax.processing.items.uuids import complete_mm_data
 from mmjax.processing.media.decode_budget import DecodeControl
-from mmjax.processing.prepared import PreparedInputs, ProcessorCall
+from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.prompt_updates.updates import PlaceholderFeaturesInfo
 from mmjax.processing.tensors.inputs import (
     ItemData,
@@ -147,15 +149,20 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
-        hashed = self.item_hasher.identify(mm_items, uuids, mm_kwargs, **names)
-        hashes, tok_kwargs = hashed.by_modality, dict(tokenization_kwargs or {})
-        call = ProcessorCall(mm_items, hashes, mm_kwargs, tok_kwargs, control or DecodeControl())
+        factors = self._get_hash_kwargs(mm_items, mm_kwargs)
+        hashed = self.item_hasher.identify(mm_items, uuids, factors, **names)
+        if control is not None:
+            mm_items = mm_items.with_control(control)
+
+        def process(kwargs: Mapping[str, object]) -> PreparedInputs:
+            return self._prepare(
+                prompt, mm_items, kwargs, dict(tokenization_kwargs or {}), hashed.by_modality
+            )
 
         try:
-            prepared = self._prepare(prompt, call)
+            prepared = process(mm_kwargs)
         except Exception as error:  # HF's code and families' may raise anything
-            without = partial(self._prepare, prompt, call._replace(mm_kwargs={}))
-            blamed = find_fault(error, call.mm_kwargs, without)
+            blamed = find_fault(error, mm_kwargs, lambda: process({}))
             if blamed is error:
                 raise
             raise blamed from error
@@ -163,9 +170,20 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         mm_items.drop_decoded()
         return prepared
 
-    def _prepare(self, prompt: str | list[int], call: ProcessorCall) -> PreparedInputs:
-        processed = self._cached_apply_hf_processor(prompt, call)
-        token_ids, placeholders = self._maybe_apply_prompt_updates(call.mm_items, processed)
+    def _prepare(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+        mm_hashes: Mapping[str, list[str]],
+    ) -> PreparedInputs:
+        processed = self._cached_apply_hf_processor(
+            prompt, mm_items, mm_kwargs, tok_kwargs, mm_uuids=mm_hashes
+        )
+        token_ids, placeholders = self._maybe_apply_prompt_updates(
+            prompt, mm_items, mm_kwargs, tok_kwargs, processed
+        )
         ranges = {
             modality: [placeholder.to_range() for placeholder in found]
             for modality, found in placeholders.items()
@@ -174,10 +192,11 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         return PreparedInputs(
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
-            mm_hashes=call.hashes,
+            mm_hashes=mm_hashes,
             mm_placeholders=ranges,
             fresh=processed.fresh,
-            call=call,
+            mm_items=mm_items,
+            mm_kwargs=mm_kwargs,
         )
 
     def commit(self, prepared: PreparedInputs) -> MultiModalInputs:
@@ -197,15 +216,15 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
     def rebuild(self, prepared: PreparedInputs, mm_hashes: Sequence[str]) -> PreparedInputs:
         """Make items fresh again, from their media; RequestError where only a uuid was given."""
         wanted = set(mm_hashes) - prepared.fresh.keys()
-        call = prepared.call
         rows: dict[str, dict[str, int]] = {}
-        for modality, hashes in call.hashes.items():
+        for modality, hashes in prepared.mm_hashes.items():
             for index, mm_hash in enumerate(hashes):
                 if mm_hash in wanted:
                     rows.setdefault(modality, {}).setdefault(mm_hash, index)
         # It was admitted before; whether it is still wanted counts on.
-        control = DecodeControl(call.control.cancellation)
-        fresh = self._process_missing(rows, call._replace(control=control))
+        control = DecodeControl(prepared.mm_items.control.cancellation)
+        mm_items = prepared.mm_items.with_control(control)
+        fresh = self._process_missing(rows, mm_items, prepared.mm_kwargs)
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
     def _to_mm_items(
@@ -218,14 +237,35 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         return self.info.parse_mm_data(complete_mm_data(mm_data or {}, mm_uuids))
 
     def _maybe_apply_prompt_updates(
-        self, mm_items: MultiModalDataItems, processed: ProcessedPrompt
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+        processed: ProcessedPrompt,
     ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        """Find the updated placeholders where the HF processor wrote them; else write them."""
         token_ids, updates = processed.token_ids, processed.prompt_updates
-        if processed.is_update_applied:
+        counts = {modality: n for modality, n in mm_items.get_all_counts().items() if n}
+        if not counts:
+            return token_ids, {}
+        if processed.may_be_updated and isinstance(prompt, str):
             placeholders = self._find_mm_placeholders(token_ids, updates)
-        else:
-            token_ids, placeholders = self._apply_prompt_updates(token_ids, updates)
-        validate_mm_placeholders(self.info, placeholders, mm_items.get_all_counts())
+            if all(len(placeholders.get(m, ())) == n for m, n in counts.items()):
+                return token_ids, placeholders
+            if processed.was_beside_media:
+                token_ids, _, _ = self._apply_hf_processor_main(
+                    prompt,
+                    MultiModalDataItems(),
+                    mm_kwargs,
+                    tok_kwargs,
+                    enable_hf_prompt_update=False,
+                )
+                if token_ids != processed.token_ids:
+                    # It did something for the media, and not what the family says.
+                    validate_mm_placeholders(self.info, placeholders, counts)
+        token_ids, placeholders = self._apply_prompt_updates(token_ids, updates)
+        validate_mm_placeholders(self.info, placeholders, counts)
         return token_ids, placeholders
 
     def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:

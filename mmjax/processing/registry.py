@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, ConfigError
 from mmjax.logger import get_logger
 from mmjax.model_source import load_model_config
 from mmjax.processing.commit import ProcessorCache
@@ -62,6 +62,7 @@ class MultiModalRegistry:
     """Finds the processor of an architecture: mmjax's own, or another package's."""
 
     def __init__(self) -> None:
+        self._registered: dict[str, ProcessorFactories | str] = {}
         self._by_entry_point: dict[str, ProcessorFactories] = {}
 
     def register_processor(
@@ -72,7 +73,7 @@ class MultiModalRegistry:
         dummy_inputs: Callable[[Any], BaseDummyInputsBuilder[Any]],
         model: str | None = None,
     ) -> Callable[[ModelT], ModelT]:
-        """Return a decorator that gives a class its processor.
+        """Return a decorator that gives a class its processor, and makes both known by its name.
 
         The class is the model, unless `model` names another (`package.module:Class`): a class
         that only carries the processor keeps jax out of P0.
@@ -88,9 +89,35 @@ class MultiModalRegistry:
                 )
             own = f"{model_cls.__module__}:{model_cls.__qualname__}"
             model_cls._processor_factory = replace(factories, model=model or own)
+            self._register(model_cls.__name__, model_cls._processor_factory)
             return model_cls
 
         return decorate
+
+    def register_model(self, architecture: str, model: type | str) -> None:
+        """Make another package's model known in this process.
+
+        Args:
+            architecture: The first of `architectures` in the checkpoint's config.json.
+            model: A class decorated with `register_processor`; or `package.module:name` of one,
+                or of a `ProcessorFactories`, which is imported when it is asked for.
+        """
+        if not isinstance(model, str):
+            self._register(architecture, self.get_factories(model))
+        elif all(model.partition(":")):
+            self._register(architecture, model)
+        else:
+            raise ConfigError(
+                f"`{architecture}` is registered as {model!r}; give a class, or its import path as "
+                "`package.module:Class`"
+            )
+
+    def _register(self, architecture: str, model: ProcessorFactories | str) -> None:
+        if architecture in import_module(_IN_TREE).MODELS:
+            raise ConfigError(
+                f"`{architecture}` is mmjax's own and cannot be replaced; register another name"
+            )
+        self._registered[architecture] = model
 
     def get_factories(self, model_cls: type) -> ProcessorFactories:
         """Return what was registered for exactly this class; its bases do not count."""
@@ -107,6 +134,11 @@ class MultiModalRegistry:
         row = import_module(_IN_TREE).MODELS.get(architecture)
         if row is not None:
             return getattr(import_module(f"mmjax.models.{row.folder}.processor"), row.factories)
+        registered = self._registered.get(architecture)
+        if isinstance(registered, str):
+            registered = self._to_factories(load_object(registered), architecture, registered)
+        if registered is not None:
+            return registered
         if architecture not in self._by_entry_point:
             found = list(entry_points(group=ENTRY_POINTS, name=architecture))
             if not found:
@@ -125,12 +157,15 @@ class MultiModalRegistry:
                 f"the model `{entry.name}` of another package cannot be loaded from "
                 f"`{entry.value}`: {type(error).__name__}: {error}"
             ) from error
+        return self._to_factories(loaded, entry.name, entry.value)
+
+    def _to_factories(self, loaded: Any, architecture: str, path: str) -> ProcessorFactories:
         if isinstance(loaded, ProcessorFactories):
             return loaded
         if isinstance(loaded, type):
             return self.get_factories(loaded)
         raise CheckpointError(
-            f"the entry point `{entry.value}` of `{entry.name}` is a `{type(loaded).__name__}`; "
+            f"`{path}`, which stands for `{architecture}`, is a `{type(loaded).__name__}`; "
             "it must be a ProcessorFactories, or a class decorated with `register_processor`"
         )
 

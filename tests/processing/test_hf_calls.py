@@ -135,7 +135,7 @@ class TestEmbeddings:
         processor = make_embeds(cache)
         prompt: Any = ids("a[img]b[img]") if as_tokens else "a[img]b[img]"
         inputs = processor.apply(prompt, {"image": list(self.EMBEDS)})
-        assert processor.calls == ()
+        assert [*processor.calls] == ([] if as_tokens else [(prompt, [])])  # the text alone
         assert inputs.prompt_token_ids == [
             *[*ids("a"), *[SOFT] * 3],
             *[*ids("b", special=False), SOFT],
@@ -150,7 +150,8 @@ class TestEmbeddings:
         request = {"image": [draw(5, 2), draw(6, 2)], "video": list(self.EMBEDS)}
         prompt = "[vid][img][img][vid]"
         inputs = processor.apply(prompt, request)
-        assert processor.calls == [("[img][img]", [5, 6])]  # the held one again: nothing is asked
+        # The text alone; then the images, the held one again: nothing is asked.
+        assert processor.calls == [(prompt, []), ("[img][img]", [5, 6])]
         assert [one.length for one in inputs.mm_placeholders["video"]] == [3, 1]
         # The cache learns of all of them even so: the engine, which gets them, will hold them.
         assert [item is None for item in inputs.mm_kwargs["image"]] == [True, False]

@@ -35,6 +35,8 @@ SOFT = TOKENIZER.image_token_id
 class FakeHFProcessor:
     """Gives each image its width; writes two `<image_soft_token>` for each `[img]`, or does not."""
 
+    writes_without_images = False
+
     def __init__(self, *, applies_updates: bool) -> None:
         self.applies_updates = applies_updates
 
@@ -48,7 +50,7 @@ class FakeHFProcessor:
     ) -> BatchFeature:
         if images is not None and text.count("[img]") not in (0, len(images)):
             raise RuntimeError("bad number of tags")
-        if self.applies_updates:
+        if self.applies_updates and (self.writes_without_images or images is not None):
             text = text.replace("[img]", "<image_soft_token>" * 2)
         token_ids = TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
         outputs: dict[str, Any] = {"input_ids": np.array([token_ids])}
@@ -175,6 +177,137 @@ def test_a_declared_update_that_did_not_happen_is_an_error():
     processor = make(updates=[PromptReplacement("image", "[img]", [SOFT] * 7)])
     with pytest.raises(RuntimeError, match="Expected there to be 1 prompt placeholders"):
         processor.apply("[img]", {"image": draw(2, 2)})
+
+
+class WritingHFProcessor(FakeHFProcessor):
+    """Changes every text, and writes placeholders always, never, or beside images alone."""
+
+    def __init__(self, *, writes_placeholders: bool | None) -> None:
+        super().__init__(applies_updates=writes_placeholders is not False)
+        self.writes_without_images = writes_placeholders is True
+
+    def __call__(
+        self,
+        text: str,
+        images: Sequence[Any] | None = None,
+        return_tensors: str = "np",
+        add_special_tokens: bool = True,
+        scale: int = 1,
+        ending: str = "!",
+    ) -> BatchFeature:
+        return super().__call__(f"{text}{ending}", images, add_special_tokens=add_special_tokens)
+
+
+class Undeclared(Processor):
+    """Says nothing of who applies the updates."""
+
+    _hf_processor_applies_updates = BaseMultiModalProcessor._hf_processor_applies_updates  # pyright: ignore
+
+
+class TestTextGoesThroughTheHFProcessor:
+    """With a cache, without, with images and without: what HF does to text is done."""
+
+    @pytest.fixture(params=["cached", "uncached"])
+    def processor(self, request: pytest.FixtureRequest) -> Undeclared:
+        processor = make(cache() if request.param == "cached" else None, base=Undeclared)
+        assert isinstance(processor, Undeclared)
+        return processor
+
+    @pytest.mark.parametrize("writes_placeholders", [True, False, None])
+    @pytest.mark.parametrize("num_images", [0, 1, 2])
+    def test_the_same_ids_whoever_writes_the_placeholders(
+        self,
+        processor: Undeclared,
+        monkeypatch: pytest.MonkeyPatch,
+        writes_placeholders: bool | None,
+        num_images: int,
+    ):
+        hf_processor = WritingHFProcessor(writes_placeholders=writes_placeholders)
+        monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_: hf_processor)
+        images = [draw(3 + index, 2) for index in range(num_images)]
+        expected = ids("a " + "<image_soft_token>" * 2 * num_images + "!")
+        for _ in range(2):  # the second time, a cache has the images
+            inputs = processor.apply("a " + "[img]" * num_images, {"image": images})
+            assert inputs.prompt_token_ids == expected
+            offsets = [one.offset for one in inputs.mm_placeholders.get("image", [])]
+            assert offsets == [expected.index(SOFT) + 2 * index for index in range(num_images)]
+
+    @pytest.mark.parametrize("images", [[], [draw(3, 2)]])
+    def test_a_requests_kwargs_reach_it(
+        self, processor: Undeclared, monkeypatch: pytest.MonkeyPatch, images: list[Any]
+    ):
+        hf_processor = WritingHFProcessor(writes_placeholders=False)
+        monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_: hf_processor)
+        inputs = processor.apply(
+            "[img]" * len(images),
+            {"image": images},
+            hf_processor_mm_kwargs={"ending": "?"},
+            tokenization_kwargs={"add_special_tokens": False},
+        )
+        assert inputs.prompt_token_ids == [*[SOFT] * 2 * len(images), *ids("?", special=False)]
+
+    def test_token_ids_go_by_it(self, processor: Undeclared, monkeypatch: pytest.MonkeyPatch):
+        hf_processor = WritingHFProcessor(writes_placeholders=True)
+        monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_: hf_processor)
+        assert processor.apply(ids("a")).prompt_token_ids == ids("a")
+        inputs = processor.apply(ids("a[img]"), {"image": draw(3, 2)})
+        assert inputs.prompt_token_ids == [*ids("a"), SOFT, SOFT]
+
+
+class CountingHFProcessor(FakeHFProcessor):
+    """Gives each image the number of images beside it, as DeepSeek-VL2's crops depend on it."""
+
+    def __call__(
+        self,
+        text: str,
+        images: Sequence[Any] | None = None,
+        return_tensors: str = "np",
+        add_special_tokens: bool = True,
+        scale: int = 1,
+    ) -> BatchFeature:
+        outputs = super().__call__(text, images, return_tensors, add_special_tokens)
+        if images is not None:
+            outputs["width"] = np.array([[len(images) > 2]] * len(images))
+        return outputs
+
+
+class Counting(Undeclared):
+    """More than two images are processed together, and named as such."""
+
+    def _get_hash_kwargs(self, mm_items: Any, hf_processor_mm_kwargs: Any) -> Any:
+        is_crowd = mm_items.get_count("image", strict=False) > 2
+        return {**hf_processor_mm_kwargs, **({"crops": False} if is_crowd else {})}
+
+    def _cached_apply_hf_processor(
+        self,
+        prompt: Any,
+        mm_data_items: Any,
+        hf_processor_mm_kwargs: Any,
+        tokenization_kwargs: Any,
+        mm_uuids: Any = None,
+    ) -> Any:
+        name = "_apply_hf_processor"
+        if mm_data_items.get_count("image", strict=False) <= 2:
+            name = "_cached_apply_hf_processor"
+        return getattr(super(), name)(
+            prompt=prompt,
+            mm_data_items=mm_data_items,
+            hf_processor_mm_kwargs=hf_processor_mm_kwargs,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_uuids=mm_uuids,
+        )
+
+
+def test_a_family_may_go_round_the_cache_and_name_its_items(monkeypatch: pytest.MonkeyPatch):
+    processor = make(cache(), base=Counting)
+    hf_processor = CountingHFProcessor(applies_updates=False)
+    monkeypatch.setattr(processor.info, "get_hf_processor", lambda **_: hf_processor)
+    images = [draw(3 + index, 2) for index in range(3)]
+    few = processor.apply("[img]" * 2, {"image": images[:2]})
+    many = processor.apply("[img]" * 3, {"image": images})
+    assert few.mm_kwargs.get_data()["width"].tolist() == [[False]] * 2
+    assert many.mm_kwargs.get_data()["width"].tolist() == [[True]] * 3
+    assert not set(few.mm_hashes["image"]) & set(many.mm_hashes["image"])
 
 
 def test_an_update_without_its_target_is_an_error():

@@ -12,7 +12,7 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.registry import load_model_class, require_model
 from mmjax.processing import (
     MULTIMODAL_REGISTRY,
@@ -114,6 +114,38 @@ class TestDecorator:
         assert not caplog.text
         self.register(Model)
         assert "had a processor" in caplog.text
+
+
+class TestRegistration:
+    """Without an entry point: in this process."""
+
+    @pytest.fixture(autouse=True)
+    def registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
+
+    def test_the_decorator_makes_a_class_known_by_its_name(self):
+        decorate = MULTIMODAL_REGISTRY.register_processor(
+            Processor, info=Info, dummy_inputs=DummyInputs
+        )
+        decorated = decorate(type("DecoratedHere", (), {}))
+        processor = MULTIMODAL_REGISTRY.create_processor(config_of("DecoratedHere"))
+        assert isinstance(processor, Processor)
+        MULTIMODAL_REGISTRY.register_model("OtherName", decorated)
+        assert isinstance(MULTIMODAL_REGISTRY.create_processor(config_of("OtherName")), Processor)
+
+    @pytest.mark.usefixtures("elsewhere")
+    def test_an_import_path_is_imported_when_it_is_asked_for(self):
+        MULTIMODAL_REGISTRY.register_model("ByPath", "elsewhere.processor:FACTORIES")
+        assert "elsewhere.processor" not in sys.modules
+        assert load_model_class("ByPath").__name__ == "Elsewhere"
+
+    def test_what_cannot_be_registered_is_named(self):
+        with pytest.raises(ConfigError, match="'elsewhere'; give a class, or its import path"):
+            MULTIMODAL_REGISTRY.register_model("ByPath", "elsewhere")
+        with pytest.raises(ConfigError, match=r"`Gemma3.*` is mmjax's own and cannot be replaced"):
+            MULTIMODAL_REGISTRY.register_model("Gemma3ForConditionalGeneration", "a:b")
+        with pytest.raises(ValueError, match="`int` is not a multimodal model"):
+            MULTIMODAL_REGISTRY.register_model("Int", int)
 
 
 class TestTextModels:

@@ -14,7 +14,6 @@ from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.prepared import ProcessorCall
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptReplacement,
@@ -118,13 +117,24 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
         return outputs
 
     def _apply_hf_processor_main(
-        self, prompt: str | list[int], call: ProcessorCall, *, enable_hf_prompt_update: bool
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        *,
+        enable_hf_prompt_update: bool,
     ) -> tuple[list[int], Mapping[str, Any], bool]:
         token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
-            prompt, call, enable_hf_prompt_update=enable_hf_prompt_update
+            prompt,
+            mm_items,
+            hf_processor_mm_kwargs,
+            tokenization_kwargs,
+            enable_hf_prompt_update=enable_hf_prompt_update,
         )
         sep_token_id = self.info.get_tokenizer().sep_token_id
-        if token_ids[-1:] != [sep_token_id] and not self.info.is_for_completion(call.mm_kwargs):
+        is_for_completion = self.info.is_for_completion(hf_processor_mm_kwargs)
+        if token_ids[-1:] != [sep_token_id] and not is_for_completion:
             token_ids = [*token_ids, sep_token_id]
         return token_ids, hf_inputs, is_update_applied
 

@@ -178,19 +178,19 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         sizes = (own.image_processor.size, operators.size)
         return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
 
-    def get_image_processor(self) -> FuyuImageProcessor:
+    def get_planned_image_processor(self) -> FuyuImageProcessor:
         """Return the settings under which memory is planned."""
         kwargs = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
         image_processor, _ = self.get_hf_processor().split_kwargs(kwargs)
         return image_processor
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        return ImageSize(**self.get_image_processor().size)
+        return ImageSize(**self.get_planned_image_processor().size)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        grid = self.get_image_processor().get_grid(self.get_image_size_with_most_features())
+        grid = self.get_planned_image_processor().get_grid(self.get_image_size_with_most_features())
         return {"image": math.prod(grid)}
 
 

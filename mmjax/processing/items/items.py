@@ -9,6 +9,7 @@ from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes
+from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.media.encoded import EncodedImage
 from mmjax.processing.media.video import video_as_uint8
 
@@ -260,9 +261,21 @@ ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)
 class MultiModalDataItems(UserDict[str, ModalityDataItems]):
     """All items of one request, by modality."""
 
+    def __init__(self, *args: Any, **kwargs: ModalityDataItems) -> None:
+        super().__init__(*args, **kwargs)
+        self.control = DecodeControl()
+        """Asked before any is decoded."""
+
+    def with_control(self, control: DecodeControl) -> "MultiModalDataItems":
+        """Return the same items under another control."""
+        items = MultiModalDataItems(self.data)
+        items.control = control
+        return items
+
     def select(self, modalities: Collection[str]) -> "MultiModalDataItems":
         """Return the items of some modalities, in this order."""
-        return MultiModalDataItems({m: items for m, items in self.items() if m in modalities})
+        kept = {m: items for m, items in self.items() if m in modalities}
+        return MultiModalDataItems(kept).with_control(self.control)
 
     def get_count(self, modality: str, *, strict: bool = True) -> int:
         """Return the number of items; an absent modality raises, or counts 0 without `strict`."""
