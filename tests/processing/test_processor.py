@@ -201,7 +201,8 @@ class WritingHFProcessor(FakeHFProcessor):
 class Undeclared(Processor):
     """Says nothing of who applies the updates."""
 
-    _hf_processor_applies_updates = BaseMultiModalProcessor._hf_processor_applies_updates  # pyright: ignore
+    def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
+        return BaseMultiModalProcessor._hf_processor_applies_updates(self, *args, **kwargs)
 
 
 class TestTextGoesThroughTheHFProcessor:
