@@ -16,7 +16,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._shutdown = shutdown
         self._reader = reader
-        shutdown.drain = self._drain
+        shutdown.drain_with(self._drain)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take a signal."""

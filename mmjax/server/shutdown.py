@@ -31,9 +31,19 @@ class Shutdown:
     def __init__(self) -> None:
         self.timeout_s = 0.0
         """What running requests get to finish."""
-        self.drain: Callable[[], None] | None = None
-        """Begins the orderly end; None: nothing runs yet, and `Interrupted` is raised."""
-        self._is_begun = False
+        self._drain: Callable[[], None] | None = None
+        self._number = 0
+        """The signal that has come; 0: none."""
+
+    def drain_with(self, drain: Callable[[], None]) -> None:
+        """Begin the orderly end by `drain` from now on; before, `Interrupted` is raised.
+
+        Raises it here for a signal that has come: what is raised in the midst of an import, or of
+        a callback, may have been swallowed there.
+        """
+        if self._number:
+            raise Interrupted(self._number)
+        self._drain = drain
 
     def install(self) -> None:
         """Take the signals from now on."""
@@ -47,14 +57,14 @@ class Shutdown:
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Begin the end, or make it."""
-        if self._is_begun:
+        if self._number:
             _end_now(number, "a second signal")
-        self._is_begun = True
+        self._number = number
         signal.signal(signal.SIGALRM, lambda *_: _end_now(number, "the time to shut down is over"))
         signal.setitimer(signal.ITIMER_REAL, self.timeout_s + CLOSE_TIMEOUT_S)
-        if self.drain is None:
+        if self._drain is None:
             raise Interrupted(number)
-        self.drain()
+        self._drain()
 
 
 def leave(status: int) -> None:

@@ -249,7 +249,7 @@ class Bench:
         assert sorted(pool._free) == list(range(pool.num_blocks))
         assert not scheduler.kv_cache._tables
         assert not scheduler.kv_cache._block_ids
-        assert not scheduler.kv_cache._num_named
+        assert not scheduler.kv_cache._num_hashed
         assert not scheduler.running
         assert not scheduler.waiting
         assert not scheduler.waiting._arrivals

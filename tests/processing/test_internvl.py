@@ -60,7 +60,7 @@ def original(**overrides: Any) -> Path:
 
 
 def make_original(cache: Any = None, mm: Any = None, **overrides: Any) -> Any:
-    config = load_model_config(str(original(**overrides)), mm=mm)
+    config = load_model_config(str(original(**overrides)), mm=mm or MultiModalConfig())
     return create_processor(config, cache=cache)
 
 
