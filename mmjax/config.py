@@ -366,6 +366,12 @@ class EngineConfig:
         is_for_serve_alone=True,
     )
 
+    max_embeds_per_item: Mapping[str, int] = field(default_factory=dict)
+    """By modality, the embeddings of the largest item, which P0's processor knows.
+
+    No setting: it follows from those for media. Empty: the processor was not asked.
+    """
+
     def __post_init__(self) -> None:
         check_settings(self)
 

@@ -74,7 +74,9 @@ def _load(config: ModelConfig, *, use_tqdm: bool) -> Params:
     dtype = _resolve_dtype(config)
     model_class: Any = load_model_class(config.architecture)
     _, abstract = build_abstract(model_class, config.hf_config, dtype=dtype)
-    return load_params(config.path, abstract, model_class.RULES, dtype=dtype, use_tqdm=use_tqdm)
+    return load_params(
+        config.path, abstract, model_class.rules(config.hf_config), use_tqdm=use_tqdm
+    )
 
 
 def _resolve_dtype(config: ModelConfig) -> Any:

@@ -8,25 +8,30 @@ import numpy as np
 import torch
 
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import PagedModel, Sample
-from mmjax.weights.rules import Rule, apply_rules
+from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.weights.rules import Rule, Split, map_tensor
 from tests.kit import fill_by_name, gemma_tokenizer, tiny_gemma3_config
 
 TOLERANCE = 2e-5
 """What tiny models reach in float32; the promise is 1e-4."""
 
 
-def params_of(model: torch.nn.Module, abstract: Params, rules: Sequence[Rule]) -> dict[Any, Any]:
+def params_of(
+    model: torch.nn.Module, abstract: Params, rules: Sequence[Rule | Split]
+) -> dict[Any, Any]:
     """Return the torch model's weights as our tree: every tensor used, none left over."""
     expected = flatten_params(abstract)
     leaves = {}
     for name, tensor in model.state_dict().items():
-        mapped = apply_rules(name, rules)
-        if mapped is None or (mapped == "lm_head.weight" and mapped not in expected):
-            continue
-        assert mapped not in leaves, name
-        assert tuple(tensor.shape) == expected[mapped].shape, name
-        leaves[mapped] = jnp.asarray(tensor.numpy())
+        for mapped, part in map_tensor(name, rules):
+            if mapped.endswith("lm_head.weight") and mapped not in expected:
+                continue
+            assert mapped not in leaves, name
+            array = tensor.numpy() if part is None else part.cut(tensor.numpy())
+            assert array.shape == expected[mapped].shape, name
+            leaves[mapped] = jnp.asarray(array)
     assert leaves.keys() == expected.keys()
     return unflatten_params(leaves)
 
@@ -70,7 +75,7 @@ def paged_gemma3(reference: Any, max_len: int = 256) -> PagedModel:
 
     model_class = Gemma3ForConditionalGeneration
     _, abstract = build_abstract(model_class, reference.config, dtype=jnp.float32)
-    params = params_of(reference, abstract, model_class.RULES)
+    params = params_of(reference, abstract, model_class.rules(reference.config))
     return PagedModel(model_class, reference.config, params, max_len)
 
 
@@ -81,13 +86,15 @@ def draw_sample(config: Any, texts: Sequence[int], seed: int = 0) -> Sample:
     soft = config.image_token_index
     picture = [config.boi_token_index, *[soft] * tokens, config.eoi_token_index]
     ids: list[int] = []
+    items = []
     for number, length in enumerate(texts):
-        ids += picture if number else []
+        if number:
+            pixels = generator.normal(size=(1, 3, side, side)).astype(np.float32)
+            place = PlaceholderRange(offset=len(ids) + 1, length=tokens)
+            items.append(PromptItem(place, {"pixel_values": pixels}))
+            ids += picture
         ids += generator.integers(5, 250, length).tolist()
-    token_ids = np.array(ids, np.int32)
-    pixels = generator.normal(size=(len(texts) - 1, 3, side, side)).astype(np.float32)
-    units = {"pixel_values": pixels} if len(texts) > 1 else {}
-    return Sample(token_ids=token_ids, is_embed=token_ids == soft, units=units)
+    return Sample(token_ids=np.array(ids, np.int32), items=items)
 
 
 def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
@@ -98,4 +105,8 @@ def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
         "attention_mask": torch.ones_like(ids),
         "token_type_ids": torch.tensor(sample.is_embed, dtype=torch.long)[None],
     }
-    return inputs | {name: torch.tensor(value) for name, value in sample.units.items()}
+    names = sample.items[0].tensors if sample.items else ()
+    return inputs | {
+        name: torch.tensor(np.concatenate([item.tensors[name] for item in sample.items]))
+        for name in names
+    }

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from mmjax.engine.start import EngineStart
 from mmjax.errors import RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 
@@ -46,8 +46,7 @@ class EngineCore:
         """
         self.config = config
         parts = EngineStart(config, model_class).start(params)
-        self._model_class = parts.model_class
-        self._encoder_spec = parts.encoder_spec
+        self._host_inputs = parts.host_inputs
         self._precomputed = parts.precomputed
         self._placement = parts.placement
         self._limits = parts.limits
@@ -69,9 +68,7 @@ class EngineCore:
         self._encoder_inputs = None
         self._block_hasher = _make_block_hasher(config.cache)
         if parts.limits.max_encoder_len:
-            self._encoder_inputs = EncoderInputs(
-                parts.model_class, parts.encoder_spec, parts.limits
-            )
+            self._encoder_inputs = EncoderInputs(parts.host_inputs, parts.limits)
             # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
             self._block_hasher = None
         self._counter = CompilationCounter()
@@ -97,9 +94,10 @@ class EngineCore:
         features = resolve_features(message.mm_features, self._receiver_cache)
         _check_is_served(message, has_encoder=self._encoder_inputs is not None)
         check_places(features)
-        items, encoder = [], None
+        items, encoder, rotary = [], None, None
         if self._encoder_inputs is None:
             items = [self._to_item(feature) for feature in features]
+            rotary = self._find_positions(len(message.prompt_token_ids), features)
         else:
             encoder = self._encoder_inputs.make(message.encoder_prompt_token_ids, features)
         self._limits.check_prompt(message.prompt_token_ids, items)
@@ -110,6 +108,7 @@ class EngineCore:
             max_model_len=self.config.model.max_model_len,
             items=items,
             encoder=encoder,
+            rotary=rotary,
             eos_token_ids=message.eos_token_ids,
             priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
@@ -246,22 +245,53 @@ class EngineCore:
             )
         item = feature.tensors
         assert item is not None, "resolved already"
-        spec = self._encoder_spec
+        spec = self._host_inputs.encoder_spec
         try:
-            units = self._model_class.encoder_units(item.get_data())
+            units = self._host_inputs.units(item.get_data())
             arrays = {
                 name: np.asarray(units[name], dtype) for name, (_, dtype) in spec.inputs.items()
             }
+            rows = self._host_inputs.embed_rows(item.get_data())
         except (KeyError, TypeError, ValueError) as error:
             raise RequestRuntimeError(
                 f"item {feature.identifier} lacks what the model encodes; each needs "
                 f"{', '.join(sorted(spec.inputs))}",
                 param="multi_modal_data",
             ) from error
-        _check_shapes(feature, arrays, spec)
+        num_outputs = _check_shapes(feature, arrays, spec)
+        if isinstance(spec, PackedEncoderSpec):
+            self._check_patches(feature.identifier, num_outputs * spec.patches_per_token)
+        num_embeds = feature.mm_position.get_num_embeds()
+        if num_embeds != (num_outputs if rows is None else len(rows)):
+            raise RequestRuntimeError(
+                f"item {feature.identifier} has {num_outputs if rows is None else len(rows)} "
+                f"embeddings, and placeholders for {num_embeds}; they must agree",
+                param="multi_modal_data",
+            )
         return EncoderItem(
-            identifier=feature.identifier, mm_position=feature.mm_position, units=arrays
+            identifier=feature.identifier,
+            mm_position=feature.mm_position,
+            units=arrays,
+            rows=rows,
         )
+
+    def _check_patches(self, identifier: str, num_patches: int) -> None:
+        largest = self._runner.buckets.encode[-1]
+        if num_patches > largest:
+            raise RequestRuntimeError(
+                f"item {identifier} has {num_patches} patches; the encoder takes {largest}",
+                param="multi_modal_data",
+            )
+
+    def _find_positions(
+        self, num_tokens: int, features: Sequence[MultiModalFeatureSpec]
+    ) -> RotaryPositions | None:
+        items = [
+            PromptItem(feature.mm_position, feature.tensors.get_data())
+            for feature in sorted(features, key=lambda one: one.mm_position.offset)
+            if feature.tensors is not None
+        ]
+        return self._host_inputs.rotary_positions(num_tokens, items)
 
 
 def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
@@ -299,44 +329,31 @@ def _check_shapes(
     feature: MultiModalFeatureSpec,
     arrays: Mapping[str, np.ndarray],
     spec: EncoderSpec | PackedEncoderSpec,
-) -> None:
-    is_packed = isinstance(spec, PackedEncoderSpec)
+) -> int:
+    """Return how many embeddings the arrays give; `RequestRuntimeError` for other shapes."""
+    unit = "patch" if isinstance(spec, PackedEncoderSpec) else "unit"
     counts = set()
     for name, (shape, _) in spec.inputs.items():
         if arrays[name].ndim == 0 or arrays[name].shape[1:] != tuple(shape):
             raise RequestRuntimeError(
                 f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
-                f"each {'patch' if is_packed else 'unit'} must have shape {tuple(shape)}",
+                f"each {unit} must have shape {tuple(shape)}",
                 param="multi_modal_data",
             )
         counts.add(len(arrays[name]))
-    num_embeds = feature.mm_position.get_num_embeds()
-    if isinstance(spec, PackedEncoderSpec):
-        _check_patches(feature.identifier, counts, num_embeds, spec)
-    else:
-        _check_units(feature.identifier, counts, num_embeds, spec)
-
-
-def _check_patches(
-    identifier: str, counts: set[int], num_embeds: int, spec: PackedEncoderSpec
-) -> None:
-    if counts != {num_embeds * spec.patches_per_token}:
+    if len(counts) > 1:
         raise RequestRuntimeError(
-            f"item {identifier} has {sorted(counts)} patches, {spec.patches_per_token} for each "
-            f"embedding, and placeholders for {num_embeds}; they must agree",
+            f"the inputs of item {feature.identifier} have {sorted(counts)} {unit} rows; all must "
+            "have as many",
             param="multi_modal_data",
         )
-    if max(counts) > spec.max_patches:
+    if isinstance(spec, EncoderSpec):
+        return counts.pop() * spec.tokens_per_unit
+    num_outputs, rest = divmod(counts.pop(), spec.patches_per_token)
+    if rest:
         raise RequestRuntimeError(
-            f"item {identifier} has {max(counts)} patches; the model takes {spec.max_patches}",
+            f"item {feature.identifier} has patches that do not fill an embedding, which takes "
+            f"{spec.patches_per_token}",
             param="multi_modal_data",
         )
-
-
-def _check_units(identifier: str, counts: set[int], num_embeds: int, spec: EncoderSpec) -> None:
-    if counts != {num_embeds // spec.tokens_per_unit} or num_embeds % spec.tokens_per_unit:
-        raise RequestRuntimeError(
-            f"item {identifier} has {sorted(counts)} units of {spec.tokens_per_unit} "
-            f"embeddings, and placeholders for {num_embeds}; they must agree",
-            param="multi_modal_data",
-        )
+    return num_outputs

@@ -2,25 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
 
 import numpy as np
 
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.request import EncoderInput, EncoderItem
 from mmjax.errors import RequestRuntimeError, RequestValueError
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec, require_units
+from mmjax.models.host_inputs import HostInputs, require_units
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
 
 
 class EncoderInputs:
     """Cuts encoder prompts and their items into units, as the model says, and checks them."""
 
-    def __init__(
-        self, model_class: Any, spec: EncoderSpec | PackedEncoderSpec, limits: AdmissionLimits
-    ) -> None:
-        self._model_class = model_class
-        self._spec = require_units(spec)
+    def __init__(self, host_inputs: HostInputs, limits: AdmissionLimits) -> None:
+        self._host_inputs = host_inputs
+        self._spec = require_units(host_inputs.encoder_spec)
         self._limits = limits
         self._numbers = count()
 
@@ -60,7 +57,7 @@ class EncoderInputs:
         assert len(tensors) == len(features), "resolved already"
         inputs = self._spec.inputs
         try:
-            units, num_states = self._model_class.encoder_input(self._spec, token_ids, tensors)
+            units, num_states = self._host_inputs.encoder_input(token_ids, tensors)
             arrays = {name: np.asarray(units[name], dtype) for name, (_, dtype) in inputs.items()}
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise RequestRuntimeError(

@@ -13,7 +13,7 @@ from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
 from mmjax.engine.device.compilation import compile_programs, enable_persistent_cache
-from mmjax.engine.device.encoder import choose_patches, count_units, largest_item
+from mmjax.engine.device.encoder import choose_patches, count_units, largest_items
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
@@ -26,14 +26,8 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.interface import (
-    EncoderSpec,
-    PackedEncoderSpec,
-    build_model,
-    get_max_encoder_len,
-    needs_tower,
-    require_units,
-)
+from mmjax.models.host_inputs import HostInputs, require_units
+from mmjax.models.interface import build_model, needs_tower
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv, round_up
@@ -46,8 +40,7 @@ logger = get_logger(__name__)
 class EngineParts(NamedTuple):
     """What an engine consists of once it has started."""
 
-    model_class: Any
-    encoder_spec: EncoderSpec | PackedEncoderSpec
+    host_inputs: HostInputs
     precomputed: PrecomputedEmbeds
     placement: Placement
     limits: AdmissionLimits
@@ -79,7 +72,8 @@ class EngineStart:
         with self._timed("load_weights"):
             graphdef, params = self._load(params, dtype)
         model = bind(graphdef, params)
-        self._encoder_spec: EncoderSpec | PackedEncoderSpec = model.encoder_spec
+        self._host_inputs: HostInputs = self._model_class.host_inputs(config.model.hf_config)
+        self._encoder_spec = self._host_inputs.encoder_spec
         self._plan(model)
         programs = self._make_programs(graphdef, params)
         with self._timed("measure"):
@@ -102,8 +96,7 @@ class EngineStart:
             ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items()),
         )
         return EngineParts(
-            self._model_class,
-            self._encoder_spec,
+            self._host_inputs,
             programs.precomputed,
             self._placement,
             self._limits,
@@ -128,11 +121,11 @@ class EngineStart:
             num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
         )
         if params is None:
-            params = self._read(abstract, dtype)
+            params = self._read(abstract)
         given = {name: part for name, part in params.items() if name not in self._left_out}
         return graphdef, self._placement.place_params(given)
 
-    def _read(self, abstract: Params, dtype: Any) -> Params:
+    def _read(self, abstract: Params) -> Params:
         config, mesh = self.config, self._placement.mesh
         left_out = self._left_out
         if is_snapshot(config.model.path):
@@ -140,8 +133,7 @@ class EngineStart:
         return load_params(
             config.model.path,
             abstract,
-            self._model_class.RULES,
-            dtype=dtype,
+            self._model_class.rules(config.model.hf_config),
             mesh=mesh,
             left_out=left_out,
             use_tqdm=config.use_tqdm,
@@ -150,7 +142,7 @@ class EngineStart:
     def _plan(self, model: Any) -> None:
         """Settle what does not depend on memory."""
         schedule = self.config.scheduler
-        self._max_encoder_len = get_max_encoder_len(model)
+        self._max_encoder_len = model.max_encoder_len
         # What an encoder-decoder's encoder reads is more than the media: they cannot stand for it.
         self._takes_embeds = self.config.model.mm.enable_mm_embeds and not self._max_encoder_len
         has_items = self._has_tower or self._takes_embeds
@@ -160,7 +152,12 @@ class EngineStart:
             logger.info("a picture's embeddings go in one step: they see each other both ways")
         largest: dict[str, int] = {}
         if has_items:
-            largest["image"] = largest_item(self._encoder_spec, self.config.model.max_model_len)
+            largest |= largest_items(
+                self._encoder_spec,
+                self.config.max_embeds_per_item,
+                self.config.model.max_model_len,
+            )
+        self._largest_item = max(largest.values(), default=0)
         if self._max_encoder_len:
             # All that one request's encoder reads is one item, which takes no place in the prompt.
             self._keeps_runs_whole = False
@@ -187,7 +184,7 @@ class EngineStart:
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             max_units=count_units(self._encoder_spec, budget),
-            patches=choose_patches(self._encoder_spec, budget, self.config.model.max_model_len)
+            patches=choose_patches(self._encoder_spec, budget, self._largest_item)
             if self._has_tower
             else (),
             max_written=self._encoder_budget if self._takes_embeds else 0,
@@ -200,6 +197,7 @@ class EngineStart:
             cache_type=cache_type,
             buckets=buckets,
             placement=self._placement,
+            host_inputs=self._host_inputs,
             num_encoder_rows=self._encoder_cache.cache_size,
             block_size=block_size,
             max_blocks=cdiv(self.config.model.max_model_len, block_size),

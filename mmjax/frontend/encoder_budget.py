@@ -40,4 +40,5 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
             config.scheduler, max_num_encoder_input_tokens=budget.encoder_compute_budget
         ),
         cache=replace(config.cache, encoder_cache_size=budget.encoder_cache_size),
+        max_embeds_per_item=budget.mm_max_toks_per_item,
     )

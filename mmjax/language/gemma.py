@@ -11,16 +11,14 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
-from mmjax.layers.cpu.prevent_fusion import prevent_fusion
-from mmjax.layers.embed import Embed
+from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
+from mmjax.layers.decoder import Angles, Decoder
+from mmjax.layers.embed import soft_cap
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
 
 _LAYER_TYPES = ("sliding_attention", "full_attention")
-
-Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,44 +156,37 @@ class GemmaLayer(nnx.Module):
             return x + self.post_feedforward_layernorm(out), cache
 
 
-class GemmaTextModel(nnx.Module):
-    """Embeddings, blocks and the final norm; parameters bear HF's names."""
+class GemmaTextModel(Decoder):
+    """Gemma 3's text model; its tokens' embeddings are scaled, its logits may be capped."""
 
-    def __init__(self, config: GemmaConfig, *, dtype: Any) -> None:
-        self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List(GemmaLayer(config, kind, dtype=dtype) for kind in config.layer_types)
-        self.norm = GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+    def __init__(self, config: GemmaConfig, *, is_tied: bool, dtype: Any) -> None:
         self.config = config
+        super().__init__(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            layers=[GemmaLayer(config, kind, dtype=dtype) for kind in config.layer_types],
+            norm=GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
+            is_tied=is_tied,
+            kv_cache_spec=config.kv_cache_spec,
+            dtype=dtype,
+        )
 
     def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens, scaled by sqrt(D) rounded to the table's dtype, as in HF."""
         embeds = self.embed_tokens(token_ids)
         return embeds * jnp.asarray(self.config.hidden_size**0.5, embeds.dtype)
 
-    def angles(self, positions: Int[Array, " T"]) -> dict[str, Angles]:
-        """Return the rotary angles of each layer type that the model has."""
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
+        """Return the rotary angles of each layer, by its type."""
         config = self.config
-        return {
+        angles = {
             kind: rotary_angles(
-                positions, inverse_frequencies(config.rope_parameters[kind], config.head_dim)
+                positions[0], inverse_frequencies(config.rope_parameters[kind], config.head_dim)
             )
             for kind in sorted(set(config.layer_types))
         }
+        return [angles[kind] for kind in config.layer_types]
 
-    def __call__(
-        self,
-        inputs_embeds: Float[Array, "T D"],
-        positions: Int[Array, " T"],
-        kv_cache: KVCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the states after the final norm, and the cache (None in, None out)."""
-        angles = self.angles(positions)
-        caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
-        hidden, written = inputs_embeds, []
-        for layer, kind, cache in zip(self.layers, self.config.layer_types, caches, strict=True):
-            hidden, cache = layer(hidden, angles[kind], cache, metadata)
-            written.append(cache)
-        if len(hidden) == 1:  # one row alone would be fused into its norm, and round otherwise
-            hidden = prevent_fusion(lambda x: x, hidden, positions[0] >= 0)
-        return self.norm(hidden), None if kv_cache is None else tuple(written)
+    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Project onto the vocabulary, in float32, soft-capped where the config says so."""
+        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_softcapping)

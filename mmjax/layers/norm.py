@@ -30,6 +30,20 @@ class LayerNorm(nnx.Module):
         return out.astype(x.dtype)
 
 
+class RMSNorm(nnx.Module):
+    """Zhang and Sennrich, 2019: `x / rms(x) * weight`, rounded before the weight, as in Llama."""
+
+    def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((dim,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Normalise the last axis."""
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
+        return normed.astype(x.dtype) * self.weight[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+
 class GemmaRMSNorm(nnx.Module):
     """Zhang and Sennrich, 2019, with Gemma's centred weight: `x / rms(x) * (1 + weight)`.
 

@@ -3,7 +3,8 @@
 Angles are float32 in every dtype: bfloat16 cannot tell position 257 from 256.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,31 +16,127 @@ from mmjax.layers.cpu.prevent_fusion import prevent_fusion
 
 
 def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """Return float32[H/2] from an entry of config.json's `rope_parameters`.
+    """Return float32[P] from an entry of config.json's `rope_parameters`; `CheckpointError` else.
 
-    Kinds: `default` (theta ** (-2i/H)) and `linear` (the same, over `factor`: position
-    interpolation, arXiv 2306.15595). The power is rounded from float64, which is torch's float32
-    value in all but one entry of 128; numpy's own float32 power misses one in six, and at position
-    8191 an error of one bit there turns an angle by 1e-3.
+    `P` is the half of the head's width, or of the part of it that is rotated
+    (`partial_rotary_factor`). Kinds: `default` (theta ** (-2i/H)), `linear` (the same, over
+    `factor`: position interpolation, arXiv 2306.15595), `llama3` (low frequencies over `factor`),
+    `yarn` (arXiv 2309.00071) and `dynamic`, which is `default` up to `max_position_embeddings`, the
+    longest prompt that is served. The power is rounded from float64, which is torch's float32 value
+    in all but one entry of 128; numpy's own float32 power misses one in six, and at position 8191
+    an error of one bit there turns an angle by 1e-3.
     """
     kind = parameters.get("rope_type", "default")
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    if kind not in _KINDS:
+        known = ", ".join(f"`{name}`" for name in _KINDS)
+        raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows {known}")
+    width = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.power(np.float64(parameters["rope_theta"]), exponents.astype(np.float64))
     frequencies = np.float32(1.0) / powers.astype(np.float32)
-    if kind == "linear":
-        frequencies = frequencies / np.float32(parameters["factor"])
-    elif kind != "default":
-        raise CheckpointError(f"`rope_type` is `{kind}`; mmjax knows `default` and `linear`")
-    return frequencies.astype(np.float32)
+    try:
+        return _KINDS[kind](frequencies, parameters, width).astype(np.float32)
+    except KeyError as error:
+        raise CheckpointError(
+            f"`rope_type` is `{kind}`, and {error} is not given with it"
+        ) from None
+
+
+def _keep(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    return frequencies
+
+
+def _linear(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    return frequencies / np.float32(parameters["factor"])
+
+
+def _llama3(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    """Long waves over `factor`, short ones as they are, between them a mixture of both."""
+    factor = np.float32(parameters["factor"])
+    low, high = (np.float32(parameters[f"{name}_freq_factor"]) for name in ("low", "high"))
+    num_waves = parameters["original_max_position_embeddings"] * frequencies / np.float32(2 * np.pi)
+    share = np.clip((num_waves - low) / (high - low), 0, 1)
+    return (1 - share) * frequencies / factor + share * frequencies
+
+
+def _yarn(frequencies: np.ndarray, parameters: Mapping[str, Any], width: int) -> np.ndarray:
+    """Interpolate the frequencies that turn less than `beta_slow` times in the original length."""
+    original = parameters["original_max_position_embeddings"]
+    theta, truncate = parameters["rope_theta"], parameters.get("truncate", True)
+
+    def find_index(num_turns: float) -> float:
+        return width * math.log(original / (num_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = find_index(float(parameters.get("beta_fast") or 32))
+    last = find_index(float(parameters.get("beta_slow") or 1))
+    if truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 * (first == last)
+    ramp = np.clip((np.arange(width // 2, dtype=np.float32) - first) / (last - first), 0, 1)
+    return frequencies / np.float32(parameters["factor"]) * ramp + frequencies * (1 - ramp)
+
+
+_KINDS: Mapping[str, Callable[[np.ndarray, Mapping[str, Any], int], np.ndarray]] = {
+    "default": _keep,
+    "mrope": _keep,
+    "dynamic": _keep,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def attention_factor(parameters: Mapping[str, Any]) -> float:
+    """Return what cosines and sines are multiplied by: 1 but for `yarn` (section 3.4)."""
+    if parameters.get("rope_type") != "yarn":
+        return 1.0
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = float(parameters["factor"])
+    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if scale and scale_all:
+        return _mscale(factor, float(scale)) / _mscale(factor, float(scale_all))
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def rotary_angles(
-    positions: Int[Array, " T"], frequencies: Float[np.ndarray, " P"]
+    positions: Int[Array, " T"], frequencies: Float[np.ndarray, " P"], factor: float = 1.0
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
-    """Return the cosines and sines of every position, float32."""
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
+    """Return the cosines and sines of every position, float32, times `factor`."""
+    return _cos_sin_once(positions.astype(jnp.float32)[:, None] * frequencies[None, :], factor)
+
+
+def multimodal_angles(
+    positions: Int[Array, "3 T"],
+    frequencies: Float[np.ndarray, " P"],
+    sections: Sequence[int],
+    factor: float = 1.0,
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Return the cosines and sines of M-RoPE (arXiv 2409.12191, section 2.1).
+
+    The first `sections[0]` frequencies turn by a token's time, the next by its row, the last by its
+    column (`mrope_section`).
+    """
+    if sum(sections) != len(frequencies):
+        raise CheckpointError(
+            f"`mrope_section` is {list(sections)}, of a sum of {sum(sections)}; it must be "
+            f"{len(frequencies)}, the half of a head's rotated width"
+        )
+    axes = np.repeat(np.arange(3), sections)
+    return _cos_sin_once(positions.astype(jnp.float32)[axes].T * frequencies[None, :], factor)
+
+
+def _cos_sin_once(
+    angles: Float[Array, "T P"], factor: float
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     # Computed again for every head of every layer, they would be 5% of a step of 64 tokens.
-    return prevent_fusion(_cos_sin, angles, angles[0, 0] >= 0)
+    cos, sin = prevent_fusion(_cos_sin, angles, angles[0, 0] >= 0)
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def _cos_sin(angles: Float[Array, "T P"]) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
@@ -49,8 +146,12 @@ def _cos_sin(angles: Float[Array, "T P"]) -> tuple[Float[Array, "T P"], Float[Ar
 def apply_rotary(
     x: Float[Array, "T N H"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
 ) -> Float[Array, "T N H"]:
-    """Rotate the pairs (x[i], x[i + H/2]) of every head by the position's angles."""
-    half = x.shape[-1] // 2
+    """Rotate the pairs (x[i], x[i + P]) of every head by the position's angles.
+
+    Where heads are wider than 2 P, their rest stays as it is (`partial_rotary_factor`).
+    """
+    half = cos.shape[-1]
     cos, sin = cos.astype(x.dtype)[:, None, :], sin.astype(x.dtype)[:, None, :]
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)

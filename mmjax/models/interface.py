@@ -1,85 +1,75 @@
 """What the engine asks of every model's array half."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-import numpy as np
+import jax
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.config import MultiModalConfig
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
-from mmjax.weights.rules import Rule
-
-EncoderUnits = tuple[Mapping[str, np.ndarray], int]
-"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of their rows, from the first, are
-states that the decoder sees."""
+from mmjax.layers.decoder import Decoder
+from mmjax.models.host_inputs import HostInputs
+from mmjax.weights.rules import Rule, Split
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderSpec:
-    """How items become calls of `encode`: units of one fixed shape (a tile, a crop), in buckets.
+class MultiModalModel(nnx.Module):
+    """What every model's array half is: towers and connectors before a `language_model`.
 
-    An item is one or more units; a call holds one bucket's units, of any number of items.
+    A module that only describes structure; all methods are pure. A family defines `__init__`,
+    `rules` and `embed_multimodal`, and names its `host_inputs`.
     """
 
-    inputs: Mapping[str, tuple[tuple[int, ...], str]]
-    """Per input of `embed_multimodal`: shape of one unit, dtype."""
-    tokens_per_unit: int
-    """Rows that one unit gives; an item's rows are its units', in order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedEncoderSpec:
-    """How items of any size become calls of `encode`: rows of patches, packed into buckets of `P`.
-
-    `embed_multimodal` is given `segment_ids`, int32[P], beside the inputs: the number of a row's
-    item in the call, -1 for padding (rows of zeros). An item's rows stand together and in order.
-    What depends on its grid (places, rotary rows, windows) are inputs too, a row for each patch.
-    """
-
-    inputs: Mapping[str, tuple[tuple[int, ...], str]]
-    """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
-    patches_per_token: int
-    """So many rows, one behind the other, become one embedding; divides each item's number."""
-    max_patches: int
-    """Of the largest item that the processor makes."""
-
-
-class MultiModalModel(Protocol):
-    """An `nnx.Module` that only describes structure; all methods are pure."""
-
-    RULES: Sequence[Rule]
-    """Names in the checkpoint's files -> names in this module's tree."""
-    encoder_spec: EncoderSpec | PackedEncoderSpec
-    kv_cache_spec: KVCacheSpec
-    modalities: Sequence[str]
+    host_inputs: ClassVar[type[HostInputs]]
+    modalities: ClassVar[Sequence[str]] = ("image",)
     """What a prompt may hold beside text: the keys of `--limit-mm-per-prompt`."""
-    tower_names: Sequence[str]
+    tower_names: ClassVar[Sequence[str]] = ()
     """The attributes that media alone need: None where the operator allows no media. A class that
     does not say keeps all."""
-    has_bidirectional_spans: bool
+    has_bidirectional_spans: ClassVar[bool] = False
     """Whether a run of an item's embeddings (those without a mark between them) see each other both
     ways: a step then holds each run whole. Of units, none is longer than a unit."""
+    max_encoder_len: int = 0
+    """States of the longest encoder; 0 for a decoder alone.
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None: ...
+    An encoder-decoder's `embed_multimodal` is its encoder, and `host_inputs.encoder_input` makes
+    what it reads. Its rows are the encoder's hidden states. Where requests begin,
+    `metadata.cross.states` holds theirs: each layer projects them, calls `write_encoder`, and looks
+    at them with `cross_attention`.
+    """
+    language_model: Decoder
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        raise NotImplementedError(f"{type(self).__name__} must build its modules")
 
     @staticmethod
-    def encoder_units(item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`.
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Return how names in the checkpoint's files become names in this module's tree."""
+        return ()
 
-        A packed encoder's are `[patches, ...]`: its places and windows are computed here, in numpy.
-        """
-        ...
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """What one token stores."""
+        return self.language_model.kv_cache_spec
 
-    def embed_multimodal(self, **inputs: Array) -> Float[Array, "U P D"] | Float[Array, "_rows D"]:
+    # As every signature that a family gives it: the inputs of its `encoder_spec`, by name.
+    def embed_multimodal(
+        self, *args: Any, **inputs: Any
+    ) -> Float[Array, "U P D"] | Float[Array, "_rows D"]:
         """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} must encode its items")
+
+    def extra_embeds(self) -> Float[Array, "_extra D"]:
+        """Return the learned embeddings that `host_inputs.embed_rows` has among an item's."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no learned embeddings among an item's"
+        )
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up the text embeddings (an out-of-vocabulary placeholder id reads row 0)."""
-        ...
+        return self.language_model.embed(token_ids)
 
     def __call__(
         self,
@@ -89,42 +79,12 @@ class MultiModalModel(Protocol):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Run the language model; return hidden states after the final norm, and the cache."""
-        ...
+        with jax.named_scope("language_model"):
+            return self.language_model(inputs_embeds, positions, kv_cache, metadata)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""
-        ...
-
-
-class EncoderDecoderModel(MultiModalModel, Protocol):
-    """A model whose decoder looks at an encoder of its own: `embed_multimodal` is that encoder.
-
-    Its rows are the encoder's states. Where requests begin, `metadata.cross.states` holds theirs:
-    each layer projects them, calls `write_encoder`, and looks at them with `cross_attention`.
-    """
-
-    max_encoder_len: int
-    """States of the longest encoder; absent or 0 in every other model."""
-
-    @staticmethod
-    def encoder_input(
-        spec: EncoderSpec, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
-    ) -> EncoderUnits:
-        """Return what the encoder reads: its prompt, and the tensors of the items that lie there.
-
-        The prompt is as long as the client made it; units have the shapes of `spec`.
-        """
-        ...
-
-
-def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
-    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
-    if isinstance(spec, EncoderSpec):
-        return spec
-    raise TypeError(
-        f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
-        "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
-    )
+        return self.language_model.compute_logits(hidden_states)
 
 
 def needs_tower(model_class: Any, mm: MultiModalConfig) -> bool:
@@ -144,8 +104,3 @@ def build_model(model_class: Any, hf_config: Any, *, dtype: Any, has_tower: bool
         for name in model_class.tower_names:
             setattr(model, name, None)
     return model
-
-
-def get_max_encoder_len(model: Any) -> int:
-    """Return a model's `max_encoder_len`; 0 for a decoder alone."""
-    return getattr(model, "max_encoder_len", 0)

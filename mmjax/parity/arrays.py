@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,12 @@ from flax import nnx
 from mmjax.layers.attention.api import PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.models.host_inputs import (
+    HostInputs,
+    PackedEncoderSpec,
+    PromptItem,
+    RotaryPositions,
+)
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
@@ -30,42 +36,42 @@ class Sample:
 
     token_ids: np.ndarray
     """int32[T]"""
-    is_embed: np.ndarray
-    """bool[T]: whether an encoder's row stands there."""
-    units: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Inputs of the encoder, `[units, ...]`, of all items in order."""
+    items: Sequence[PromptItem] = ()
+    """In the order of the prompt."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
-    def span_end(self) -> np.ndarray:
-        """int32[T]: the exclusive end of the run of embeddings around a token, or index + 1."""
-        ends = np.arange(1, self.num_tokens + 1)
+    def is_embed(self) -> np.ndarray:
+        """bool[T]: whether an encoder's row stands there."""
+        is_embed = np.zeros(self.num_tokens, bool)
+        for place, _ in self.items:
+            inside = slice(place.offset, place.offset + place.length)
+            # Neighbours may share a token of text, hence the or.
+            is_embed[inside] |= True if place.is_embed is None else place.is_embed
+        return is_embed
+
+    def span_end(self, *, is_bidirectional: bool) -> np.ndarray:
+        """Return int32[T]: index + 1, or the exclusive end of the run of embeddings around it."""
+        ends, is_embed = np.arange(1, self.num_tokens + 1), self.is_embed
         for i in range(self.num_tokens - 2, -1, -1):
-            if self.is_embed[i] and self.is_embed[i + 1]:
+            if is_bidirectional and is_embed[i] and is_embed[i + 1]:
                 ends[i] = ends[i + 1]
         return ends.astype(np.int32)
 
 
-def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarray]]) -> Sample:
+def make_sample(inputs: Any) -> Sample:
     """Return the sample of what our processor gave (`MultiModalInputs`)."""
-    token_ids = np.asarray(inputs.prompt_token_ids, np.int32)
-    is_embed = np.zeros(len(token_ids), bool)
-    units: dict[str, list[np.ndarray]] = {}
-    for modality, placeholders in inputs.mm_placeholders.items():
-        items = zip(inputs.mm_kwargs[modality], placeholders, strict=True)
-        for item, place in sorted(items, key=lambda pair: pair[1].offset):
-            inside = slice(place.offset, place.offset + place.length)
-            # Neighbours may share a token of text, hence the or.
-            is_embed[inside] |= True if place.is_embed is None else place.is_embed
-            for name, value in encoder_units(item.get_data()).items():
-                units.setdefault(name, []).append(value)
+    items = [
+        PromptItem(place, item.get_data())
+        for modality, places in inputs.mm_placeholders.items()
+        for item, place in zip(inputs.mm_kwargs[modality], places, strict=True)
+    ]
     return Sample(
-        token_ids=token_ids,
-        is_embed=is_embed,
-        units={name: np.concatenate(values) for name, values in units.items()},
+        token_ids=np.asarray(inputs.prompt_token_ids, np.int32),
+        items=sorted(items, key=lambda item: item.position.offset),
     )
 
 
@@ -79,9 +85,11 @@ class PagedModel:
         self.graphdef, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
         structure = bind(self.graphdef, abstract)
         self.model_class: Any = model_class
+        self.host_inputs: HostInputs = self.model_class.host_inputs(hf_config)
         self.params = params
         self.cache_spec = structure.kv_cache_spec
         self.num_blocks = cdiv(max_len, BLOCK_SIZE)
+        self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
         self._encode = jax.jit(partial(_encode, self.graphdef))
         self._step = jax.jit(partial(_step, self.graphdef))
 
@@ -91,25 +99,28 @@ class PagedModel:
     ) -> "PagedModel":
         """Load a checkpoint in float32."""
         _, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
-        params = load_params(path, abstract, model_class.RULES, use_tqdm=False)
+        params = load_params(path, abstract, model_class.rules(hf_config), use_tqdm=False)
         return cls(model_class, hf_config, params, max_len)
 
     def run(self, sample: Sample) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position."""
         encoded = self._run_encoder(sample)
         rows = encoded.pop("", None)
-        step, _ = self._prefill(sample, rows, self._new_cache())
+        step, _ = self._prefill(sample, rows, self._new_cache(), self._positions(sample))
         return encoded | {name: value[: sample.num_tokens] for name, value in step.items()}
 
     def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
         """Return greedy tokens; no token ends the text."""
         rows = self._run_encoder(sample).pop("", None)
-        outputs, cache = self._prefill(sample, rows, self._new_cache())
+        rotary = self._positions(sample)
+        outputs, cache = self._prefill(sample, rows, self._new_cache(), rotary)
         tokens = [int(outputs[LOGITS][sample.num_tokens - 1].argmax())]
         while len(tokens) < max_tokens:
             place = sample.num_tokens + len(tokens) - 1
             metadata = self._metadata(place, np.array([place + 1], np.int32), padded=1, tile=1)
-            outputs, cache = self._call(np.array(tokens[-1:], np.int32), None, cache, metadata)
+            positions = rotary.between(place, place + 1)
+            token = np.array(tokens[-1:], np.int32)
+            outputs, cache = self._call(token, None, cache, metadata, positions)
             tokens.append(int(outputs[LOGITS][0].argmax()))
         return tuple(tokens)
 
@@ -118,18 +129,53 @@ class PagedModel:
             self.cache_spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=jnp.float32
         )
 
+    def _positions(self, sample: Sample) -> RotaryPositions:
+        indices = np.tile(np.arange(sample.num_tokens, dtype=np.int32), (3, 1))
+        found = self.host_inputs.rotary_positions(sample.num_tokens, sample.items)
+        return found or RotaryPositions(indices, 0)
+
     def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Encode unit by unit; the embeddings themselves are under the empty name."""
-        num_units = min((len(value) for value in sample.units.values()), default=0)
-        calls = []
+        """Encode item by item; all items' embeddings are under the empty name."""
+        calls: list[dict[str, np.ndarray]] = []
+        embeds: list[np.ndarray] = []
         with jax.default_matmul_precision("highest"):
-            for i in range(num_units):
-                unit = {name: value[i : i + 1] for name, value in sample.units.items()}
-                calls.append(jax.device_get(self._encode(self.params, unit)))
-        return {name: np.concatenate([call[name] for call in calls]) for name in (calls or [{}])[0]}
+            for _, tensors in sample.items:
+                own = [jax.device_get(self._encode(self.params, u)) for u in self._units(tensors)]
+                rows = np.concatenate([call.pop("").reshape(-1, self.width) for call in own])
+                calls += own
+                embeds.append(self._choose(rows, self.host_inputs.embed_rows(tensors)))
+        if not calls:
+            return {}
+        outputs = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
+        return outputs | {"": np.concatenate(embeds)}
+
+    def _units(self, tensors: Mapping[str, np.ndarray]) -> Iterator[Mapping[str, np.ndarray]]:
+        """Yield what each call of the encoder gets: a unit, or a pack of one item."""
+        spec = self.host_inputs.encoder_spec
+        found = self.host_inputs.units(tensors)
+        units = {name: np.asarray(found[name], dtype) for name, (_, dtype) in spec.inputs.items()}
+        count = len(next(iter(units.values())))
+        if isinstance(spec, PackedEncoderSpec):
+            yield units | {"segment_ids": np.zeros(count, np.int32)}
+            return
+        for i in range(count):
+            yield {name: value[i : i + 1] for name, value in units.items()}
+
+    def _choose(self, rows: np.ndarray, embed_rows: np.ndarray | None) -> np.ndarray:
+        """Return an item's embeddings, of the encoder's rows and the model's learned ones."""
+        if embed_rows is None:
+            return rows
+        if self.host_inputs.num_extra_rows:
+            extra = jax.device_get(bind(self.graphdef, self.params).extra_embeds())
+            rows = np.concatenate([rows, extra[::-1]])
+        return rows[embed_rows]
 
     def _prefill(
-        self, sample: Sample, rows: np.ndarray | None, cache: KVCache
+        self,
+        sample: Sample,
+        rows: np.ndarray | None,
+        cache: KVCache,
+        rotary: RotaryPositions,
     ) -> tuple[dict[str, np.ndarray], KVCache]:
         padded = round_up(sample.num_tokens, TILE)
         token_ids = np.zeros(padded, np.int32)
@@ -139,10 +185,13 @@ class PagedModel:
             is_embed = np.zeros(padded, bool)
             is_embed[: sample.num_tokens] = sample.is_embed
             embeds = np.zeros((padded, rows.shape[-1]), rows.dtype)
-            embeds[is_embed] = rows.reshape(-1, rows.shape[-1])
+            embeds[is_embed] = rows
             embeds = (is_embed, embeds)
-        metadata = self._metadata(0, sample.span_end, padded=padded, tile=TILE)
-        return self._call(token_ids, embeds, cache, metadata)
+        span_end = sample.span_end(is_bidirectional=self.model_class.has_bidirectional_spans)
+        metadata = self._metadata(0, span_end, padded=padded, tile=TILE)
+        positions = rotary.between(0, sample.num_tokens)
+        positions = np.pad(positions, ((0, 0), (0, padded - sample.num_tokens)))
+        return self._call(token_ids, embeds, cache, metadata, positions)
 
     def _call(
         self,
@@ -150,9 +199,10 @@ class PagedModel:
         embeds: tuple[np.ndarray, np.ndarray] | None,
         cache: KVCache,
         metadata: PagedAttentionMetadata,
+        positions: np.ndarray,
     ) -> tuple[dict[str, np.ndarray], KVCache]:
         with jax.default_matmul_precision("highest"):
-            outputs, cache = self._step(self.params, token_ids, embeds, cache, metadata)
+            outputs, cache = self._step(self.params, token_ids, embeds, cache, metadata, positions)
         return jax.device_get(outputs), cache
 
     def _metadata(
@@ -193,9 +243,9 @@ def _step(
     embeds: tuple[Any, Any] | None,
     cache: KVCache,
     metadata: PagedAttentionMetadata,
+    positions: Any,
 ) -> tuple[dict[str, Any], KVCache | None]:
     module = bind(graphdef, params)
-    positions = jnp.broadcast_to(metadata.token_index[None], (3, token_ids.shape[0]))
     hidden = module.embed_input_ids(token_ids)
     if embeds is not None:
         is_embed, rows = embeds

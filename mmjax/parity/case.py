@@ -32,8 +32,8 @@ class Parity:
     def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
         architecture = model_config.architecture
         model_class: Any = load_model_class(architecture)
-        self.rules = model_class.RULES
         self.config = model_config.hf_config
+        self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
         self.hf_processor = self.processor.info.get_hf_processor()
         # Ours first: it explains a directory that lacks files or tensors.
@@ -79,7 +79,7 @@ class Parity:
             {"image": list(case.images)} if case.images else {},
             hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
         )
-        return make_sample(inputs, self.ours.model_class.encoder_units)
+        return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
         """Return the case as HF's processor gives it; it takes text only."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.errors import ConfigError
 from mmjax.parity.compare import LOGITS
-from mmjax.weights.rules import Rule, apply_rules
+from mmjax.weights.rules import Rule, Split, apply_rules
 
 PROBED = re.compile(r"(^|\.)(layers\.\d+|embeddings|post_layernorm|\w*projector|norm)$")
 """Modules whose outputs are compared; their names are HF's, so both sides have them."""
@@ -42,19 +42,19 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     return model.eval()
 
 
-def map_name(name: str, rules: Sequence[Rule]) -> str | None:
+def map_name(name: str, rules: Sequence[Rule | Split]) -> str | None:
     """Return our tree's name of a torch module, through the rules for its tensors."""
     mapped = apply_rules(f"{name}.", rules)
     return None if mapped is None else mapped.rstrip(".")
 
 
-def run_reference(model: Any, inputs: Any, rules: Sequence[Rule]) -> dict[str, np.ndarray]:
+def run_reference(model: Any, inputs: Any, rules: Sequence[Rule | Split]) -> dict[str, np.ndarray]:
     """Return the outputs of all probed modules, by our names, and the logits, of one prompt.
 
     Args:
         model: From `load_reference`.
         inputs: Torch tensors by name, of a batch of one.
-        rules: The model's `RULES`.
+        rules: The model's `rules`.
     """
     torch = import_torch()
     outputs: dict[str, np.ndarray] = {}

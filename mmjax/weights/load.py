@@ -4,8 +4,8 @@ Validates before it reads: every missing, unexpected and misshapen tensor is in 
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.weights.rules import Rule, apply_rules
+from mmjax.weights.rules import Part, Rule, Split, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
@@ -59,9 +59,8 @@ class TensorProblems:
 def load_params(
     path: Path | str,
     abstract_params: Params,
-    rules: Sequence[Rule],
+    rules: Sequence[Rule | Split],
     *,
-    dtype: Any = None,
     mesh: Mesh | None = None,
     left_out: Sequence[str] = (),
     use_tqdm: bool = True,
@@ -70,9 +69,8 @@ def load_params(
 
     Args:
         path: The directory.
-        abstract_params: The tree, with `ShapeDtypeStruct`s for leaves.
+        abstract_params: The tree, with `ShapeDtypeStruct`s for leaves: each array gets its dtype.
         rules: From names in the files to dotted names in the tree.
-        dtype: Of the arrays; None: as the tree says.
         mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
         left_out: Attributes of the model that the tree lacks: their tensors are not read.
         use_tqdm: Whether to show a progress bar, in bytes.
@@ -92,7 +90,7 @@ def load_params(
             total=total, unit="B", unit_scale=True, desc="loading weights", disable=not use_tqdm
         ) as progress:
             for name, tensor in sources.items():
-                leaves[name] = _place(name, tensor, dtype or expected[name].dtype, mesh)
+                leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
                 progress.update(tensor.num_bytes)
     return unflatten_params(leaves)
 
@@ -100,7 +98,7 @@ def load_params(
 def match_tensors(
     tensors: Iterable[StoredTensor],
     expected: Mapping[str, Any],
-    rules: Sequence[Rule],
+    rules: Sequence[Rule | Split],
     *,
     source: str,
     left_out: Sequence[str] = (),
@@ -112,9 +110,8 @@ def match_tensors(
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
     heads: list[StoredTensor] = []
-    for tensor in tensors:
-        name = apply_rules(tensor.name, rules)
-        if name is None or name.partition(".")[0] in left_out:
+    for name, tensor in _map_tensors(tensors, rules):
+        if name.partition(".")[0] in left_out:
             continue
         if name not in expected and name.endswith(_TIED_HEAD):
             heads.append(tensor)
@@ -132,6 +129,36 @@ def match_tensors(
     for head in heads:
         _check_tied(head, sources)
     return sources
+
+
+def _map_tensors(
+    tensors: Iterable[StoredTensor], rules: Sequence[Rule | Split]
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield each tensor, or each part of a fused one, under its name in the tree."""
+    for tensor in tensors:
+        for name, part in map_tensor(tensor.name, rules):
+            # One that cannot be cut stays whole: its shape is reported as a misfit.
+            if part is None or not tensor.shape or tensor.shape[0] % part.group_size:
+                yield name, tensor
+            else:
+                yield name, _cut(tensor, part)
+
+
+class _CutRows:
+    """Reads one part of a fused tensor as if it were a tensor of its own."""
+
+    def __init__(self, tensor: StoredTensor, part: Part) -> None:
+        self._tensor = tensor
+        self._part = part
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, *rest = index
+        return self._part.cut(self._tensor.read((slice(None), *rest)))[rows]
+
+
+def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
+    rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
+    return replace(tensor, shape=(rows, *tensor.shape[1:]), slices=_CutRows(tensor, part))
 
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:

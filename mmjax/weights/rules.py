@@ -1,8 +1,10 @@
 """How names in a checkpoint's files become names in a module's tree."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +15,55 @@ class Rule:
     replacement: str | None
 
 
-def apply_rules(name: str, rules: Sequence[Rule]) -> str | None:
-    """Return the tree's name of a file's tensor: the first rule that matches decides.
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One tensor of a file that is several of the tree's, cut along the first axis.
 
-    A name that no rule matches stays as it is; None means that the tensor is not loaded.
+    A fused `qkv` is cut so that tensor parallelism cuts heads. The file's rows are groups of
+    `sum(sizes)`, each of which has `sizes[i]` rows of part `i`: one group where queries, keys and
+    values follow each other whole, a group a head where they are interleaved.
+    """
+
+    pattern: str
+    replacements: Sequence[str]
+    """What `re.sub` makes of the name, for each part."""
+    sizes: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which rows of each group of a tensor: `[start, stop)` of `group_size`."""
+
+    start: int
+    stop: int
+    group_size: int
+
+    def cut(self, tensor: np.ndarray) -> np.ndarray:
+        """Return these rows of every group, one behind the other."""
+        groups = tensor.reshape(-1, self.group_size, *tensor.shape[1:])
+        return groups[:, self.start : self.stop].reshape(-1, *tensor.shape[1:])
+
+
+def map_tensor(name: str, rules: Sequence[Rule | Split]) -> Iterator[tuple[str, Part | None]]:
+    """Yield the tree's name of a file's tensor, or of each of its parts: the first match decides.
+
+    A name that no rule matches stays as it is; nothing is yielded of a tensor that is not loaded.
     """
     for rule in rules:
-        if re.search(rule.pattern, name):
-            if rule.replacement is None:
-                return None
-            return re.sub(rule.pattern, rule.replacement, name)
-    return name
+        if not re.search(rule.pattern, name):
+            continue
+        if isinstance(rule, Split):
+            start, group_size = 0, sum(rule.sizes)
+            for replacement, size in zip(rule.replacements, rule.sizes, strict=True):
+                part = Part(start, start + size, group_size)
+                yield re.sub(rule.pattern, replacement, name), part
+                start += size
+        elif rule.replacement is not None:
+            yield re.sub(rule.pattern, rule.replacement, name), None
+        return
+    yield name, None
+
+
+def apply_rules(name: str, rules: Sequence[Rule | Split]) -> str | None:
+    """Return the tree's name of a file's tensor (of its first part); None: it is not loaded."""
+    return next((mapped for mapped, _ in map_tensor(name, rules)), None)

@@ -13,15 +13,15 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
-from mmjax.layers.attention.api import AttentionMetadata, dense_attention
-from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.attention.segments import refine_segments, segment_attention
-from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import LayerNorm
-from mmjax.models.interface import PackedEncoderSpec
+from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.text_model import build_text_model
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
@@ -83,33 +83,34 @@ class PackedTower(nnx.Module):
         return self.merger(x.reshape(-1, MERGE**2 * WIDTH))
 
 
-class PackedForConditionalGeneration(nnx.Module):
-    """The tower before a decoder that sees what comes before."""
+class PackedHostInputs(HostInputs):
+    """Patches, their places and their windows."""
 
-    RULES = ()
-    has_bidirectional_spans = False
+    encoder_spec = PackedEncoderSpec(
+        inputs={
+            "pixel_values": ((PATCH_WIDTH,), "float32"),
+            "places": ((2,), "int32"),
+            "window_ids": ((), "int32"),
+        },
+        patches_per_token=MERGE**2,
+    )
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        config = GemmaConfig.from_hf(hf_config.text_config)
-        self.visual = PackedTower(config.hidden_size, dtype=dtype)
-        self.language_model = GemmaTextModel(config, dtype=dtype)
-        self.kv_cache_spec = config.kv_cache_spec
-        self.encoder_spec = PackedEncoderSpec(
-            inputs={
-                "pixel_values": ((PATCH_WIDTH,), "float32"),
-                "places": ((2,), "int32"),
-                "window_ids": ((), "int32"),
-            },
-            patches_per_token=MERGE**2,
-            max_patches=MAX_SIDE**2,
-        )
-
-    @staticmethod
-    def encoder_units(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches, where they are, and in which window; in the order of the merger."""
         places = places_of(*item["grid"].tolist())
         windows = places // WINDOW @ np.array([MAX_SIDE // WINDOW, 1])
         return {"pixel_values": item["pixel_values"], "places": places, "window_ids": windows}
+
+
+class PackedForConditionalGeneration(MultiModalModel):
+    """The tower before a decoder that sees what comes before."""
+
+    host_inputs = PackedHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+        width = hf_config.text_config.hidden_size
+        self.visual = PackedTower(width, dtype=dtype)
 
     def embed_multimodal(
         self,
@@ -125,21 +126,6 @@ class PackedForConditionalGeneration(nnx.Module):
             for ids in (windows, segment_ids)
         ]
         return self.visual(pixel_values, places, (attend[0], attend[1]))
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.language_model.embed(token_ids)
-
-    def __call__(
-        self,
-        inputs_embeds: Float[Array, "T D"],
-        positions: Int[Array, "3 T"],
-        kv_cache: KVCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        return self.language_model(inputs_embeds, positions[0], kv_cache, metadata)
-
-    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        return project_logits(hidden_states, self.language_model.embed_tokens.weight[...])
 
 
 def places_of(height: int, width: int) -> np.ndarray:
@@ -222,6 +208,7 @@ def packed_engine(*, tensor_parallel_size: int = 1, **settings: Any) -> EngineCo
     config = replace(
         engine_config(**settings),
         parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
+        max_embeds_per_item={"image": MAX_SIDE**2 // MERGE**2},
     )
     return EngineCore.from_model(PackedForConditionalGeneration, packed_params()[1], config)
 
@@ -229,7 +216,7 @@ def packed_engine(*, tensor_parallel_size: int = 1, **settings: Any) -> EngineCo
 def embed_alone(seed: int, grid: Grid) -> np.ndarray:
     """Return a picture's embeddings by dense attention over it alone: no pack, no padding."""
     graphdef, params = packed_params()
-    units = PackedForConditionalGeneration.encoder_units(picture(seed, grid))
+    units = PackedHostInputs(tiny_config()).units(picture(seed, grid))
     is_near = units["window_ids"][:, None] == units["window_ids"][None]
 
     def attend(mask: Any, query: Array, key: Array, value: Array) -> Array:

@@ -59,6 +59,7 @@ def make_programs(
         params,
         buckets=buckets,
         placement=placement or Placement(),
+        host_inputs=model_class.host_inputs(config),
         num_encoder_rows=16,
         block_size=16,
         max_blocks=8,

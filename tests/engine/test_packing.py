@@ -235,11 +235,13 @@ def test_items_that_do_not_fit_their_placeholders_are_refused(core: EngineCore) 
             core.add_request(message)
 
     pixels = np.zeros((20, 12), np.float32)
-    refuse(r"\[16, 20\] patches, 4 for each embedding, and placeholders for 4", pixel_values=pixels)
+    refuse(
+        r"inputs of item .* have \[16, 20\] patch rows; all must have as many", pixel_values=pixels
+    )
     refuse("each patch must have shape", pixel_values=pixels[:16, :5])
     refuse("each patch must have shape", pixel_values=np.array(1.0))
     refuse("lacks what the model encodes", grid=(4, 4), pixel_values=np.array(["a"] * 16))
-    refuse("440 patches; the model takes 400", grid=(20, 22))
+    refuse("1156 patches; the encoder takes 1024", grid=(34, 34))
 
 
 def test_a_pack_is_whole_on_every_device(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

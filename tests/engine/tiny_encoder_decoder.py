@@ -21,7 +21,8 @@ from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.interface import MultiModalModel
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
@@ -67,36 +68,25 @@ class TinyLayer(nnx.Module):
         return hidden + jnp.tanh(self.fc(hidden)), cache
 
 
-class TinyEncoderDecoder(nnx.Module):
-    """See `mmjax.models.interface.EncoderDecoderModel`."""
+class TinyHostInputs(HostInputs):
+    """What the encoder reads, cut into units of three rows."""
 
-    RULES = ()
-    has_bidirectional_spans = False
+    encoder_spec = EncoderSpec(
+        inputs={
+            "token_ids": ((ROWS_PER_UNIT,), "int32"),
+            "pixels": ((ROWS_PER_UNIT, PIXELS), "float32"),
+        },
+        tokens_per_unit=ROWS_PER_UNIT,
+    )
 
-    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        self.max_encoder_len = hf_config.max_encoder_len
-        self.kv_cache_spec = KVCacheSpec(
-            num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM
-        )
-        self.encoder_spec = EncoderSpec(
-            inputs={
-                "token_ids": ((ROWS_PER_UNIT,), "int32"),
-                "pixels": ((ROWS_PER_UNIT, PIXELS), "float32"),
-            },
-            tokens_per_unit=ROWS_PER_UNIT,
-        )
-        self.embed = Embed(VOCAB_SIZE, WIDTH, dtype=dtype)
-        self.places = Embed(MAX_MODEL_LEN, WIDTH, dtype=dtype)
-        self.eye = Linear(PIXELS, WIDTH, use_bias=False, dtype=dtype)
-        self.encoder = Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype)
-        self.layers = nnx.List([TinyLayer(dtype) for _ in range(NUM_LAYERS)])
+    def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        raise NotImplementedError("items lie in the encoder's prompt")
 
-    @staticmethod
     def encoder_input(
-        spec: EncoderSpec, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
+        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
     ) -> tuple[dict[str, np.ndarray], int]:
         """Return the prompt's ids and the picture's pixels, which stand at its beginning."""
-        rows = spec.tokens_per_unit
+        rows = ROWS_PER_UNIT
         num_units = -(-len(token_ids) // rows)
         ids = np.zeros(num_units * rows, np.int32)
         ids[: len(token_ids)] = token_ids
@@ -108,6 +98,24 @@ class TinyEncoderDecoder(nnx.Module):
             "pixels": pixels.reshape(num_units, rows, PIXELS),
         }
         return units, len(token_ids)
+
+
+class TinyEncoderDecoder(MultiModalModel):
+    """An encoder-decoder in a few lines."""
+
+    host_inputs = TinyHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.max_encoder_len = hf_config.max_encoder_len
+        self.embed = Embed(VOCAB_SIZE, WIDTH, dtype=dtype)
+        self.places = Embed(MAX_MODEL_LEN, WIDTH, dtype=dtype)
+        self.eye = Linear(PIXELS, WIDTH, use_bias=False, dtype=dtype)
+        self.encoder = Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype)
+        self.layers = nnx.List([TinyLayer(dtype) for _ in range(NUM_LAYERS)])
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        return KVCacheSpec(num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
 
     def embed_multimodal(self, token_ids: Any, pixels: Any) -> Any:
         """Return a state for each row of each unit."""

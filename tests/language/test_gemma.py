@@ -13,7 +13,6 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from mmjax.errors import CheckpointError
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.layers.attention.api import DenseAttentionMetadata
-from mmjax.layers.embed import project_logits, soft_cap
 from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
@@ -79,7 +78,7 @@ def test_every_state_is_hfs(name: str):
     expected = reference_states(config, reference, token_ids)
 
     graphdef, abstract = build_abstract(
-        GemmaTextModel, GemmaConfig.from_hf(config), dtype=jnp.float32
+        GemmaTextModel, GemmaConfig.from_hf(config), is_tied=True, dtype=jnp.float32
     )
     params = params_of(reference, abstract, RULES)
     places = jnp.arange(len(token_ids), dtype=jnp.int32)
@@ -88,10 +87,10 @@ def test_every_state_is_hfs(name: str):
     @jax.jit
     def run(params: Any, token_ids: Any, metadata: Any) -> dict[str, Any]:
         model = bind(graphdef, params)
+        positions = jnp.broadcast_to(metadata.token_index, (3, len(token_ids)))
         with record(model) as outputs:
-            hidden, _ = model(model.embed(token_ids), metadata.token_index[0], None, metadata)
-        logits = project_logits(hidden, model.embed_tokens.weight[...])
-        return outputs | {"logits": soft_cap(logits, config.final_logit_softcapping)}
+            hidden, _ = model(model.embed(token_ids), positions, None, metadata)
+        return outputs | {"logits": model.compute_logits(hidden)}
 
     assert len(expected) == 4 + 2
     assert_close(jax.device_get(run(params, token_ids, metadata)), expected, atol=1e-5)
@@ -99,7 +98,7 @@ def test_every_state_is_hfs(name: str):
 
 def test_the_embedding_scale_is_rounded_to_the_dtype():
     config = GemmaConfig.from_hf(Gemma3TextConfig(**{**TINY, "hidden_size": 40}))
-    graphdef, abstract = build_abstract(GemmaTextModel, config, dtype=jnp.bfloat16)
+    graphdef, abstract = build_abstract(GemmaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
     embeds = bind(graphdef, params).embed(jnp.zeros(1, jnp.int32))
     assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16

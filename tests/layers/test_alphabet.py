@@ -16,8 +16,14 @@ from mmjax.layers.attention.kv_cache import KVCacheSpec, allocate
 from mmjax.layers.embed import Embed, project_logits, soft_cap
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
-from mmjax.layers.norm import GemmaRMSNorm, LayerNorm
-from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
+from mmjax.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
+from mmjax.layers.rope import (
+    apply_rotary,
+    attention_factor,
+    inverse_frequencies,
+    multimodal_angles,
+    rotary_angles,
+)
 from mmjax.layers.vision import PatchEmbedding
 
 F32 = jnp.float32
@@ -151,8 +157,97 @@ def test_rotary(parameters: dict[str, Any]):
 
 
 def test_an_unknown_rope_type_is_named():
-    with pytest.raises(CheckpointError, match="`rope_type` is `yarn`"):
-        inverse_frequencies({"rope_type": "yarn", "rope_theta": 1e4}, 16)
+    with pytest.raises(CheckpointError, match="`rope_type` is `longrope`"):
+        inverse_frequencies({"rope_type": "longrope", "rope_theta": 1e4}, 16)
+    with pytest.raises(CheckpointError, match="`linear`, and 'factor' is not given"):
+        inverse_frequencies({"rope_type": "linear", "rope_theta": 1e4}, 16)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {"original_max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "llama3", "factor": 8.0, **LLAMA3},
+        {"rope_type": "llama3", "factor": 32.0, **LLAMA3},
+        {"rope_type": "yarn", "factor": 4.0, **YARN},
+        {"rope_type": "yarn", "factor": 4.0, **YARN, "truncate": False, "attention_factor": 0.7},
+        {"rope_type": "yarn", "factor": 8.0, **YARN, "mscale": 1.0, "mscale_all_dim": 0.8},
+        {"rope_type": "yarn", "factor": 2.0, **YARN, "beta_fast": 4, "beta_slow": 2},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+    ],
+    ids=lambda parameters: "-".join(str(value) for value in parameters.values()),
+)
+def test_rotary_kinds(parameters: dict[str, Any]):
+    """Angles, and heads turned by them, against HF's Llama; by halves against its Persimmon."""
+    from transformers import LlamaConfig, PersimmonConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+    from transformers.models.persimmon.modeling_persimmon import PersimmonRotaryEmbedding
+
+    parameters = {"rope_theta": 1e4, **parameters}
+    is_partial = "partial_rotary_factor" in parameters
+    shared: Any = {"hidden_size": 64, "num_attention_heads": 2, "rope_parameters": parameters}
+    rotary = (
+        PersimmonRotaryEmbedding(PersimmonConfig(**shared))
+        if is_partial
+        else LlamaRotaryEmbedding(LlamaConfig(max_position_embeddings=2048, **shared))
+    )
+    positions = np.array([0, 1, 7, 500, 2047], np.int32)
+    x = draw(5, 2, 32)
+    angles = rotary(torch.tensor(x), torch.tensor(positions)[None])
+    width = angles[0].shape[-1]
+    turned, _ = apply_rotary_pos_emb(
+        *(torch.tensor(x[..., :width])[None],) * 2, *angles, unsqueeze_dim=2
+    )
+    ours = rotary_angles(
+        jnp.asarray(positions),
+        inverse_frequencies(parameters, 32),
+        attention_factor(parameters),
+    )
+    rotated = apply_rotary(jnp.asarray(x), *ours)
+    np.testing.assert_allclose(rotated[..., :width], turned[0], atol=1e-4)
+    np.testing.assert_array_equal(rotated[..., width:], x[..., width:])
+    assert width == (16 if is_partial else 32)
+
+
+def test_multimodal_rotary():
+    from transformers import Qwen2VLConfig
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import (
+        Qwen2VLRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
+
+    sections = [4, 6, 6]
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections}
+    config: Any = Qwen2VLConfig(
+        text_config={
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "rope_parameters": parameters,
+        }
+    ).text_config
+    positions = np.random.default_rng(0).integers(0, 900, (3, 5)).astype(np.int32)
+    x = draw(5, 2, 32)
+    angles = Qwen2VLRotaryEmbedding(config)(torch.tensor(x), torch.tensor(positions)[:, None])
+    query = torch.tensor(x)[None]
+    expected, _ = apply_rotary_pos_emb(query, query, *angles, unsqueeze_dim=2)
+    ours = multimodal_angles(jnp.asarray(positions), inverse_frequencies(parameters, 32), sections)
+    np.testing.assert_allclose(apply_rotary(jnp.asarray(x), *ours), expected[0], atol=1e-4)
+    with pytest.raises(CheckpointError, match=r"`mrope_section` is .*must be 16"):
+        multimodal_angles(jnp.asarray(positions), inverse_frequencies(parameters, 32), [4, 4, 4])
+
+
+def test_rms_norm_is_llamas():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    x, weight = draw(5, 24), draw(24, seed=1)
+    norm = LlamaRMSNorm(24, eps=1e-5)
+    norm.weight.data = torch.tensor(weight)
+    ours = apply(lambda: RMSNorm(24, eps=1e-5, dtype=F32), {"weight": weight}, x)
+    np.testing.assert_allclose(ours, norm(torch.tensor(x)).detach(), atol=1e-6)
 
 
 def test_a_block_costs_what_its_arrays_hold():

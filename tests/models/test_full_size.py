@@ -122,7 +122,7 @@ def test_every_tensor_is_used_once_and_none_is_left_over(
 ):
     tensors = stored(shapes, layout)
     # Reports what is missing, unexpected or misshapen, and two tensors for one place.
-    sources = match_tensors(tensors, abstract, Model.RULES, source=layout)
+    sources = match_tensors(tensors, abstract, Model.rules(None), source=layout)
     assert sources.keys() == abstract.keys()
     assert len({tensor.name for tensor in sources.values()}) == len(tensors)
 

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
 from mmjax.weights.load import load_params
@@ -27,7 +28,7 @@ from tests.oracle import (
     torch_inputs,
 )
 
-RULES = Gemma3ForConditionalGeneration.RULES
+RULES = Gemma3ForConditionalGeneration.rules(None)
 
 SHORT: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -73,7 +74,7 @@ def test_dense_attention_is_hfs_too(window: int):
     expected = run_reference(reference, torch_inputs(sample), RULES)["logits"]
     ours = paged_gemma3(reference)
     places = np.arange(sample.num_tokens, dtype=np.int32)
-    mask = places[None] < sample.span_end[:, None]
+    mask = places[None] < sample.span_end(is_bidirectional=True)[:, None]
 
     @jax.jit
     def run(params: Any, token_ids: Any, pixels: Any, is_embed: Any, mask: Any) -> Any:
@@ -86,7 +87,7 @@ def test_dense_attention_is_hfs_too(window: int):
         hidden, _ = model(hidden, jnp.stack([index] * 3), None, metadata)
         return model.compute_logits(hidden)
 
-    pixels = sample.units["pixel_values"]
+    pixels = np.concatenate([item.tensors["pixel_values"] for item in sample.items])
     logits = run(ours.params, sample.token_ids, pixels, sample.is_embed, mask)
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE)
 
@@ -143,8 +144,10 @@ def test_what_the_engine_must_know_is_said():
     config = random_gemma3(text=SHORT, tokens_per_image=16).config
     model = Gemma3ForConditionalGeneration(config, dtype=jnp.float32)
     assert model.kv_cache_spec.num_layers == 3
-    assert model.encoder_spec.inputs == {"pixel_values": ((3, 56, 56), "float32")}
-    assert model.encoder_spec.tokens_per_unit == 16
+    host_inputs = model.host_inputs(config)
+    assert host_inputs.encoder_spec == EncoderSpec(
+        inputs={"pixel_values": ((3, 56, 56), "float32")}, tokens_per_unit=16
+    )
     assert model.has_bidirectional_spans
-    units = model.encoder_units({"pixel_values": np.zeros((2, 3, 56, 56), np.float32)})
+    units = host_inputs.units({"pixel_values": np.zeros((2, 3, 56, 56), np.float32)})
     assert units["pixel_values"].shape == (2, 3, 56, 56)

@@ -14,16 +14,18 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.weights.load import load_params
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, Split
 from mmjax.weights.safetensors import StoredTensor
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors, write_checkpoint
 
 EMBEDDING = "language_model.embed_tokens.weight"
 
 
-def load(path: Path, shapes: Any = SHAPES, rules: Any = (), **kwargs: Any) -> dict[str, Any]:
+def load(
+    path: Path, shapes: Any = SHAPES, rules: Any = (), *, dtype: Any = jnp.float32, **kwargs: Any
+) -> dict[str, Any]:
     kwargs = {"use_tqdm": False, **kwargs}
-    return flatten_params(load_params(path, abstract_tree(shapes), rules, **kwargs))
+    return flatten_params(load_params(path, abstract_tree(shapes, dtype), rules, **kwargs))
 
 
 @pytest.mark.parametrize("num_shards", [None, 1, 3])
@@ -45,12 +47,52 @@ def test_any_floating_dtype_becomes_the_one_asked_for(tmp_path: Path, stored: st
         np.testing.assert_array_equal(leaves[name], tensor.astype(jnp.dtype(wanted)))
 
 
-def test_without_a_dtype_the_tree_decides(tmp_path: Path):
-    path = write_checkpoint(tmp_path, random_tensors())
+def test_each_parameter_gets_the_dtype_that_its_module_declares(tmp_path: Path):
+    tensors = random_tensors()
+    tree = abstract_tree(dtype=jnp.bfloat16)
+    kept = jax.ShapeDtypeStruct((8,), jnp.float32)  # a router, say
+    tree["language_model"]["norm"]["weight"] = kept
     leaves = flatten_params(
-        load_params(path, abstract_tree(dtype=jnp.bfloat16), (), use_tqdm=False)
+        load_params(write_checkpoint(tmp_path, tensors), tree, (), use_tqdm=False)
     )
-    assert {leaf.dtype for leaf in leaves.values()} == {jnp.dtype(jnp.bfloat16)}
+    dtypes = {name: str(leaf.dtype) for name, leaf in leaves.items()}
+    assert dtypes.pop("language_model.norm.weight") == "float32"
+    assert set(dtypes.values()) == {"bfloat16"}
+
+
+ATTENTION = "language_model.layers.0.self_attn"
+QKV = Split(
+    r"attention\.wqkv\.",
+    [rf"{ATTENTION}.{name}." for name in ("q_proj", "k_proj", "v_proj")],
+    (4, 2, 2),
+)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_a_fused_tensor_is_cut_into_its_parts(tmp_path: Path, num_groups: int, kind: str):
+    """As a view of [groups, 4 + 2 + 2, ...] cuts it; on a mesh each device reads its own rows."""
+    width = (6,) if kind == "weight" else ()
+    fused = np.random.default_rng(1).normal(size=(8 * num_groups, *width)).astype(np.float32)
+    path = write_checkpoint(tmp_path, {f"attention.wqkv.{kind}": fused})
+    sizes = {"q_proj": 4, "k_proj": 2, "v_proj": 2}
+    shapes = {
+        f"{ATTENTION}.{name}.{kind}": (size * num_groups, *width) for name, size in sizes.items()
+    }
+    groups = fused.reshape(num_groups, 8, *width)
+    parts = np.split(groups, [4, 6], axis=1)
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    for where in (None, mesh):
+        leaves = load(path, shapes, (QKV,), mesh=where)
+        for name, part in zip(sizes, parts, strict=True):
+            expected = part.reshape(-1, *width)
+            np.testing.assert_array_equal(leaves[f"{ATTENTION}.{name}.{kind}"], expected)
+
+
+def test_a_fused_tensor_that_cannot_be_cut_is_reported(tmp_path: Path):
+    path = write_checkpoint(tmp_path, {"attention.wqkv.weight": np.zeros((9, 6), np.float32)})
+    with pytest.raises(CheckpointError, match=r"wqkv.* must have shape \(4, 6\); got \(9, 6\)"):
+        load(path, {f"{ATTENTION}.q_proj.weight": (4, 6)}, (QKV,))
 
 
 def test_a_tensor_without_axes_loads(tmp_path: Path):

@@ -247,6 +247,10 @@ class BatchBuilder:
                 [item.request.token_ids[item.start : item.end] for item in requests]
             )
         fields["positions"][:, :num_tokens] = index
+        for scheduled, first, count in zip(requests, ends - counts, counts, strict=True):
+            if scheduled.request.rotary is not None:
+                places = scheduled.request.rotary.between(scheduled.start, scheduled.end)
+                fields["positions"][:, first : first + count] = places
         fields["token_index"][:num_tokens] = index
         if bucket.has_spans:
             fields["span_end"][:num_tokens] = index + 1

@@ -6,7 +6,7 @@ mixed sizes is one call, and no size compiles anew.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,8 @@ from jaxtyping import Array, Shaped
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket
 from mmjax.engine.scheduling.request import EncoderItem
-from mmjax.models.interface import EncoderSpec, PackedEncoderSpec
+from mmjax.errors import ConfigError
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.rounding import round_up
 
 PADDING_SEGMENT = -1
@@ -52,6 +53,10 @@ class EncoderCalls(ABC):
         """Return the embeddings that a call of a size gives."""
 
     @abstractmethod
+    def count_outputs(self, item: EncoderItem) -> int:
+        """Return the embeddings that an item's units give, those that no prompt has included."""
+
+    @abstractmethod
     def sharding(self, size: int) -> Sharding:
         """Return where the inputs lie."""
 
@@ -63,7 +68,7 @@ class EncoderCalls(ABC):
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
     ) -> Iterator[EncoderCall]:
-        """Yield the calls that encode items into their rows."""
+        """Yield the calls that encode items; `rows`: where each of an item's outputs goes."""
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
         """Return the inputs of a bucket's program, and how many embeddings it gives."""
@@ -100,6 +105,10 @@ class UnitCalls(EncoderCalls):
     def num_outputs(self, size: int) -> int:
         """Return the embeddings of `size` units."""
         return size * self._spec.tokens_per_unit
+
+    def count_outputs(self, item: EncoderItem) -> int:
+        """Return the embeddings of all of an item's units."""
+        return self.num_outputs(_count_first_axis(item))
 
     def sharding(self, size: int) -> Sharding:
         """Spread units over the devices."""
@@ -146,6 +155,10 @@ class PackedCalls(EncoderCalls):
         """Return the embeddings of `size` patches."""
         return size // self._spec.patches_per_token
 
+    def count_outputs(self, item: EncoderItem) -> int:
+        """Return the embeddings of all of an item's patches."""
+        return self.num_outputs(_count_first_axis(item))
+
     def sharding(self, size: int) -> Sharding:
         """Have a pack whole everywhere: its cuts are not those of its images."""
         return self._placement.replicated
@@ -181,6 +194,10 @@ class PackedCalls(EncoderCalls):
         return rows | {"segment_ids": ((size,), "int32")}
 
 
+def _count_first_axis(item: EncoderItem) -> int:
+    return len(next(iter(item.units.values())))
+
+
 def make_encoder_calls(
     spec: EncoderSpec | PackedEncoderSpec, buckets: Buckets, placement: Placement, num_rows: int
 ) -> EncoderCalls:
@@ -193,11 +210,23 @@ def make_encoder_calls(
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def largest_item(spec: EncoderSpec | PackedEncoderSpec, max_model_len: int) -> int:
-    """Return the most embeddings that are encoded at once: a unit's, or an item's in a prompt."""
-    if isinstance(spec, PackedEncoderSpec):
-        return max(1, min(spec.max_patches // spec.patches_per_token, max_model_len))
-    return spec.tokens_per_unit
+def largest_items(
+    spec: EncoderSpec | PackedEncoderSpec,
+    max_embeds_per_item: Mapping[str, int],
+    max_model_len: int,
+) -> Mapping[str, int]:
+    """Return the most embeddings that are encoded at once: a unit's, or an item's in a prompt.
+
+    `max_embeds_per_item`: as P0's processor says, by modality; ConfigError where a pack needs it.
+    """
+    if isinstance(spec, EncoderSpec):
+        return {"image": spec.tokens_per_unit}
+    if not max_embeds_per_item:
+        raise ConfigError(
+            "the encoder takes items of any size, and `max_embeds_per_item` does not say how large "
+            "they are; give what the processor's `get_mm_max_tokens_per_item` returns"
+        )
+    return {m: max(1, min(most, max_model_len)) for m, most in max_embeds_per_item.items()}
 
 
 def count_units(spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int) -> int:
@@ -207,13 +236,13 @@ def count_units(spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int) -> i
 
 
 def choose_patches(
-    spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, max_model_len: int
+    spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, largest_item: int
 ) -> tuple[int, ...]:
     """Return the sizes of packed calls, for a budget in embeddings; none of units."""
     if not isinstance(spec, PackedEncoderSpec):
         return ()
     return patch_buckets(
-        largest_item=largest_item(spec, max_model_len) * spec.patches_per_token,
+        largest_item=largest_item * spec.patches_per_token,
         encoder_budget=encoder_budget * spec.patches_per_token,
         patches_per_token=spec.patches_per_token,
     )
@@ -279,14 +308,20 @@ def make_segment_ids(num_patches: Sequence[int], bucket: int) -> np.ndarray:
 
 
 class EncoderRows:
-    """Hands out pool rows by identifier; any rows do, so nothing fragments."""
+    """Hands out pool rows by identifier; any rows do, so nothing fragments.
 
-    def __init__(self, num_rows: int) -> None:
+    Behind the `num_rows` that are handed out lie the model's `num_extra_rows` learned embeddings.
+    """
+
+    def __init__(self, num_rows: int, num_extra_rows: int = 0) -> None:
         self.num_rows = num_rows
+        self._num_rows_in_all = num_rows + num_extra_rows
         self._free = np.arange(num_rows, dtype=np.int32)[::-1].copy()
         """A stack; the first `num_free` entries are free."""
         self.num_free = num_rows
         self._rows: dict[str, np.ndarray] = {}
+        self._embeds: dict[str, np.ndarray] = {}
+        """Where an item's embeddings are not its rows in order."""
 
     def __contains__(self, identifier: str) -> bool:
         return identifier in self._rows
@@ -300,13 +335,38 @@ class EncoderRows:
         self._rows[identifier] = rows
         return rows
 
+    def allocate_chosen(
+        self, identifier: str, embed_rows: np.ndarray, num_outputs: int
+    ) -> np.ndarray:
+        """Give rows to those of an item's outputs that its embeddings are.
+
+        Args:
+            identifier: Of the item.
+            embed_rows: int32[num_embeds], as `HostInputs.embed_rows` returns it.
+            num_outputs: How many embeddings the encoder gives.
+
+        Returns:
+            int32[num_outputs]: where each output goes; out of range where no embedding is it.
+        """
+        is_extra = embed_rows < 0
+        kept = np.unique(embed_rows[~is_extra])
+        places = np.full(num_outputs, self._num_rows_in_all, np.int32)
+        places[kept] = self.allocate(identifier, len(kept))
+        # A negative number is counted from the first learned embedding on: -1, -2, ...
+        extra = self.num_rows - 1 - embed_rows
+        chosen = places[np.where(is_extra, 0, embed_rows)]
+        self._embeds[identifier] = np.where(is_extra, extra, chosen).astype(np.int32)
+        return places
+
     def get(self, identifier: str) -> np.ndarray:
-        """Return an item's rows."""
-        return self._rows[identifier]
+        """Return the row of each of an item's embeddings, int32[num_embeds]."""
+        embeds = self._embeds.get(identifier)
+        return self._rows[identifier] if embeds is None else embeds
 
     def free(self, identifier: str) -> None:
         """Take an item's rows back."""
         rows = self._rows.pop(identifier)
+        self._embeds.pop(identifier, None)
         self._free[self.num_free : self.num_free + len(rows)] = rows[::-1]
         self.num_free += len(rows)
 

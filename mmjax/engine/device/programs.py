@@ -22,6 +22,7 @@ from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import KVCache, LayerCache, allocate
 from mmjax.layers.module import Params, bind
+from mmjax.models.host_inputs import HostInputs
 
 Gather = Callable[[Array, int], Array]
 """Makes an array, which the devices compute in parts along an axis, whole on each of them."""
@@ -74,6 +75,14 @@ def encode(
     embeds = bind(graphdef, params).embed_multimodal(**inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
     return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def write_extra(
+    graphdef: Any, params: Params, pool: Float[Array, "rows D"]
+) -> Float[Array, "rows D"]:
+    """Write the model's learned embeddings to the last rows of the pool, where they stay."""
+    embeds = bind(graphdef, params).extra_embeds().astype(pool.dtype)
+    return jax.lax.dynamic_update_slice(pool, embeds, (len(pool) - len(embeds), 0))
 
 
 def write_rows(
@@ -164,6 +173,7 @@ class Programs:
         *,
         buckets: Buckets,
         placement: Placement,
+        host_inputs: HostInputs,
         num_encoder_rows: int,
         block_size: int,
         max_blocks: int,
@@ -173,11 +183,14 @@ class Programs:
         """Describe all programs. `cache_type` None: the one of the placement's platform."""
         model = bind(shape.graphdef, params)
         self.buckets = buckets
+        self.num_encoder_rows = num_encoder_rows
+        self.num_extra_rows = host_inputs.num_extra_rows
+        num_rows = num_encoder_rows + host_inputs.num_extra_rows
         self.encoder_calls = make_encoder_calls(
-            model.encoder_spec, buckets, placement, num_encoder_rows
+            host_inputs.encoder_spec, buckets, placement, num_rows
         )
         self.precomputed = PrecomputedEmbeds(
-            buckets, num_rows=num_encoder_rows, width=shape.hidden_size, dtype=shape.dtype
+            buckets, num_rows=num_rows, width=shape.hidden_size, dtype=shape.dtype
         )
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
@@ -187,7 +200,6 @@ class Programs:
         self._shape = shape
         self._params = params
         self._placement = placement
-        self.num_encoder_rows = num_encoder_rows
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,
@@ -215,6 +227,9 @@ class Programs:
             partial(encode, graphdef, self.encoder_calls.gather),
             donate_argnames="pool",
             out_shardings=whole,
+        )
+        self.write_extra = jit(
+            partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
         )
         self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
         self.step = jit(
@@ -255,7 +270,8 @@ class Programs:
     def _zeros(self, num_blocks: int) -> DeviceArrays:
         shape, buckets = self._shape, self.buckets
         hidden = jnp.zeros((buckets.max_num_tokens, shape.hidden_size), shape.dtype)
-        pool = jnp.zeros((self.num_encoder_rows, shape.hidden_size), shape.dtype)
+        num_rows = self.num_encoder_rows + self.num_extra_rows
+        pool = jnp.zeros((num_rows, shape.hidden_size), shape.dtype)
         previous = jnp.zeros(buckets.sample[-1], jnp.int32)
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous

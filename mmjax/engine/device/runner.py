@@ -58,7 +58,7 @@ class ModelRunner:
     ) -> None:
         self.buckets = programs.buckets
         self._steps = self.buckets.steps
-        self.rows = EncoderRows(programs.num_encoder_rows)
+        self.rows = EncoderRows(programs.num_encoder_rows, programs.num_extra_rows)
         self._programs = programs
         self._params = params
         self._placement = placement
@@ -89,6 +89,8 @@ class ModelRunner:
 
     def _make_arrays(self) -> None:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
+        if self._programs.num_extra_rows:
+            self._pool = self._programs.write_extra(params=self._params, pool=self._pool)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -170,19 +172,24 @@ class ModelRunner:
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
         """Encode, or write, all of `items` that are not in the pool; several share a call."""
         new = [item for item in items if item.identifier not in self.rows]
-        for item in new:
-            self.rows.allocate(item.identifier, item.num_embeds)
+        places = {item.identifier: self._allocate_rows(item) for item in new}
         encoded = [item for item in new if item.embeds is None]
         if encoded:
-            for call in self._encoder_calls.fill(encoded, self._rows_of(encoded)):
+            rows = [places[item.identifier] for item in encoded]
+            for call in self._encoder_calls.fill(encoded, rows):
                 self._run_encode(call)
         written = [item for item in new if item.embeds is not None]
         if written:
-            for write in self._programs.precomputed.fill(written, self._rows_of(written)):
+            rows = [places[item.identifier] for item in written]
+            for write in self._programs.precomputed.fill(written, rows):
                 self._run_write(write)
 
-    def _rows_of(self, items: Sequence[EncoderItem]) -> list[np.ndarray]:
-        return [self.rows.get(item.identifier) for item in items]
+    def _allocate_rows(self, item: EncoderItem) -> np.ndarray:
+        """Return where each of an item's outputs goes."""
+        if item.rows is None:
+            return self.rows.allocate(item.identifier, item.num_embeds)
+        num_outputs = self._encoder_calls.count_outputs(item)
+        return self.rows.allocate_chosen(item.identifier, item.rows, num_outputs)
 
     # ---- several processes ---------------------------------------------------------------------
 

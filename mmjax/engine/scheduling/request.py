@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
+from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
@@ -37,6 +38,9 @@ class EncoderItem:
     mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
+    rows: np.ndarray | None = None
+    """int32[num_embeds]: which of the encoder's rows the embeddings are (`HostInputs.embed_rows`);
+    None: all, in order."""
     embeds: np.ndarray | None = None
     """[num_embeds, D]: rows that came with the request, of which nothing is encoded."""
 
@@ -110,6 +114,7 @@ class Request:
         max_model_len: int,
         items: Sequence[EncoderItem] = (),
         encoder: "EncoderInput | None" = None,
+        rotary: RotaryPositions | None = None,
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
@@ -121,6 +126,8 @@ class Request:
         self.items = sorted(items, key=lambda item: item.start)
         self.encoder = encoder
         """What an encoder-decoder's request looks at; None for a decoder alone."""
+        self.rotary = rotary
+        """Where its tokens are, if not at their indices."""
         self.encoder_len = 0 if encoder is None else encoder.num_states
         self.num_prompt_tokens = len(prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens

@@ -1,21 +1,18 @@
 """Gemma 3 with pictures: SigLIP, an average-pooling projector, Gemma's decoder."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from mmjax.language.gemma import GemmaConfig, GemmaTextModel
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCache
-from mmjax.layers.embed import Embed, project_logits, soft_cap
 from mmjax.layers.norm import GemmaRMSNorm
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.text_model import build_text_model
 from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower
 from mmjax.weights.rules import Rule
 
@@ -49,43 +46,30 @@ class Gemma3MultiModalProjector(nnx.Module):
         return projected.reshape(images, side * side, -1)
 
 
-class Gemma3ForConditionalGeneration(nnx.Module):
-    """Served as HF's class of this name; see `mmjax.models.interface.MultiModalModel`."""
+class Gemma3ForConditionalGeneration(MultiModalModel):
+    """Served as HF's class of this name."""
 
-    RULES = (
-        # the hub's layout, save_pretrained's, and the module's own names
-        Rule(r"^(model\.)?vision_tower\.(vision_model\.)?head\..*", None),
-        Rule(r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower."),
-        Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
-        Rule(r"^model\.multi_modal_projector\.", "multi_modal_projector."),
-        Rule(r"^language_model\.lm_head\.", "lm_head."),
-    )
-    modalities = ("image",)
+    host_inputs = Gemma3HostInputs
     tower_names = ("vision_tower", "multi_modal_projector")
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        self.config = GemmaConfig.from_hf(hf_config.text_config)
-        vision = SiglipConfig.from_hf(hf_config.vision_config)
-        self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
+        self.vision_tower = SiglipVisionTower(
+            SiglipConfig.from_hf(hf_config.vision_config), dtype=dtype
+        )
         self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
-        self.language_model = GemmaTextModel(self.config, dtype=dtype)
-        self.lm_head = (
-            None
-            if hf_config.tie_word_embeddings
-            else Embed(self.config.vocab_size, self.config.hidden_size, dtype=dtype)
-        )
-        self.kv_cache_spec = self.config.kv_cache_spec
-        shape = (vision.num_channels, vision.image_size, vision.image_size)
-        self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": (shape, "float32")},
-            tokens_per_unit=math.isqrt(hf_config.mm_tokens_per_image) ** 2,
-        )
+        self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def encoder_units(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the picture and its pan-and-scan crops as `[units, C, Y, X]`."""
-        return {"pixel_values": item["pixel_values"]}
+    def rules(hf_config: Any) -> Sequence[Rule]:
+        """Map the hub's layout, save_pretrained's, and the module's own names."""
+        return (
+            Rule(r"^(model\.)?vision_tower\.(vision_model\.)?head\..*", None),
+            Rule(r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower."),
+            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
+            Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
+            Rule(r"^model\.multi_modal_projector\.", "multi_modal_projector."),
+        )
 
     def embed_multimodal(
         self, pixel_values: Float[Array, "I C _y _x"]
@@ -96,24 +80,3 @@ class Gemma3ForConditionalGeneration(nnx.Module):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
         with jax.named_scope("multi_modal_projector"):
             return self.multi_modal_projector(patches)
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the text embeddings; the soft token lies outside the table and reads row 0."""
-        return self.language_model.embed(token_ids)
-
-    def __call__(
-        self,
-        inputs_embeds: Float[Array, "T D"],
-        positions: Int[Array, "3 T"],
-        kv_cache: KVCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Run the decoder."""
-        with jax.named_scope("language_model"):
-            return self.language_model(inputs_embeds, positions[0], kv_cache, metadata)
-
-    def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Project onto the vocabulary, in float32, soft-capped where the config says so."""
-        head = self.lm_head if self.lm_head is not None else self.language_model.embed_tokens
-        logits = project_logits(hidden_states, head.weight[...])
-        return soft_cap(logits, self.config.final_logit_softcapping)

@@ -1,0 +1,123 @@
+"""What the host computes for a model's arrays, in numpy: encoder inputs, embedding rows, positions.
+
+A family subclasses `HostInputs` beside its processor, and its model class names the subclass. No
+jax: all of it depends on the items of a request, and is done before anything reaches the device.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmjax.processing.tensors.inputs import PlaceholderRange
+
+EncoderUnits = tuple[Mapping[str, np.ndarray], int]
+"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of their rows, from the first, are
+states that the decoder sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """How items become calls of `encode`: units of one fixed shape (a tile, a crop), in buckets.
+
+    An item is one or more units; a call holds one bucket's units, of any number of items.
+    """
+
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    """Per input of `embed_multimodal`: shape of one unit, dtype."""
+    tokens_per_unit: int
+    """Rows that one unit gives; an item's rows are its units', in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedEncoderSpec:
+    """How items of any size become calls of `encode`: rows of patches, packed into buckets of `P`.
+
+    `embed_multimodal` is given `segment_ids`, int32[P], beside the inputs: the number of a row's
+    item in the call, -1 for padding (rows of zeros). An item's rows stand together and in order.
+    What depends on its grid (places, rotary rows, windows) are inputs too, a row for each patch.
+    """
+
+    inputs: Mapping[str, tuple[tuple[int, ...], str]]
+    """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
+    patches_per_token: int
+    """So many rows, one behind the other, become one embedding; divides each item's number."""
+
+
+class PromptItem(NamedTuple):
+    """One item of a prompt, as its positions depend on it."""
+
+    position: PlaceholderRange
+    tensors: Mapping[str, np.ndarray]
+    """What the processor made of it, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPositions:
+    """Positions of a request's tokens that are not their indices (M-RoPE, arXiv 2409.12191)."""
+
+    prompt: np.ndarray
+    """int32[3, T]: time, row and column of every token of the prompt."""
+    offset: int
+    """A token at index i behind the prompt is at i + offset, on all three axes."""
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        """Return int32[3, end - start]: the positions of the tokens [start, end)."""
+        inside = self.prompt[:, start:end]
+        behind = np.arange(max(start, self.prompt.shape[1]), end, dtype=np.int32) + self.offset
+        return np.concatenate([inside, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+
+class HostInputs(ABC):
+    """One model's host inputs, made from its configuration; pure functions of items."""
+
+    encoder_spec: EncoderSpec | PackedEncoderSpec
+    num_extra_rows: int = 0
+    """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
+
+    def __init__(self, hf_config: Any) -> None:
+        self.hf_config = hf_config
+
+    @abstractmethod
+    def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`.
+
+        A packed encoder's are `[patches, ...]`: its places and windows are computed here.
+        """
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return int32[num_embeds]: which of the encoder's rows an item's embeddings are, in order.
+
+        -1 - n: the n-th of the model's extra embeddings. None: all of the encoder's rows.
+        """
+        return None
+
+    def rotary_positions(
+        self, num_tokens: int, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return the positions in a prompt of `num_tokens`; None: they are the indices.
+
+        `items` are in the order of the prompt.
+        """
+        return None
+
+    def encoder_input(
+        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
+    ) -> EncoderUnits:
+        """Return what an encoder-decoder's encoder reads: its prompt, and the items' tensors.
+
+        The prompt is as long as the client made it; units have the shapes of `encoder_spec`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not an encoder-decoder's")
+
+
+def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
+    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
+    if isinstance(spec, EncoderSpec):
+        return spec
+    raise TypeError(
+        f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
+        "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
+    )

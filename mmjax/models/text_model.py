@@ -1,0 +1,34 @@
+"""Which decoder a checkpoint's `text_config` asks for: one table for every model around it."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from mmjax.errors import CheckpointError
+from mmjax.language.gemma import GemmaConfig, GemmaTextModel
+from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.layers.decoder import Decoder
+
+_DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
+    {
+        "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
+        "llama": (LlamaConfig.from_hf, LlamaTextModel),
+        "mistral": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
+    }
+)
+"""By `model_type`: what reads its configuration, and the module that is built of that."""
+
+
+def build_text_model(hf_config: Any, *, dtype: Any) -> Decoder:
+    """Return the decoder of a wrapper's `text_config`; `CheckpointError` for one not known."""
+    text_config = hf_config.get_text_config()
+    if text_config.model_type not in _DECODERS:
+        raise CheckpointError(
+            f"`text_config.model_type` is `{text_config.model_type}`, a decoder that mmjax "
+            f"does not have; it has {', '.join(f'`{name}`' for name in _DECODERS)}"
+        )
+    read_config, build = _DECODERS[text_config.model_type]
+    return build(read_config(text_config), is_tied=hf_config.tie_word_embeddings, dtype=dtype)
