@@ -69,7 +69,9 @@ class EngineStart:
         enable_persistent_cache(config.compilation_cache_dir)
         # First of all: JAX learns of the other processes before it opens a device.
         join_processes(config)
-        self._model_class = model_class or load_model_class(config.model.architecture)
+        self._model_class = model_class or load_model_class(
+            config.model.architecture, config.model.model_class
+        )
 
     def start(self, params: Params | None = None) -> EngineParts:
         """Load (or take `params`), allocate, compile everything."""
