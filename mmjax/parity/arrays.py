@@ -15,6 +15,7 @@ from flax import nnx
 from mmjax.layers.attention.api import PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.models.interface import join_embeds
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
@@ -182,7 +183,7 @@ class PagedModel:
 def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:
     module = bind(graphdef, params)
     with record(module) as outputs:
-        embeds = module.embed_multimodal(**unit)
+        embeds = join_embeds(module.embed_multimodal(**unit))
     return outputs | {"": embeds}
 
 

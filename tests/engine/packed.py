@@ -127,7 +127,7 @@ class PackedForConditionalGeneration(nnx.Module):
         return self.visual(pixel_values, places, (attend[0], attend[1]))
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        return self.language_model.embed(token_ids)
+        return self.language_model.embed_input_ids(token_ids)
 
     def __call__(
         self,

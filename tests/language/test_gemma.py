@@ -89,7 +89,9 @@ def test_every_state_is_hfs(name: str):
     def run(params: Any, token_ids: Any, metadata: Any) -> dict[str, Any]:
         model = bind(graphdef, params)
         with record(model) as outputs:
-            hidden, _ = model(model.embed(token_ids), metadata.token_index[0], None, metadata)
+            hidden, _ = model(
+                model.embed_input_ids(token_ids), metadata.token_index[0], None, metadata
+            )
         logits = project_logits(hidden, model.embed_tokens.weight[...])
         return outputs | {"logits": soft_cap(logits, config.final_logit_softcapping)}
 
@@ -101,7 +103,7 @@ def test_the_embedding_scale_is_rounded_to_the_dtype():
     config = GemmaConfig.from_hf(Gemma3TextConfig(**{**TINY, "hidden_size": 40}))
     graphdef, abstract = build_abstract(GemmaTextModel, config, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
-    embeds = bind(graphdef, params).embed(jnp.zeros(1, jnp.int32))
+    embeds = bind(graphdef, params).embed_input_ids(jnp.zeros(1, jnp.int32))
     assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16
 
 

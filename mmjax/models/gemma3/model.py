@@ -15,7 +15,7 @@ from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.embed import Embed, project_logits, soft_cap
 from mmjax.layers.norm import GemmaRMSNorm
-from mmjax.models.interface import EncoderSpec
+from mmjax.models.interface import EncoderSpec, SupportsMultiModal
 from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower
 from mmjax.weights.rules import Rule
 
@@ -49,8 +49,11 @@ class Gemma3MultiModalProjector(nnx.Module):
         return projected.reshape(images, side * side, -1)
 
 
-class Gemma3ForConditionalGeneration(nnx.Module):
-    """Served as HF's class of this name; see `mmjax.models.interface.MultiModalModel`."""
+class Gemma3ForConditionalGeneration(nnx.Module, SupportsMultiModal):
+    """Served as HF's class of this name; see `mmjax.models.interface.MultiModalModel`.
+
+    The soft token lies outside of the table of embeddings, and reads row 0.
+    """
 
     RULES = (
         # the hub's layout, save_pretrained's, and the module's own names
@@ -60,16 +63,16 @@ class Gemma3ForConditionalGeneration(nnx.Module):
         Rule(r"^model\.multi_modal_projector\.", "multi_modal_projector."),
         Rule(r"^language_model\.lm_head\.", "lm_head."),
     )
-    modalities = ("image",)
-    tower_names = ("vision_tower", "multi_modal_projector")
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.config = GemmaConfig.from_hf(hf_config.text_config)
         vision = SiglipConfig.from_hf(hf_config.vision_config)
-        self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
-        self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
-        self.language_model = GemmaTextModel(self.config, dtype=dtype)
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
+            self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
+        with self._mark_language_model(hf_config):
+            self.language_model = GemmaTextModel(self.config, dtype=dtype)
         self.lm_head = (
             None
             if hf_config.tie_word_embeddings
@@ -96,10 +99,6 @@ class Gemma3ForConditionalGeneration(nnx.Module):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
         with jax.named_scope("multi_modal_projector"):
             return self.multi_modal_projector(patches)
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the text embeddings; the soft token lies outside the table and reads row 0."""
-        return self.language_model.embed(token_ids)
 
     def __call__(
         self,
