@@ -32,7 +32,7 @@ test: lint ## run everything that CI runs
 	@$(PYTEST) -m "not slow and not hub"
 
 test-slow: lint ## the same with full counts
-	@$(PYTEST) -m "not hub" --timeout 3600
+	@$(PYTEST) -m "not hub" --timeout 3600 --hypothesis-profile random
 
 check: lint ## format, lint, types, contracts and the tests that take seconds
 	@$(PYTEST) -m "not slow and not hub" tests/test_house.py tests/processing tests/cache tests/layers

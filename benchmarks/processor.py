@@ -19,13 +19,13 @@ from PIL import Image
 
 from benchmarks.bridge import measure_bridge, measure_shm
 from benchmarks.pictures import photographs, write_llava
+from mmjax import create_processor
 from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.processing import (
     MultiModalHasher,
     PromptReplacement,
     PromptUpdateDetails,
     apply_token_matches,
-    create_processor,
     find_mm_placeholders,
 )
 from mmjax.processing.media.decode import MediaWithBytes

@@ -1,6 +1,7 @@
 """mmjax: serve multimodal models with JAX.
 
-    from mmjax import LLM, SamplingParams
+    from mmjax import LLM, SamplingParams                                        # to answer
+    from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
 Importing this package loads neither jax nor a model: names are found when they are first used.
 """
@@ -10,7 +11,15 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "MULTIMODAL_REGISTRY",
+    "ProcessorFactories",
+    "SamplingParams",
+    "__version__",
+    "create_processor",
+    "register_model",
+]
 
 try:
     __version__ = version("mmjax")
@@ -22,7 +31,15 @@ logging.getLogger("transformers").addFilter(
     lambda record: not record.getMessage().startswith("PyTorch was not found")
 )
 
-_HOMES = {"LLM": "mmjax.llm", "SamplingParams": "mmjax.sampling_params"}
+_REGISTRY = "mmjax.models.registry"
+_HOMES = {
+    "LLM": "mmjax.llm",
+    "MULTIMODAL_REGISTRY": _REGISTRY,
+    "ProcessorFactories": _REGISTRY,
+    "SamplingParams": "mmjax.sampling_params",
+    "create_processor": _REGISTRY,
+    "register_model": _REGISTRY,
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -164,6 +164,9 @@ class ModelConfig:
     """The checkpoint's `PreTrainedConfig`."""
     architecture: str
     """The first of config.json's `architectures`; the registry's key."""
+    model_class: str | None = None
+    """The import path of the model's class, for a process that computes: what is registered in the
+    one that starts it is not known there. None: as the registry says."""
     max_model_len: int = setting(
         help="Tokens of a prompt and its answer together.",
         unset="what the checkpoint knows, at most 8192",

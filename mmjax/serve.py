@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmjax.allocator import return_large_blocks
@@ -53,11 +54,10 @@ def _follow(engine: EngineConfig) -> int:
     # On use only: it brings jax along.
     from mmjax.engine.process import follow_engine
     from mmjax.frontend.encoder_budget import with_encoder_budget
-    from mmjax.models.registry import require_model
+    from mmjax.models.registry import with_model_class
 
-    require_model(engine.model.architecture)
     # As process 0 does: shapes follow from it, and must be the same.
-    follow_engine(with_encoder_budget(engine))
+    follow_engine(with_encoder_budget(replace(engine, model=with_model_class(engine.model))))
     return 0
 
 
@@ -86,10 +86,9 @@ def _serve(
     from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.encoder_budget import with_encoder_budget
     from mmjax.frontend.engine_client.supervisor import Supervisor
-    from mmjax.models.registry import require_model
+    from mmjax.models.registry import with_model_class
 
-    require_model(engine.model.architecture)
-    engine = with_encoder_budget(engine)
+    engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
     cache = processor_cache_from_config(engine.model.mm)
     supervisor = Supervisor(engine.with_mm(config_with_segment(engine.model.mm, cache)))
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)

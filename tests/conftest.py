@@ -31,7 +31,11 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
 
 # How long an example takes says more of the machine's load than of the code.
-settings.register_profile("mmjax", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+PROFILE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("random", PROFILE)
+# The same examples at every run, so that a change alone turns a run red; `make test-slow` draws
+# new ones.
+settings.register_profile("mmjax", PROFILE, derandomize=True)
 settings.load_profile("mmjax")
 
 

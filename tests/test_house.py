@@ -8,6 +8,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,12 +46,16 @@ TOP_LEVEL = {
 }
 
 
+def _contract(name: str) -> dict[str, Any]:
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (one for one in linter["contracts"] if one["id"] == name)
+    return contract
+
+
 def _jax_free() -> list[str]:
     """Return what P0 may import, as the contract has it; a package stands for all within it."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (contract,) = (one for one in contracts["contracts"] if one["id"] == "jax-free")
     names = []
-    for pattern in contract["source_modules"]:
+    for pattern in _contract("jax-free")["source_modules"]:
         found = [
             *ROOT.glob(pattern.replace(".", "/")),
             *ROOT.glob(f"{pattern.replace('.', '/')}.py"),
@@ -127,6 +132,36 @@ def test_import_floors_hold():
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def _floors() -> dict[str, int]:
+    """Return each package's floor, as the contract has it; 0 is the lowest."""
+    layers = reversed(_contract("floors")["layers"])
+    return {name: floor for floor, row in enumerate(layers) for name in re.findall(r"\w+", row)}
+
+
+def _named_modules(file: Path) -> Iterator[str]:
+    """Yield the packages of mmjax that texts of a file name, whole or as the start of a name."""
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = re.fullmatch(r"mmjax\.(\w+)[\w.]*(:\w*)?", node.value)
+            if found is not None:
+                yield found[1]
+
+
+def test_no_module_reaches_above_its_floor_by_a_name():
+    """`import_module` of a text is an import that the contracts do not see."""
+    floors = _floors()
+    assert floors["models"] > floors["processing"]
+    found = {
+        (str(file.relative_to(PACKAGE)), name)
+        for package, floor in floors.items()
+        for file in (*PACKAGE.glob(f"{package}.py"), *PACKAGE.glob(f"{package}/**/*.py"))
+        for name in _named_modules(file)
+        if name != package and floors.get(name, -1) >= floor
+    }
+    # P1's main: P0 starts it in a process of its own, and must not import it.
+    assert found == {("frontend/engine_client/supervisor.py", "engine")}
 
 
 def test_p0_never_loads_jax():

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
-from mmjax.errors import CheckpointError, RequestError
+from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
@@ -242,6 +242,21 @@ def test_an_engine_that_forgets_is_told_again(llm: LLM) -> None:
         assert believed[-len(held) :] == held, "what nobody asked for since is not missed yet"
     llm.engine._receiver_cache.clear_cache()
     llm._input_processor.committer.reset_engine()
+
+
+def test_an_engine_that_never_takes_an_item_is_an_error_and_no_loop(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `python -O` as well: it is told, and the next request is served."""
+
+    def lose(message: EngineCoreRequest) -> None:
+        raise MultiModalCacheMissError([feature.identifier for feature in message.mm_features])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "add_request", lose)
+        with pytest.raises(RuntimeError, match=r"came 4 times .* `mm_processor_cache_gb=0`"):
+            generate(llm, pictures(77))
+    assert tokens(llm, pictures(77)) == tokens(llm, pictures(77))
 
 
 def test_a_failed_call_leaves_the_mirrors_equal(llm: LLM) -> None:

@@ -27,7 +27,7 @@ from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
 from mmjax.models.host_inputs import HostInputs, require_units
-from mmjax.models.interface import build_model, needs_tower
+from mmjax.models.interface import build_model, left_out_names
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv, round_up
@@ -62,7 +62,9 @@ class EngineStart:
         enable_persistent_cache(config.compilation_cache_dir)
         # First of all: JAX learns of the other processes before it opens a device.
         join_processes(config)
-        self._model_class = model_class or load_model_class(config.model.architecture)
+        self._model_class = model_class or load_model_class(
+            config.model.architecture, config.model.model_class
+        )
 
     def start(self, params: Params | None = None) -> EngineParts:
         """Load (or take `params`), allocate, compile everything."""
@@ -109,16 +111,17 @@ class EngineStart:
     def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
         """Return the model's graph, and its parameters spread over the devices."""
         config = self.config
-        self._has_tower = needs_tower(self._model_class, config.model.mm)
-        self._left_out = () if self._has_tower else tuple(self._model_class.tower_names)
+        build = partial(build_model, self._model_class, mm=config.model.mm)
+        graphdef, abstract = build_abstract(build, config.model.hf_config, dtype=dtype)
+        model = bind(graphdef, abstract)
+        self._left_out = left_out_names(model, config.model.mm)
+        self._has_tower = not self._left_out
         if self._left_out:
             logger.info("no media are allowed: left out are %s", ", ".join(self._left_out))
-        build = partial(build_model, self._model_class, has_tower=self._has_tower)
-        graphdef, abstract = build_abstract(build, config.model.hf_config, dtype=dtype)
         self._placement = make_placement(
             config.parallel,
             num_heads=config.model.hf_config.get_text_config().num_attention_heads,
-            num_kv_heads=bind(graphdef, abstract).kv_cache_spec.num_kv_heads,
+            num_kv_heads=model.kv_cache_spec.num_kv_heads,
         )
         if params is None:
             params = self._read(abstract)

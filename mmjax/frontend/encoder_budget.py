@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from mmjax.config import EngineConfig
-from mmjax.models.registry import MODELS, create_processor
+from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor
 from mmjax.processing.encoder_budget import MultiModalBudget
 
 
@@ -14,7 +14,7 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
     item, nobody is asked, which saves seconds of imports before P1 starts. ConfigError for settings
     of media that the HF processor refuses.
     """
-    row, mm = MODELS.get(config.model.architecture), config.model.mm
+    row, mm = MULTIMODAL_REGISTRY.find_row(config.model.architecture), config.model.mm
     # A number of images needs no question; sizes do, and names that no model may know.
     limits = mm.limit_mm_per_prompt
     has_settings = bool(mm.mm_processor_kwargs or limits.keys() - {"image"})

@@ -171,7 +171,7 @@ class GemmaTextModel(Decoder):
             dtype=dtype,
         )
 
-    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens, scaled by sqrt(D) rounded to the table's dtype, as in HF."""
         embeds = self.embed_tokens(token_ids)
         return embeds * jnp.asarray(self.config.hidden_size**0.5, embeds.dtype)

@@ -39,7 +39,7 @@ class Decoder(nnx.Module):
         self.lm_head = None if is_tied else Embed(vocab_size, hidden_size, dtype=dtype)
         self.kv_cache_spec = kv_cache_spec
 
-    def embed(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; an id outside the table reads row 0."""
         return self.embed_tokens(token_ids)
 

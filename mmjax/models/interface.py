@@ -1,9 +1,11 @@
 """What the engine asks of every model's array half."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -14,20 +16,70 @@ from mmjax.layers.decoder import Decoder
 from mmjax.models.host_inputs import HostInputs
 from mmjax.weights.rules import Rule, Split
 
+MultiModalEmbeddings = Array | Sequence[Array]
+"""What `embed_multimodal` returns: one array, or a list or tuple of arrays `[rows, D]`, one for
+each unit or item; all their rows, in order, are the call's."""
 
-class MultiModalModel(nnx.Module):
+
+class SupportsMultiModal:
+    """vLLM's interface of this name, as far as it means something here: a base beside `nnx.Module`.
+
+    `__init__` builds the parts that media alone need under `_mark_tower_model`, and those of the
+    language model under `_mark_language_model`.
+    """
+
+    modalities: Sequence[str] = ()
+    """Those that towers are marked for: the keys of `--limit-mm-per-prompt`."""
+    tower_names: Sequence[str] = ()
+    """The attributes that are marked as towers."""
+    _language_model_names: Sequence[str] = ()
+
+    @contextmanager
+    def _mark_tower_model(self, config: Any, modalities: str | Set[str]) -> Iterator[None]:
+        """Mark the modules that the body sets as needed by these modalities alone.
+
+        They are left out where `--limit-mm-per-prompt` allows no media at all. `config` is there
+        because vLLM's has it: a port gives the one that it has, and nothing reads it.
+        """
+        added = {modalities} if isinstance(modalities, str) else modalities
+        with _collect_modules(self) as names:
+            yield
+        self.modalities = tuple(dict.fromkeys((*self.modalities, *sorted(added))))
+        self.tower_names = (*self.tower_names, *names)
+
+    @contextmanager
+    def _mark_language_model(self, config: Any) -> Iterator[None]:
+        """Mark the modules that the body sets as parts of the language model; `config` as above."""
+        with _collect_modules(self) as names:
+            yield
+        self._language_model_names = (*self._language_model_names, *names)
+
+    def get_language_model(self) -> Any:
+        """Return the marked module that embeds tokens; NotImplementedError where none does."""
+        names = self._language_model_names or ("language_model",)
+        marked = [getattr(self, name, None) for name in names]
+        for module in marked:
+            if hasattr(module, "embed_input_ids"):
+                return module
+        raise NotImplementedError(
+            f"`{type(self).__name__}` has no `language_model` that has `embed_input_ids`, and sets "
+            "none under `_mark_language_model`; do so, or override `get_language_model`"
+        )
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up the text embeddings; the engine writes those of media over them."""
+        return self.get_language_model().embed_input_ids(token_ids)
+
+
+class MultiModalModel(nnx.Module, SupportsMultiModal):
     """What every model's array half is: towers and connectors before a `language_model`.
 
     A module that only describes structure; all methods are pure. A family defines `__init__`,
-    `rules` and `embed_multimodal`, and names its `host_inputs`.
+    `rules` and `embed_multimodal`, and names its `host_inputs`. What media alone need it builds
+    under `_mark_tower_model`.
     """
 
     host_inputs: ClassVar[type[HostInputs]]
-    modalities: ClassVar[Sequence[str]] = ("image",)
-    """What a prompt may hold beside text: the keys of `--limit-mm-per-prompt`."""
-    tower_names: ClassVar[Sequence[str]] = ()
-    """The attributes that media alone need: None where the operator allows no media. A class that
-    does not say keeps all."""
     has_bidirectional_spans: ClassVar[bool] = False
     """Whether a run of an item's embeddings (those without a mark between them) see each other both
     ways: a step then holds each run whole. Of units, none is longer than a unit."""
@@ -55,9 +107,7 @@ class MultiModalModel(nnx.Module):
         return self.language_model.kv_cache_spec
 
     # As every signature that a family gives it: the inputs of its `encoder_spec`, by name.
-    def embed_multimodal(
-        self, *args: Any, **inputs: Any
-    ) -> Float[Array, "U P D"] | Float[Array, "_rows D"]:
+    def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
         """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
 
@@ -66,10 +116,6 @@ class MultiModalModel(nnx.Module):
         raise NotImplementedError(
             f"{type(self).__name__} has no learned embeddings among an item's"
         )
-
-    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the text embeddings (an out-of-vocabulary placeholder id reads row 0)."""
-        return self.language_model.embed(token_ids)
 
     def __call__(
         self,
@@ -87,20 +133,44 @@ class MultiModalModel(nnx.Module):
         return self.language_model.compute_logits(hidden_states)
 
 
-def needs_tower(model_class: Any, mm: MultiModalConfig) -> bool:
-    """Return whether prompts may hold what the towers encode: not where every limit is 0.
+def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:
+    """Return what `embed_multimodal` gave as one array: a list of arrays as all of their rows.
+
+    TypeError for anything else.
+    """
+    if isinstance(embeds, Array):
+        return embeds
+    if not isinstance(embeds, list | tuple) or not all(isinstance(one, Array) for one in embeds):
+        raise TypeError(
+            f"`embed_multimodal` returned a `{type(embeds).__name__}`; return an array `[units, "
+            "rows, D]` or `[rows, D]`, or a list of arrays `[rows, D]`, one for each unit"
+        )
+    return jnp.concatenate([one.reshape(-1, one.shape[-1]) for one in embeds])
+
+
+def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
+    """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
     An encoder-decoder's encoder reads text as well, and is always there. Embeddings in place of
     media need no tower.
     """
-    has_names = bool(getattr(model_class, "tower_names", ()))
-    return not has_names or any(map(mm.limit, model_class.modalities))
+    names = tuple(getattr(model, "tower_names", ()))
+    return () if names and any(map(mm.limit, model.modalities)) else names
 
 
-def build_model(model_class: Any, hf_config: Any, *, dtype: Any, has_tower: bool = True) -> Any:
+def build_model(model_class: Any, hf_config: Any, mm: MultiModalConfig, *, dtype: Any) -> Any:
     """Build a model's structure, without its towers where no prompt needs them."""
     model = model_class(hf_config, dtype=dtype)
-    if not has_tower:
-        for name in model_class.tower_names:
-            setattr(model, name, None)
+    for name in left_out_names(model, mm):
+        setattr(model, name, None)
     return model
+
+
+@contextmanager
+def _collect_modules(model: Any) -> Iterator[list[str]]:
+    """Yield a list; after the body it has the names of the modules and parameters set in it."""
+    before = set(vars(model))
+    names: list[str] = []
+    yield names
+    added = {name: value for name, value in vars(model).items() if name not in before}
+    names += [name for name, value in added.items() if isinstance(value, nnx.Pytree | nnx.Variable)]

@@ -21,6 +21,7 @@ from mmjax.models.host_inputs import (
     PromptItem,
     RotaryPositions,
 )
+from mmjax.models.interface import join_embeds
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
@@ -232,7 +233,7 @@ class PagedModel:
 def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:
     module = bind(graphdef, params)
     with record(module) as outputs:
-        embeds = module.embed_multimodal(**unit)
+        embeds = join_embeds(module.embed_multimodal(**unit))
     return outputs | {"": embeds}
 
 

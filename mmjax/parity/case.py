@@ -60,7 +60,7 @@ class Parity:
         tokenizer = self.processor.info.get_tokenizer()
         template = self.hf_processor.chat_template or tokenizer.chat_template
         if template is None:
-            mark = self.processor.info.get_placeholder_str("image", 1) or ""
+            mark = self.processor.info.find_placeholder_str("image", 1) or ""
             return mark * num_images + text
         content = [{"type": "image"}] * num_images + [{"type": "text", "text": text}]
         prompt = tokenizer.apply_chat_template(

@@ -51,13 +51,6 @@ from mmjax.processing.prompt_updates.updates import (
     iter_token_matches,
     replace_token_matches,
 )
-from mmjax.processing.registry import (
-    MULTIMODAL_REGISTRY,
-    MultiModalRegistry,
-    NotMultiModalError,
-    ProcessorFactories,
-    create_processor,
-)
 from mmjax.processing.tensors.feature_window import get_mm_features_in_window, strip_covered_mm_data
 from mmjax.processing.tensors.fields import (
     BaseMultiModalField,
@@ -83,7 +76,6 @@ from mmjax.processing.tensors.inputs import (
 from mmjax.processing.validation import PromptUpdateError
 
 __all__ = [
-    "MULTIMODAL_REGISTRY",
     "AudioDummyOptions",
     "AudioEmbeddingItems",
     "AudioProcessorItems",
@@ -116,17 +108,14 @@ __all__ = [
     "MultiModalInputs",
     "MultiModalKwargsItem",
     "MultiModalKwargsItems",
-    "MultiModalRegistry",
     "MultiModalSharedField",
     "NestedTensors",
-    "NotMultiModalError",
     "PlaceholderFeaturesInfo",
     "PlaceholderRange",
     "PreparedInputs",
     "ProcessedItem",
     "ProcessorBatchItems",
     "ProcessorCache",
-    "ProcessorFactories",
     "ProcessorInputs",
     "PromptIndex",
     "PromptIndexTargets",
@@ -147,7 +136,6 @@ __all__ = [
     "argsort_mm_positions",
     "batched_tensors_equal",
     "compute_mm_encoder_budget",
-    "create_processor",
     "find_mm_placeholders",
     "get_mm_features_in_window",
     "group_and_batch_mm_items",

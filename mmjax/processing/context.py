@@ -49,6 +49,8 @@ class InputProcessingContext:
 
     model_config: ModelConfig
     tokenizer: Any
+    placeholder_str: Callable[[str, int], str | None] | None = None
+    """The model class's `get_placeholder_str`, where it has one."""
     _hf_processors: RecentMap[str, Any] = field(
         default_factory=lambda: RecentMap(_MAX_HF_PROCESSORS), init=False, repr=False, compare=False
     )
@@ -184,13 +186,24 @@ class BaseProcessingInfo(ABC):
 
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        """Return what stands for the i-th (from 1) item of a modality in a prompt of text."""
+        """Return what stands for the i-th (from 1) item of a modality in a prompt of text.
+
+        Declared here or on the model class, which comes first; None or ValueError: nothing does.
+        """
         return None
+
+    def find_placeholder_str(self, modality: str, i: int) -> str | None:
+        """Return what stands for an item in a text, wherever that is declared; None: nothing."""
+        get_placeholder_str = self.ctx.placeholder_str or self.get_placeholder_str
+        try:
+            return get_placeholder_str(modality, i)
+        except ValueError:  # as vLLM's model classes say it
+            return None
 
     def get_counted_placeholder(self, modality: str) -> str | None:
         """Return what a prompt has once for each item of a modality; None where nothing counts."""
-        placeholder = self.get_placeholder_str(modality, 1)
-        return placeholder if placeholder == self.get_placeholder_str(modality, 2) else None
+        placeholder = self.find_placeholder_str(modality, 1)
+        return placeholder if placeholder == self.find_placeholder_str(modality, 2) else None
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         """Return the tokens that only prompt updates may write; a prompt with one is refused."""

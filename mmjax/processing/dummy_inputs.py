@@ -155,7 +155,7 @@ class ImageDummyInputsBuilder(BaseDummyInputsBuilder[InfoT]):
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return "".join(
-            (self.info.get_placeholder_str(modality, 1) or "") * number
+            (self.info.find_placeholder_str(modality, 1) or "") * number
             for modality, number in mm_counts.items()
         )
 

@@ -103,7 +103,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _mend(info: BaseProcessingInfo) -> str:
-    placeholders = [info.get_placeholder_str(modality, 1) for modality in info.supported_mm_limits]
+    placeholders = [info.find_placeholder_str(modality, 1) for modality in info.supported_mm_limits]
     known = " or ".join(f"`{placeholder}`" for placeholder in placeholders if placeholder)
     return f"write {known} where an item stands" if known else "leave it out"
 

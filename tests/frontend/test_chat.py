@@ -3,16 +3,24 @@
 import base64
 import io
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from mmjax import MULTIMODAL_REGISTRY
+from mmjax.config import ModelConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.models.gemma3.processor import (
+    Gemma3DummyInputsBuilder,
+    Gemma3MultiModalProcessor,
+    Gemma3ProcessingInfo,
+)
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
@@ -150,6 +158,65 @@ def test_placeholders_that_are_there_stay(string_parser: ChatParser) -> None:
 def test_more_placeholders_than_images(string_parser: ChatParser, parts: tuple[Any, ...]) -> None:
     with pytest.raises(RequestError, match="Found more"):
         string_parser.parse(user(*parts))
+
+
+@pytest.fixture
+def registered(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[str, int], str | None]], InputProcessor]:
+    """Serve the tiny model by a class with a `get_placeholder_str` of its own."""
+    monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
+
+    class Info(Gemma3ProcessingInfo):
+        @classmethod
+        def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+            return None
+
+    def make(get_placeholder_str: Callable[[str, int], str | None]) -> InputProcessor:
+        body = {"get_placeholder_str": staticmethod(get_placeholder_str)}
+        MULTIMODAL_REGISTRY.register_processor(
+            Gemma3MultiModalProcessor, info=Info, dummy_inputs=Gemma3DummyInputsBuilder
+        )(type("Elsewhere", (), body))
+        return InputProcessor(replace(model_config, architecture="Elsewhere"))
+
+    return make
+
+
+def image_alone(modality: str, i: int) -> str | None:
+    if modality.startswith("image"):
+        return IMAGE_START
+    raise ValueError("Only image modality is supported")
+
+
+def test_the_model_class_says_what_stands_for_an_image(
+    registered: Callable[..., InputProcessor],
+) -> None:
+    input_processor = registered(image_alone)
+    parser = ChatParser.for_model(input_processor)
+    assert parser.placeholder("image", 1) == IMAGE_START
+    assert parser.placeholder("audio", 1) is None
+    parser = replace(parser, template=ChatTemplate(PLAIN, input_processor.tokenizer))
+    prompt = parser.parse(user("What", image_part(), "color?"))
+    assert text_of(prompt) == f"[user] {IMAGE_START}\nWhat\ncolor?"
+    # Processing asks the same place: it counts placeholders.
+    with pytest.raises(RequestError, match="1 `<start_of_image>` placeholder but 0 images"):
+        input_processor.prepare("1", f"a {IMAGE_START}")
+    input_processor.close()
+
+
+def test_a_model_class_that_refuses_every_modality_takes_text(
+    registered: Callable[..., InputProcessor],
+) -> None:
+    def refuse(modality: str, i: int) -> str | None:
+        raise ValueError(f"{modality} is not supported")
+
+    input_processor = registered(refuse)
+    parser = ChatParser.for_model(input_processor)
+    parser = replace(parser, template=ChatTemplate(PLAIN, input_processor.tokenizer))
+    assert text_of(parser.parse(user("red"))) == "[user] red"
+    # Nothing marks an image, as where the Info has no placeholder.
+    assert text_of(parser.parse(user("red", image_part()))) == "[user] red"
+    input_processor.close()
 
 
 # ---- what is refused -----------------------------------------------------------------------------

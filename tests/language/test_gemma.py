@@ -89,7 +89,7 @@ def test_every_state_is_hfs(name: str):
         model = bind(graphdef, params)
         positions = jnp.broadcast_to(metadata.token_index, (3, len(token_ids)))
         with record(model) as outputs:
-            hidden, _ = model(model.embed(token_ids), positions, None, metadata)
+            hidden, _ = model(model.embed_input_ids(token_ids), positions, None, metadata)
         return outputs | {"logits": model.compute_logits(hidden)}
 
     assert len(expected) == 4 + 2
@@ -100,7 +100,7 @@ def test_the_embedding_scale_is_rounded_to_the_dtype():
     config = GemmaConfig.from_hf(Gemma3TextConfig(**{**TINY, "hidden_size": 40}))
     graphdef, abstract = build_abstract(GemmaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
     params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
-    embeds = bind(graphdef, params).embed(jnp.zeros(1, jnp.int32))
+    embeds = bind(graphdef, params).embed_input_ids(jnp.zeros(1, jnp.int32))
     assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16
 
 

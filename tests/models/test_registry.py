@@ -9,15 +9,15 @@ from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import (
     MODELS,
+    MULTIMODAL_REGISTRY,
+    ProcessorFactories,
     create_processor,
-    get_placeholder_str,
     get_processor_factories,
     load_model_class,
     require_model,
 )
-from mmjax.processing import MULTIMODAL_REGISTRY, ProcessorFactories
-from mmjax.processing import create_processor as create_processor_of
 from tests.processing.families import gemma3
+from tests.processing.families.family import get_placeholder_str
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SERVED = [name for name, row in MODELS.items() if row.has_model]
@@ -31,7 +31,7 @@ def test_every_architecture_has_a_processor(architecture: str):
 
 @pytest.mark.parametrize("folder", sorted({row.folder for row in MODELS.values()}))
 def test_a_directory_alone_gives_a_processor(folder: str):
-    processor = create_processor_of(GOLDEN / folder)
+    processor = create_processor(GOLDEN / folder)
     inputs = processor.get_dummy_mm_inputs({"image": 1}, max_num_batched_tokens=1024)
     maximum = processor.get_mm_max_tokens_per_item()["image"]
     assert inputs.mm_placeholders["image"][0].get_num_embeds() == maximum

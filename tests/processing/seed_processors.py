@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from transformers import BatchFeature
 
+from mmjax import MULTIMODAL_REGISTRY
 from mmjax.processing import (
-    MULTIMODAL_REGISTRY,
     BaseDummyInputsBuilder,
     BaseMultiModalProcessor,
     BaseProcessingInfo,

@@ -10,9 +10,8 @@ import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.registry import get_placeholder_str
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, golden_processor
+from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE_ID = 999
 

@@ -9,10 +9,9 @@ import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.registry import get_placeholder_str
 from mmjax.processing import PromptUpdateError
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, golden_processor
+from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE, IMAGE_ID, START_ID, END_ID = "<image>", 964, 965, 966
 SEP, SEP_ID = "<reserved08706>", 967

@@ -200,3 +200,13 @@ def test_the_users_array_may_change_after_it_was_given():
     rows[:] = 7
     assert item is not None
     assert (item["image_embeds"].data == 0.5).all()
+
+
+def test_crops_that_are_not_those_that_were_counted_are_told(monkeypatch: pytest.MonkeyPatch):
+    """HF drops how many there are of each picture, so that they are counted again."""
+    processor = gemma3.make_processor()
+    monkeypatch.setattr(PanAndScan, "count_crops", lambda self, size: 5)
+    kwargs = {"do_pan_and_scan": True}
+    with pytest.raises(RequestError, match=r"made 1 pictures and crops of 1 .* gives 6") as caught:
+        processor.apply(BOI, {"image": draw(4, 4)}, hf_processor_mm_kwargs=kwargs)
+    assert caught.value.param == "mm_processor_kwargs"

@@ -21,11 +21,12 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
-from mmjax.models.registry import create_processor, get_placeholder_str
+from mmjax.models.registry import create_processor
 from mmjax.processing import ImageSize, PromptUpdateError
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
 from tests.kit import draw
 from tests.processing.families import internvl
+from tests.processing.families.family import get_placeholder_str
 from tests.processing.families.internvl import PATH, VIDEO
 
 CONFIG = {

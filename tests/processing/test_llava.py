@@ -14,10 +14,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.llava.processor import count_kept_features
-from mmjax.models.registry import get_placeholder_str
 from mmjax.processing import PromptUpdateError
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, golden_processor
+from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE, IMAGE_ID = "<image>", 998
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
@@ -64,6 +65,7 @@ def use(items: Any) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(PARSERS), st.sampled_from(["image", "video", "audio", "vision_chunk"]), DATA)
+@example(PARSERS[0], "vision_chunk", {"type": np.zeros(0, np.float32), 5: None})
 def test_items_or_a_request_error(parser: MultiModalDataParser, modality: str, data: Any):
     error = None
     try:

@@ -1,4 +1,4 @@
-"""How a processor is found: a directory alone, mmjax's own table, another package's entry point."""
+"""How a model is found: a directory alone, mmjax's own table, this process, an entry point."""
 
 import subprocess
 import sys
@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+import mmjax.serve
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.models.registry import load_model_class, require_model
-from mmjax.processing import (
+from mmjax.models.registry import (
     MULTIMODAL_REGISTRY,
-    InputProcessingContext,
     create_processor,
+    load_model_class,
+    register_model,
+    require_model,
+    with_model_class,
 )
+from mmjax.processing import InputProcessingContext
 from tests.kit import draw
 from tests.processing.families import gemma3
 from tests.processing.test_processor import SOFT, TOKENIZER, DummyInputs, Info, Processor
@@ -26,7 +30,7 @@ from tests.processing.test_processor import SOFT, TOKENIZER, DummyInputs, Info, 
 ROOT = Path(__file__).parent.parent.parent
 PROCESSOR = """
 from tests.processing.test_processor import DummyInputs, Info, Processor
-from mmjax.processing import MULTIMODAL_REGISTRY, ProcessorFactories
+from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories
 
 FACTORIES = ProcessorFactories(
     info=Info, dummy_inputs=DummyInputs, processor=Processor, model="elsewhere.model:Elsewhere"
@@ -46,6 +50,10 @@ PROCESSOR_ALONE = ProcessorFactories(info=Info, dummy_inputs=DummyInputs, proces
 NEITHER = 3
 class Undecorated:
     pass
+class Outer:
+    @MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=DummyInputs)
+    class Inner:
+        pass
 """
 ENTRY_POINTS = """
 [mmjax.models]
@@ -56,6 +64,7 @@ ProcessorAlone = elsewhere.processor:PROCESSOR_ALONE
 Neither = elsewhere.processor:NEITHER
 Undecorated = elsewhere.processor:Undecorated
 Broken = elsewhere.absent:FACTORIES
+Failing = elsewhere.failing:FACTORIES
 Gemma3ForConditionalGeneration = elsewhere.processor:FACTORIES
 """
 
@@ -87,17 +96,22 @@ class TestDirectory:
             create_processor(tmp_path)
 
 
+def register(model: type) -> type:
+    return MULTIMODAL_REGISTRY.register_processor(Processor, info=Info, dummy_inputs=DummyInputs)(
+        model
+    )
+
+
 class TestDecorator:
-    def register(self, model: type) -> type:
-        return MULTIMODAL_REGISTRY.register_processor(
-            Processor, info=Info, dummy_inputs=DummyInputs
-        )(model)
+    @pytest.fixture(autouse=True)
+    def registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
 
     def test_it_marks_exactly_its_class(self, caplog: pytest.LogCaptureFixture):
         class Model:
             pass
 
-        assert self.register(Model) is Model
+        assert register(Model) is Model
 
         class Derived(Model):
             pass
@@ -112,7 +126,7 @@ class TestDecorator:
         assert isinstance(processor, Processor)
         assert processor.dummy_inputs.info is processor.info
         assert not caplog.text
-        self.register(Model)
+        register(Model)
         assert "had a processor" in caplog.text
 
 
@@ -124,10 +138,7 @@ class TestRegistration:
         monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
 
     def test_the_decorator_makes_a_class_known_by_its_name(self):
-        decorate = MULTIMODAL_REGISTRY.register_processor(
-            Processor, info=Info, dummy_inputs=DummyInputs
-        )
-        decorated = decorate(type("DecoratedHere", (), {}))
+        decorated = register(type("DecoratedHere", (), {}))
         processor = MULTIMODAL_REGISTRY.create_processor(config_of("DecoratedHere"))
         assert isinstance(processor, Processor)
         MULTIMODAL_REGISTRY.register_model("OtherName", decorated)
@@ -142,10 +153,96 @@ class TestRegistration:
     def test_what_cannot_be_registered_is_named(self):
         with pytest.raises(ConfigError, match="'elsewhere'; give a class, or its import path"):
             MULTIMODAL_REGISTRY.register_model("ByPath", "elsewhere")
-        with pytest.raises(ConfigError, match=r"`Gemma3.*` is mmjax's own and cannot be replaced"):
-            MULTIMODAL_REGISTRY.register_model("Gemma3ForConditionalGeneration", "a:b")
         with pytest.raises(ValueError, match="`int` is not a multimodal model"):
             MULTIMODAL_REGISTRY.register_model("Int", int)
+
+    def test_mmjaxs_own_can_be_replaced(self, caplog: pytest.LogCaptureFixture):
+        row = MULTIMODAL_REGISTRY.find_row(gemma3.ARCHITECTURE)
+        assert row is not None
+        assert row.folder == "gemma3"
+        decorated = register(type("DecoratedHere", (), {}))
+        assert not caplog.text
+        register_model(gemma3.ARCHITECTURE, decorated)
+        assert f"`{gemma3.ARCHITECTURE}` is registered in place of mmjax's own" in caplog.text
+        assert MULTIMODAL_REGISTRY.find_row(gemma3.ARCHITECTURE) is None
+        assert isinstance(create_processor(gemma3.directory()), Processor)
+        assert load_model_class(gemma3.ARCHITECTURE) is decorated
+
+    def test_another_model_of_the_same_name_is_told(self, caplog: pytest.LogCaptureFixture):
+        register(type("DecoratedHere", (), {}))
+        register(type("DecoratedHere", (), {}))
+        assert "`DecoratedHere` was registered before" in caplog.text
+
+    @pytest.mark.usefixtures("elsewhere")
+    def test_a_path_and_its_decorator_are_one_registration(self, caplog: pytest.LogCaptureFixture):
+        register_model("ItsOwnModel", "elsewhere.processor:ItsOwnModel")
+        assert load_model_class("ItsOwnModel").__name__ == "ItsOwnModel"
+        assert not caplog.text
+
+    def test_a_config_says_its_settings_itself(self):
+        with pytest.raises(ConfigError, match="`max_model_len` beside a ModelConfig"):
+            create_processor(gemma3.model_config(), max_model_len=9)
+
+
+class TestEngineProcess:
+    """What the process that computes, and knows nothing of this one's registry, is told."""
+
+    @pytest.fixture(autouse=True)
+    def registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
+
+    @pytest.mark.usefixtures("elsewhere")
+    @pytest.mark.parametrize(
+        ("path", "expected"),
+        [
+            ("elsewhere.processor:ItsOwnModel", "elsewhere.processor:ItsOwnModel"),
+            ("elsewhere.processor:Outer.Inner", "elsewhere.processor:Outer.Inner"),
+            ("elsewhere.processor:FACTORIES", "elsewhere.model:Elsewhere"),
+        ],
+    )
+    def test_a_path_is_imported_there(
+        self, path: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        register_model("Here", path)
+        config = with_model_class(config_of("Here"))
+        assert config.model_class == expected
+        assert "elsewhere.model" not in sys.modules
+        monkeypatch.setattr(MULTIMODAL_REGISTRY, "_registered", {})
+        name = expected.rpartition(":")[2].rpartition(".")[2]
+        assert load_model_class("Here", config.model_class).__name__ == name
+
+    def test_mmjaxs_own_are_told_as_well(self):
+        config = with_model_class(gemma3.model_config())
+        assert config.model_class == f"mmjax.models.gemma3.model:{gemma3.ARCHITECTURE}"
+
+    def test_a_class_of_a_function_is_refused_there_and_served_here(
+        self, capsys: pytest.CaptureFixture[str]
+    ):
+        class Local:
+            pass
+
+        register_model(gemma3.ARCHITECTURE, register(Local))
+        assert mmjax.serve.main([str(gemma3.directory()), "--port", "0"]) == 1
+        said = capsys.readouterr().err
+        assert "test_registry:TestEngineProcess" in said
+        assert "Local`, which the engine's process cannot import" in said
+        assert "defined inside of a function; define the class at the top level" in said
+        assert load_model_class(gemma3.ARCHITECTURE) is Local
+
+    def test_a_class_of_the_script_is_refused(self):
+        register(type("Scripted", (), {"__module__": "__main__"}))
+        with pytest.raises(ConfigError, match=r"`__main__:Scripted`.*in the script that was start"):
+            with_model_class(config_of("Scripted"))
+
+    def test_a_class_that_is_not_where_it_says_is_refused(self):
+        register(type("Hidden", (), {}))
+        with pytest.raises(ConfigError, match=r"`Hidden`, cannot be imported: AttributeError"):
+            with_model_class(config_of("Hidden"))
+
+    @pytest.mark.usefixtures("elsewhere")
+    def test_what_is_no_class_is_refused(self):
+        with pytest.raises(CheckpointError, match="is a `int`; it must be the model's class"):
+            load_model_class("Here", "elsewhere.processor:NEITHER")
 
 
 class TestTextModels:
@@ -181,6 +278,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     (package / "__init__.py").touch()
     (package / "processor.py").write_text(PROCESSOR)
     (package / "model.py").write_text("import jax\nclass Elsewhere:\n    pass\n")
+    (package / "failing.py").write_text("FACTORIES = None\nFACTORIES.info\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -221,7 +319,8 @@ class TestOtherPackages:
         [
             ("Neither", "is a `int`; it must be a ProcessorFactories, or a class decorated"),
             ("Undecorated", "`Undecorated` is not a multimodal model: no processor is registered"),
-            ("Broken", "cannot be loaded from `elsewhere.absent:FACTORIES`: ModuleNotFoundError"),
+            ("Broken", "`elsewhere.absent:FACTORIES`, which stands for `Broken`, cannot be imp"),
+            ("Failing", r"AttributeError: 'NoneType'.*elsewhere/failing\.py, line 2\)"),
         ],
     )
     def test_a_wrong_entry_point_is_named(self, architecture: str, message: str):
@@ -240,7 +339,7 @@ class TestOtherPackages:
         found = [
             EntryPoint("Two", f"elsewhere.processor:{name}", "mmjax.models") for name in objects
         ]
-        monkeypatch.setattr("mmjax.processing.registry.entry_points", lambda **_: found)
+        monkeypatch.setattr("mmjax.models.registry.entry_points", lambda **_: found)
         factories = MULTIMODAL_REGISTRY.find_factories("Two")
         assert factories is not None
         assert factories.model == "elsewhere.model:Elsewhere"
@@ -267,7 +366,7 @@ from importlib.metadata import EntryPoint
 from PIL import Image
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import require_model
-from mmjax.processing import MULTIMODAL_REGISTRY
+from mmjax import MULTIMODAL_REGISTRY
 config = replace(load_model_config(sys.argv[1]), architecture="ElsewhereForConditionalGeneration")
 require_model(config.architecture)
 processor = MULTIMODAL_REGISTRY.create_processor(config)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from transformers import BatchFeature
 
+from mmjax import MULTIMODAL_REGISTRY
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.processing import (
-    MULTIMODAL_REGISTRY,
     BaseMultiModalProcessor,
     BaseProcessingInfo,
     ImageProcessorItems,

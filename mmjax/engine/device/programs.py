@@ -23,6 +23,7 @@ from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import KVCache, LayerCache, allocate
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
+from mmjax.models.interface import join_embeds
 
 Gather = Callable[[Array, int], Array]
 """Makes an array, which the devices compute in parts along an axis, whole on each of them."""
@@ -72,8 +73,15 @@ def encode(
     dst_rows: Int[Array, " outputs"],
 ) -> Float[Array, "rows D"]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
-    embeds = bind(graphdef, params).embed_multimodal(**inputs)
+    model = bind(graphdef, params)
+    embeds = join_embeds(model.embed_multimodal(**inputs))
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
+    if flat.shape != (len(dst_rows), pool.shape[-1]):
+        shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
+        raise ValueError(
+            f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
+            f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
+        )
     return pool.at[dst_rows].set(flat, mode="drop")
 
 

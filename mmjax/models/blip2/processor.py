@@ -9,6 +9,7 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
+from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size
@@ -24,7 +25,6 @@ from mmjax.processing.prompt_updates.updates import (
     PromptInsertion,
     PromptUpdate,
 )
-from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
@@ -22,7 +23,6 @@ from mmjax.processing.prompt_updates.updates import (
     PromptUpdate,
     as_ids,
 )
-from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 

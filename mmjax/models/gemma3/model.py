@@ -47,17 +47,19 @@ class Gemma3MultiModalProjector(nnx.Module):
 
 
 class Gemma3ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name."""
+    """Served as HF's class of this name.
+
+    The soft token lies outside of the table of embeddings, and reads row 0.
+    """
 
     host_inputs = Gemma3HostInputs
-    tower_names = ("vision_tower", "multi_modal_projector")
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        self.vision_tower = SiglipVisionTower(
-            SiglipConfig.from_hf(hf_config.vision_config), dtype=dtype
-        )
-        self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
+        vision = SiglipConfig.from_hf(hf_config.vision_config)
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
+            self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod

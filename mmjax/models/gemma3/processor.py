@@ -15,6 +15,7 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestRuntimeError, RequestValueError
+from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.items.parse import (
@@ -36,7 +37,6 @@ from mmjax.processing.prompt_updates.updates import (
     PromptUpdateDetails,
     as_ids,
 )
-from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 

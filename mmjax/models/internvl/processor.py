@@ -14,6 +14,7 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.image_processors.parts import PartsMultiModalProcessor, ProcessorOfParts
@@ -34,7 +35,6 @@ from mmjax.processing.prompt_updates.updates import (
     PromptUpdateDetails,
     as_ids,
 )
-from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
@@ -258,7 +258,7 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
             return write_frames(num_embeds // num_tile_tokens)
 
         def make_update(modality: str, replace: Callable[[int], list[int]]) -> PromptReplacement:
-            placeholder = self.info.get_placeholder_str(modality, 1) or ""
+            placeholder = self.info.find_placeholder_str(modality, 1) or ""
             return PromptReplacement(
                 modality,
                 as_ids(placeholder, tokenizer),

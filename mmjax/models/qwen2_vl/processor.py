@@ -11,6 +11,7 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.image_processors.parts import (
@@ -21,7 +22,6 @@ from mmjax.processing.image_processors.parts import (
 from mmjax.processing.image_processors.patches import ImagePatcher, VideoPatcher
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
-from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 

@@ -162,9 +162,11 @@ def parse_vision_chunk(entry: Any, limits: MediaLimits, *, param: str) -> Mappin
             f"{param} has the type `{type(entry).__name__}`; give a dict with `type`", param=param
         )
     kind = entry.get("type")
-    if kind not in ("image", "video_chunk") or entry.get(kind) is None:
+    # Not `kind in (...)`: an array compares element by element.
+    is_known = isinstance(kind, str) and kind in ("image", "video_chunk")
+    if not is_known or entry.get(kind) is None:
         raise RequestValueError(
-            f"{param} has the type {kind!r} and the keys {sorted(entry)}; "
+            f"{param} has the type {str(kind)[:64]!r} and the keys {sorted(map(str, entry))}; "
             'give {"type": "image", "image": ...} or {"type": "video_chunk", "video_chunk": ...}',
             param=param,
         )

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import AutoConfig
 
 from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.models.registry import create_processor
+from mmjax.models.registry import create_processor, get_processor_factories
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.processor import ProcessorCache
 
@@ -110,3 +110,9 @@ def golden_processor(
         mm=MultiModalConfig(**mm),
     )
     return create_processor(config, cache=processor_cache)
+
+
+def get_placeholder_str(architecture: str, modality: str, i: int) -> str | None:
+    """Return what stands for the i-th (from 1) item of a modality, as a family declares it."""
+    info: Any = get_processor_factories(architecture).info
+    return info.get_placeholder_str(modality, i)
