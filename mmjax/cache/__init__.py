@@ -1,4 +1,4 @@
-"""Bookkeeping of what is held where: ids, hashes and sizes; no device arrays, no requests."""
+"""Caches' bookkeeping: ids, hashes and sizes; no device arrays, no requests."""
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.block_hash import (

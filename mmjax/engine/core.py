@@ -10,7 +10,6 @@ from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
@@ -197,11 +196,6 @@ class EngineCore:
     def compilations(self) -> int:
         """Programs that were compiled while serving: 0 unless something is wrong."""
         return self._counter.count
-
-    @property
-    def prefix_cache_info(self) -> CacheInfo:
-        """Prompt tokens that were found in the prefix cache, of all that were admitted."""
-        return self._scheduler.kv_cache.prefix_info
 
     def reset_prefix_cache(self) -> None:
         """Forget all blocks by hash; running requests keep theirs."""

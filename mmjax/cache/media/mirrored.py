@@ -1,15 +1,15 @@
-"""Two caches with the same keys in the same order: P0 keeps sizes, P1 keeps tensors.
+"""The processor cache `lru`: a sender cache in P0 (sizes) mirrors a receiver cache in P1 (tensors).
 
-P0 knows by its own half what P1 holds, and sends nothing but the hash. Both halves see the same
-requests in the same order, and make the same changes for each:
+The sender cache says what P1 holds, so that P0 sends only the hash of such items. Both caches see
+the same requests in the same order, and make the same changes for each, in the prompt's order:
 
-    touch every item    | in the order of the prompt
-    resolve what is held | likewise
-    store what is fresh | likewise, the first of equal ones
-    evict               | the same items, since the sizes are equal on both sides
+    touch every item
+    resolve the items that are cached
+    store the new ones  (the first of equal ones)
+    evict               (the same items: sizes are equal on both sides)
 
-Where they differ all the same (P1 was started anew, a message was lost), P1 names the hashes that
-it lacks; P0 forgets those and sends their tensors again.
+If they differ (P1 was restarted, a message was lost), P1 reports the hashes that it lacks; P0
+invalidates those and sends their tensors again.
 """
 
 import threading
@@ -38,9 +38,9 @@ class MultiModalProcessorCacheItemMetadata(NamedTuple):
 
 
 class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
-    """P0's half: says what P1 holds, without asking it.
+    """The sender cache: what P1 holds, and the sizes of it.
 
-    True as long as every request that changes it reaches P1, in the order of the changes
+    Right as long as every request that changes it reaches P1, in the order of the changes
     (`mmjax.processing.commit` makes those of one request).
     """
 
@@ -58,7 +58,7 @@ class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
 
     @property
     def currsize(self) -> int:
-        """Bytes that the tensors of the held items take in P1."""
+        """Bytes of the cached items' tensors in P1."""
         return self._cache.currsize
 
     def is_cached_item(self, mm_hash: str) -> bool:
@@ -73,7 +73,7 @@ class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
             self._cache.touch(mm_hash)
 
     def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
-        """Return no tensors where P1 holds them; else note `mm_item` and return it."""
+        """Return None for tensors that P1 holds; else record `mm_item` and return it."""
         with self._lock:
             metadata = self._cache.get(mm_hash)
             if metadata is not None:
@@ -103,10 +103,10 @@ class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
 
 
 class MultiModalReceiverCache(BaseMultiModalReceiverCache):
-    """P1's half: keeps the tensors.
+    """The receiver cache: keeps the tensors.
 
-    They stay the read-only views of the message parts in which they came: one part holds one
-    tensor, so that a part lives exactly as long as its item.
+    They are read-only views of the frames in which they were received: one frame is one tensor, so
+    that its memory is freed with its item.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -123,7 +123,7 @@ class MultiModalReceiverCache(BaseMultiModalReceiverCache):
 
     @property
     def currsize(self) -> int:
-        """Bytes of the held tensors."""
+        """Bytes of the cached tensors."""
         return self._cache.currsize
 
     def get_and_update_features(
@@ -137,7 +137,7 @@ class MultiModalReceiverCache(BaseMultiModalReceiverCache):
         with self._lock:
             resolved, missing = self._touch_and_resolve(keys, fresh)
             for key, item in fresh.items():
-                # Always the newest: P0 sends tensors only where it holds ours for absent.
+                # Replaces an older entry: P0 sends tensors only if it believes that we lack them.
                 if not self._cache.put_if_fits(key, item):
                     self._oversize.give(get_item_size(item), self._cache.capacity)
         for key, feature in zip(keys, features, strict=True):

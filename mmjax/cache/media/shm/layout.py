@@ -1,6 +1,6 @@
-"""How an item lies in the bytes of one object: what the writer copies, what the reader views.
+"""Layout of an item's arrays in one object: the writer copies them, the reader makes views.
 
-Where an array begins is decided here, once; the reader gets it as msgpack and guesses nothing.
+The writer decides all offsets; the reader is sent them as msgpack.
 """
 
 import math
@@ -24,7 +24,7 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.rounding import round_up
 
 ALIGNMENT = 64
-"""Arrays begin at multiples of it: a vector register's width, and a cache line's."""
+"""Alignment of arrays in bytes: the size of a cache line, and of a vector register."""
 
 _DTYPES: Mapping[str, np.dtype] = {
     **{
@@ -75,16 +75,16 @@ _DECODER = msgspec.msgpack.Decoder(dict[str, _Elem])
 
 
 class Plan(NamedTuple):
-    """How an item will lie in an object."""
+    """Where an item's arrays will be in an object."""
 
     layout: bytes
     arrays: list[tuple[int, np.ndarray]]
     """(offset, array)"""
     size: int
-    """Bytes, the header included."""
+    """Bytes, including the header."""
 
     def write(self, buffer: memoryview) -> None:
-        """Copy the arrays to their places in an object's bytes."""
+        """Copy the arrays to their offsets in an object's bytes."""
         for offset, array in self.arrays:
             if array.size:
                 dtype = _DTYPES[array.dtype.name]
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(item: MultiModalKwargsItem) -> Plan | None:
-    """Lay an item out; None where it holds what an object cannot (the bridge has its say then)."""
+    """Lay an item out; None if it holds dtypes or fields that an object cannot (sent instead)."""
     arrays: list[tuple[int, np.ndarray]] = []
     try:
         elems = {
@@ -148,7 +148,7 @@ def _bounds(one: slice) -> tuple[int | None, int | None, int | None]:
 
 
 def view_item(layout: bytes, root: np.ndarray) -> MultiModalKwargsItem:
-    """Return the item whose arrays are views of `root`, an object's bytes."""
+    """Return an item whose arrays are views of `root`, uint8[size]."""
     return MultiModalKwargsItem(
         {
             key: MultiModalFieldElem(_view(elem.data, root), _make_field(elem.field))
