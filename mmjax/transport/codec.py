@@ -1,8 +1,7 @@
 """Messages to frames and back: a msgpack header, then one raw frame per array.
 
-Frame 0 is one version byte and the header; the arrays follow out of band, so that they are
-neither copied on the way out nor on the way in (they come back as read-only views).
-Every type on the wire is declared in messages.py or has a form in wire.py, and nothing else can be
+Frame 0 is a version byte and the header; arrays are further frames, which are not copied by either
+side (decoded arrays are read-only views). Only types declared in messages.py or wire.py can be
 decoded.
 """
 
@@ -56,7 +55,7 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """Return the message; raises FrameError, and nothing else, on frames that are not one."""
+    """Return the message; FrameError, and no other error, on malformed frames."""
     if not frames or not len(frames[0]):
         raise FrameError("the message is empty; expected a version byte and a header")
     header = memoryview(frames[0]).cast("B")

@@ -1,7 +1,6 @@
-"""The forms in which arrays, and the classes that hold some, lie on the wire.
+"""Wire types of arrays, and of classes that contain arrays.
 
-The fields of those classes are declared there alone: a class's form is made from them. All are
-required, and no others are taken.
+The wire type of a class is derived from its fields, which are all required; others are refused.
 """
 
 import dataclasses
@@ -43,12 +42,12 @@ DTYPES: Mapping[str, np.dtype] = {
     },
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""All that an array may hold, in this machine's order of bytes."""
+"""The dtypes of arrays, in native byte order."""
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FrameError(MMJaxError):
-    """Frames that are not a message of this version."""
+    """Malformed frames, or of another version."""
 
 
 # ---- arrays ------------------------------------------------------------------------------------
@@ -69,22 +68,22 @@ class WireList(msgspec.Struct, tag="list", frozen=True, forbid_unknown_fields=Tr
 
 
 class ArrayFrames:
-    """The frames behind the header; an array that stands in a message twice is sent once."""
+    """The frames after the header; an array that occurs twice in a message is sent once."""
 
     def __init__(self) -> None:
         self.frames: list[Buffer] = []
         self._wire_by_id: dict[int, WireArray] = {}
-        self._packed: list[np.ndarray] = []  # held, so that no id is given away
+        self._packed: list[np.ndarray] = []  # keeps arrays alive, so that ids are unique
 
     def add(self, array: np.ndarray) -> WireArray:
-        """Return what stands in the header for an array, whose memory the frame shares."""
+        """Add an array's frame, which shares its memory, and return its reference in the header."""
         known = self._wire_by_id.get(id(array))
         if known is not None:
             return known
         name = _DTYPE_NAMES.get(array.dtype)
         if name is None:
             raise FrameError(f"an array of dtype {array.dtype} has no wire form")
-        # A view as bytes: msgpack never sees it, and ZMQ sends it from where it lies.
+        # A view as bytes, which ZMQ sends without a copy.
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.frames.append(flat.data if flat.size else b"")
         self._packed.append(array)
@@ -112,28 +111,28 @@ def _read_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
     return array
 
 
-# ---- forms -------------------------------------------------------------------------------------
+# ---- wire forms --------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WireForm:
-    """How a value lies on the wire."""
+    """Conversion of a class's values to and from a type that msgspec encodes."""
 
     cls: type
     """The value's class."""
     type: Any
-    """What msgspec writes and reads in its place."""
+    """The type that msgspec encodes and decodes."""
     pack: Callable[[Any, ArrayFrames], Any]
     unpack: Callable[[Any, Sequence[Buffer]], Any]
-    """Raises FrameError, or what the value's class raises."""
+    """Raises FrameError, or the errors of the value's class."""
 
 
 def _object(
     cls: type, *, tag: bool = False, array_like: bool = False, **forms: WireForm
 ) -> WireForm:
-    """Return the form of a dataclass or message; `forms`: of the fields that have one of their own.
+    """Return the form of a dataclass or message; `forms`: of the fields that need one.
 
-    The other fields lie on the wire as they are. `tag`: whether the class is named there.
+    Other fields are encoded unchanged. `tag`: whether the class's name is encoded.
     """
     declared = (
         dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else msgspec.structs.fields(cls)
@@ -171,7 +170,7 @@ def _object(
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], list[Any]]:
-    """Return a function that gives a value's fields `names`."""
+    """Return a function that returns a value's fields `names` as a list."""
     if len(names) == 1:
         return lambda value: [getattr(value, names[0])]
     get = attrgetter(*names)
@@ -179,7 +178,7 @@ def _getter(names: Sequence[str]) -> Callable[[Any], list[Any]]:
 
 
 def _either(first: WireForm, *others: WireForm) -> WireForm:
-    """Return the form of a value of one of several classes, whose types differ."""
+    """Return the form of a union of classes, whose wire types differ."""
     forms = (first, *others)
     by_class = {form.cls: form for form in forms}
     by_type = {getattr(form.type, "__origin__", form.type): form for form in forms}
@@ -200,7 +199,7 @@ def _either(first: WireForm, *others: WireForm) -> WireForm:
 
 
 def _optional(form: WireForm) -> WireForm:
-    """Return the form of a field that may be None, which lies on the wire as it is."""
+    """Return the form of a field that may be None."""
     return dataclasses.replace(form, type=form.type | None)
 
 
@@ -213,7 +212,7 @@ def _list(form: WireForm) -> WireForm:
     )
 
 
-# ---- what a request holds ----------------------------------------------------------------------
+# ---- fields of requests ------------------------------------------------------------------------
 
 
 def _pack_tensors(data: NestedTensors, frames: ArrayFrames) -> WireArray | WireList:
@@ -229,7 +228,7 @@ def _unpack_tensors(wire: WireArray | WireList, frames: Sequence[Buffer]) -> Nes
 
 
 _Bounds = tuple[int | None, int | None, int | None]
-"""Of a slice: start, stop, step."""
+"""Start, stop and step of a slice."""
 
 
 class WireSlices(msgspec.Struct, tag="slices", frozen=True, forbid_unknown_fields=True):
@@ -285,7 +284,7 @@ _FIELD = _either(
 )
 _ELEM = _object(MultiModalFieldElem, data=_optional(_TENSORS), field=_FIELD)
 _ITEM = WireForm(MultiModalKwargsItem, dict[str, _ELEM.type], _pack_item, _unpack_item)
-# As an array: a map would be an item's tensors.
+# As an array, since a map is an item's tensors.
 _SHARED_ITEM = _object(SharedItem, array_like=True)
 _POSITION = _object(PlaceholderRange, is_embed=_optional(_ARRAY))
 _FEATURE = _object(
