@@ -23,7 +23,7 @@ class Embed(nnx.Module):
 
 
 def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Bound `logits` to (-cap, cap) as Gemma 2 does (arXiv 2408.00118, section 2), if there is one."""
+    """Bound `logits` to (-cap, cap), as Gemma 2 (arXiv 2408.00118, section 2); None: no bound."""
     return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 

@@ -279,8 +279,6 @@ def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: st
 
 
 def test_padded_heads_are_counted():
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=72)
-    sizes = {"block_size": 16, "dtype": jnp.float32}
-    cache = InterleavedCache.zeros(spec, num_blocks=5, **sizes)
+    cache = InterleavedCache.zeros((5, 16, 2, 72), jnp.float32, None)
     assert cache.pages.shape == (5, 16, 4, 128)
     assert (cache.num_kv_heads, cache.block_size) == (2, 16)

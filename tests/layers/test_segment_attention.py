@@ -37,7 +37,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "squares":
         return jax.jit(partial(segment_attention, scale=SCALE))
     monkeypatch.setattr(attention_segments, "MAX_SCORES", 256)
-    return jax.jit(partial(attention_segments._in_whole_rows, scale=SCALE))
+    return jax.jit(partial(attention_segments._masked_attention, scale=SCALE))
 
 
 def draw(num_rows: int, seed: int = 0) -> np.ndarray:
