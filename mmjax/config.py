@@ -1,8 +1,8 @@
-"""What an operator may set: frozen dataclasses, one per subject.
+"""Configuration: frozen dataclasses, one per subject.
 
-A setting is one field, declared by `setting(...)`: from that come its flag of `mmjax.serve`, its
-keyword of `LLM`, its key in a YAML file and its row in docs/configuration.md. Other fields are
-found by mmjax itself. No logic beyond the settings' validation.
+A setting is one field, declared by `setting(...)`: its flag of `mmjax.serve`, its keyword of `LLM`,
+its key in a YAML file and its row in docs/configuration.md are derived from it. Other fields are
+set by mmjax. No logic beyond validation.
 """
 
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ ProcessorCacheType = Literal["lru", "shm", "processor_only"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_SHM_OBJECT_SIZE_MB = 128
-"""The largest item that shared memory takes, when the operator does not say."""
+"""Default of the largest item in shared memory."""
 
 DEFAULT_MAX_IMAGES = 16
-"""Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, hardly safe)."""
+"""Default limit on images in a prompt (vLLM's, 999, is unsafe)."""
 
 _MEDIA_OPTIONS = {
     "image": ("width", "height"),
     "video": ("num_frames", "width", "height"),
     "audio": ("length",),
 }
-"""What `limit_mm_per_prompt` may say of a modality's largest item, beside its count."""
+"""Options of `limit_mm_per_prompt` by modality, besides `count`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalConfig:
-    """How media are limited, processed and cached."""
+    """Limits, processing and caching of media."""
 
     limit_mm_per_prompt: Mapping[str, Any] = setting(
         {},
@@ -69,7 +69,7 @@ class MultiModalConfig:
         minimum=1,
     )
     mm_shm_name: str | None = None
-    """The segment that P0 made and P1 attaches; for the type shm alone."""
+    """The shared-memory segment that P0 creates and P1 attaches; only for the cache type shm."""
     mm_hasher_algorithm: HasherAlgorithm = setting("blake3", "Hash by which items are identified.")
     max_image_pixels: int = setting(
         50_000_000, "An image with more pixels is refused before it is decoded.", minimum=1
@@ -122,12 +122,12 @@ class MultiModalConfig:
             )
 
     def limit(self, modality: str) -> int:
-        """Return how many items of `modality` the operator allows in one prompt."""
+        """Return the maximum number of items of `modality` in a prompt."""
         limit = self.limit_mm_per_prompt.get(modality, DEFAULT_MAX_IMAGES)
         return limit if isinstance(limit, int) else limit.get("count", DEFAULT_MAX_IMAGES)
 
     def media_options(self, modality: str) -> Mapping[str, int]:
-        """Return what the operator says of the largest item of `modality`, beside the count."""
+        """Return the options of `limit_mm_per_prompt` for `modality`, besides `count`."""
         limit = self.limit_mm_per_prompt.get(modality, 0)
         options = {} if isinstance(limit, int) else limit
         return {name: value for name, value in options.items() if name != "count"}
@@ -152,7 +152,7 @@ def _check_media_limit(modality: str, limit: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint is served, and what its own configuration says."""
+    """The checkpoint, and its own configuration."""
 
     model: str = setting(
         help="Directory or hub id of the checkpoint.",
@@ -163,7 +163,7 @@ class ModelConfig:
     hf_config: Any
     """The checkpoint's `PreTrainedConfig`."""
     architecture: str
-    """The first of config.json's `architectures`; the registry's key."""
+    """The first of config.json's `architectures`, by which the registry finds the model."""
     max_model_len: int = setting(
         help="Tokens of a prompt and its answer together.",
         unset="what the checkpoint knows, at most 8192",
@@ -197,13 +197,13 @@ class ModelConfig:
 
     @property
     def public_name(self) -> str:
-        """The name that `/v1/models` shows and requests must use."""
+        """The model's name in `/v1/models` and in requests."""
         return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How much work one step may hold."""
+    """Limits of a step and of the queue."""
 
     max_num_seqs: int = setting(16, "Sequences that run at once.", minimum=1)
     max_num_batched_tokens: int = setting(2048, "Tokens that one step computes.", minimum=1)
@@ -240,7 +240,7 @@ class SchedulerConfig:
 
     @property
     def max_num_unfinished_seqs(self) -> int:
-        """Sequences that may run and wait, together."""
+        """Maximum number of running and waiting sequences."""
         return self.max_num_seqs + self.max_num_queued_reqs
 
     def __post_init__(self) -> None:
@@ -249,7 +249,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache and the pool of encoder outputs."""
+    """The paged KV cache and the encoder cache."""
 
     block_size: int = setting(
         32,
@@ -289,7 +289,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Over how many devices, of how many processes, one model is spread."""
+    """Devices and processes that one model is sharded over."""
 
     tensor_parallel_size: int = setting(
         1, "Devices that share one model, of all processes together.", alias="-tp", minimum=1
@@ -339,7 +339,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Compilation and logs; with the other groups, all that the engine's process starts with.
+    """The configuration of the engine process: the other groups, compilation and logs.
 
     Picklable, since the process is spawned with it.
     """
@@ -370,18 +370,18 @@ class EngineConfig:
         check_settings(self)
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
-        """Return the same with other settings for media."""
+        """Return a copy with other media settings."""
         return replace(self, model=replace(self.model, mm=mm))
 
 
 def _is_api_key(text: str) -> bool:
-    # What a header cannot carry, or carries as nothing, would lock all out or let all in.
+    # Headers cannot contain other keys; an empty one would admit every request.
     return bool(text) and text.isascii() and text.isprintable() and text.strip() == text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP server; settings of `mmjax.serve` alone."""
+    """The HTTP server; settings of `mmjax.serve` only."""
 
     host: str = setting("127.0.0.1", "Address to listen at.")
     port: int = setting(8000, "Port to listen at; 0: any free one.", minimum=0, maximum=2**16 - 1)
@@ -463,22 +463,22 @@ SETTING_CLASSES: dict[str, type] = {
     "parallel": ParallelConfig,
     "engine": EngineConfig,
 }
-"""Every dataclass with settings, by the title of its group in `--help` and in the docs."""
+"""The dataclasses with settings, by the title of their group in `--help` and in the docs."""
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return what `mmjax.serve` takes, by name."""
+    """Return the settings of `mmjax.serve`, by name."""
     return _by_name(*SETTING_CLASSES)
 
 
 def llm_settings() -> dict[str, Setting]:
-    """Return what `LLM` takes, by name."""
+    """Return the settings of `LLM`, by name."""
     found = _by_name(*(group for group in SETTING_CLASSES if group != "server"))
     return {name: one for name, one in found.items() if not one.is_for_serve_alone}
 
 
 def group_fields(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a group's dataclass, of parsed values by the settings' names."""
+    """Return the fields of a group's dataclass from parsed values, by the settings' names."""
     found = _by_name(group)
     return {found[name].field: value for name, value in values.items() if name in found}
 
