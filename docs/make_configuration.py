@@ -19,10 +19,10 @@ Written by `docs/make_configuration.py` from `mmjax/config.py`: change a setting
 
 A setting has one name, and up to three places:
 
-- a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. What is true or false is switched on by
-  `--enable-prefix-caching`, and off by `--no-enable-prefix-caching`; a mapping is written as JSON;
-- a key of the file that `--config FILE.yaml` names, in either spelling. A flag counts more than the
-  file, and the file more than the default:
+- a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. Booleans are set by
+  `--enable-prefix-caching` and `--no-enable-prefix-caching`; mappings are JSON;
+- a key of the file of `--config FILE.yaml`, in either spelling. A flag overrides the file, which
+  overrides the default:
 
   ```yaml
   model: google/gemma-3-4b-it
