@@ -31,11 +31,10 @@ A setting has one name, and up to three places:
   api-key: [first-key, second-key]
   ```
 
-- a keyword of `mmjax.LLM`, unless it means something to the server alone:
+- a keyword of `mmjax.LLM`, unless it concerns only the server:
   `LLM("google/gemma-3-4b-it", max_num_seqs=8)`.
 
-`null` and `None` stand for the default. An unknown name is refused with the nearest known one, a
-wrong value with what was expected.
+`null` and `None` mean the default. Errors name the nearest known setting, or the expected values.
 """
 
 

@@ -63,7 +63,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         )
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor, with config.json's values if processor_config.json has none."""
+        """Assemble the HF processor, from config.json if processor_config.json lacks a value."""
         # Imported here: it imports torch if it is installed.
         from transformers.models.llava.processing_llava import LlavaProcessor
 
