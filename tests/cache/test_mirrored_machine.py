@@ -160,7 +160,7 @@ class World:
         request = self.requests[index % len(self.requests)]
         request.is_aborted = True
 
-    def hear_of_miss(self) -> None:
+    def receive_miss(self) -> None:
         request, missing = self.misses.popleft()
         request.num_heals += 1
         self.num_heals += 1
@@ -230,7 +230,7 @@ class World:
             while self.channel:
                 self.deliver()
             while self.misses:
-                self.hear_of_miss()
+                self.receive_miss()
         for request in self.requests:
             assert request.is_done or request.is_aborted, request
         self.requests.clear()
@@ -288,8 +288,8 @@ class MirroredMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.misses)
     @rule()
-    def hear_of_miss(self) -> None:
-        self.world.hear_of_miss()
+    def receive_miss(self) -> None:
+        self.world.receive_miss()
 
     @rule(is_drained=st.booleans())
     def restart(self, is_drained: bool) -> None:
@@ -334,7 +334,7 @@ TestCalmMachine = CalmMachine.TestCase
 TestCalmMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-CALM = {"prepare": 30, "commit": 28, "deliver": 28, "hear_of_miss": 20, "abort": 3, "settle": 1}
+CALM = {"prepare": 30, "commit": 28, "deliver": 28, "receive_miss": 20, "abort": 3, "settle": 1}
 STORMY = CALM | {"restart": 1, "clear_sender": 2, "drop": 4, "agree_anew": 1}
 
 
@@ -363,8 +363,8 @@ def apply_operation(world: World, name: str, rng: random.Random) -> bool:
             world.commit(number)
         case "deliver" if world.channel:
             world.deliver(is_rejected=number < 50)
-        case "hear_of_miss" if world.misses:
-            world.hear_of_miss()
+        case "receive_miss" if world.misses:
+            world.receive_miss()
         case "abort" if world.requests:
             world.abort(-1 - number % 10)
         case "settle" if number < 100:
