@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger
-from mmjax.transport.codec import FrameError, Message, decode, encode
+from mmjax.transport.codec import Message, WireError, decode, encode
 
 logger = get_logger(__name__)
 
@@ -145,6 +145,6 @@ def _open(context: Any, kind: int, address: str, *, bind: bool) -> Any:
 def _decode_or_drop(frames: Sequence[zmq.Frame]) -> Message | None:
     try:
         return decode([frame.buffer for frame in frames])
-    except FrameError as error:
+    except WireError as error:
         logger.error("dropped a malformed message: %s", error)
         return None
