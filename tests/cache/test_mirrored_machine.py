@@ -1,8 +1,8 @@
-"""The mirrored caches under whatever can happen between two processes.
+"""The mirrored caches under random events of two processes.
 
 P0 prepares requests against a cache that others change meanwhile, commits them later or never;
-messages wait in a channel; P1 rejects some, is started anew, loses entries. Yet a request gets the
-items that it asked for, and no client ever hears of a miss.
+messages wait in a channel; P1 rejects some, is restarted, loses entries. Yet every request gets its
+items, and no client sees a cache miss.
 """
 
 import logging
@@ -199,7 +199,7 @@ class World:
     # ---- disturbances --------------------------------------------------------------------------
 
     def restart(self, *, is_drained: bool) -> None:
-        """P1 dies with all that it holds; P0 hears of it later, and sends meanwhile."""
+        """P1 dies with all that it holds; P0 learns of it later, and sends meanwhile."""
         self.is_disturbed = self.must_clear = True
         self.receiver = MultiModalReceiverCache(CAPACITY)
         if is_drained:
@@ -208,12 +208,12 @@ class World:
             self.channel.clear()
 
     def clear_sender(self) -> None:
-        """P0 has heard of the restart."""
+        """P0 learns of the restart."""
         self.must_clear = False
         self.sender.reset_readers()
 
     def drop(self, mm_hash: str, *, from_sender: bool) -> None:
-        """One side loses an entry, by a fault of ours that nobody knows yet."""
+        """One side loses an entry, by an unknown bug."""
         self.is_disturbed = True
         if from_sender:
             self.sender.invalidate(mm_hash)

@@ -1,4 +1,4 @@
-"""Attention in a pack: each image's is the one it has alone, whoever stands beside it."""
+"""Attention of packed images equals that of each image alone."""
 
 import re
 from collections.abc import Callable, Sequence
