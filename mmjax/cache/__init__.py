@@ -9,7 +9,6 @@ from mmjax.cache.kv.block_hash import (
 )
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.cache.media.mirrored import (
-    MultiModalProcessorCacheItemMetadata,
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "EncoderCacheManager",
     "LRUCache",
     "MultiModalCacheMissError",
-    "MultiModalProcessorCacheItemMetadata",
     "MultiModalProcessorOnlyCache",
     "MultiModalProcessorSenderCache",
     "MultiModalReceiverCache",

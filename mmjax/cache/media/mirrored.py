@@ -14,92 +14,32 @@ invalidates those and sends their tensors again.
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from mmjax.cache.lru import CacheInfo, LRUCache
+from mmjax.cache.lru import LRUCache
 from mmjax.cache.media.processor_cache import (
-    BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
+    LRUProcessorCache,
     OversizeNotice,
     SentItem,
     get_item_size,
 )
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.prepared import ProcessedItem
-from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 
 
-class MultiModalProcessorCacheItemMetadata(NamedTuple):
-    """What P0 keeps of an item whose tensors P1 keeps."""
-
-    item_size: int
-    prompt_updates: Sequence[ResolvedPromptUpdate]
-
-
-class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
-    """The sender cache: what P1 holds, and the sizes of it.
+class MultiModalProcessorSenderCache(LRUProcessorCache):
+    """The sender cache: hashes, sizes and prompt updates of the items that P1 holds.
 
     Right as long as every request that changes it reaches P1, in the order of the changes
     (`mmjax.processing.commit` makes those of one request).
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__()
-        self._cache: LRUCache[str, MultiModalProcessorCacheItemMetadata] = LRUCache(
-            capacity_bytes, getsizeof=lambda metadata: metadata.item_size
-        )
-        self._oversize = OversizeNotice()
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Hashes, the next to be evicted first."""
-        return self._cache.order
-
-    @property
-    def currsize(self) -> int:
-        """Bytes of the cached items' tensors in P1."""
-        return self._cache.currsize
-
-    def is_cached_item(self, mm_hash: str) -> bool:
-        return mm_hash in self._cache
-
-    def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
-        metadata = self._cache.cache.get(mm_hash)
-        return None if metadata is None else metadata.prompt_updates
-
-    def touch_sender_cache_item(self, mm_hash: str) -> None:
-        with self._lock:
-            self._cache.touch(mm_hash)
-
-    def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
-        """Return None for tensors that P1 holds; else record `mm_item` and return it."""
-        with self._lock:
-            metadata = self._cache.get(mm_hash)
-            if metadata is not None:
-                return None, metadata.prompt_updates
-            if mm_item is None:
-                raise MultiModalCacheMissError([mm_hash])
-            item, updates = mm_item
-            metadata = MultiModalProcessorCacheItemMetadata(get_item_size(item), updates)
-            if not self._cache.put_if_fits(mm_hash, metadata):
-                self._oversize.give(metadata.item_size, self._cache.capacity)
-            return mm_item
-
-    def invalidate(self, mm_hash: str) -> None:
-        with self._lock:
-            self._cache.pop(mm_hash, None)
-
-    def clear_cache(self) -> None:
-        with self._lock:
-            self._cache.clear()
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        return None, mm_item[1]
 
     def reset_readers(self) -> None:
         self.clear_cache()
-
-    def make_stats(self, *, delta: bool = False) -> CacheInfo:
-        with self._lock:
-            return self._cache.stat(delta=delta)
 
 
 class MultiModalReceiverCache(BaseMultiModalReceiverCache):

@@ -7,7 +7,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -168,23 +168,42 @@ class OversizeNotice:
         )
 
 
-class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
-    """Keeps tensors and prompt updates in P0; P1 is sent the tensors every time."""
+class _Entry(NamedTuple):
+    item_size: int
+    """Bytes of the tensors. Prompt updates are small, and share contents among items."""
+    hit: SentItem
+
+
+class LRUProcessorCache(BaseMultiModalProcessorCache):
+    """A processor cache with LRU eviction, by the bytes of the items' tensors."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
-        # Prompt updates are small, and share their contents among items: only tensors count.
-        self._cache: LRUCache[str, ProcessedItem] = LRUCache(
-            capacity_bytes, getsizeof=lambda cached: get_item_size(cached[0])
+        self._cache: LRUCache[str, _Entry] = LRUCache(
+            capacity_bytes, getsizeof=lambda entry: entry.item_size
         )
         self._oversize = OversizeNotice()
+
+    @abstractmethod
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        """Return what further look-ups of a new item return."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Hashes, the next to be evicted first."""
+        return self._cache.order
+
+    @property
+    def currsize(self) -> int:
+        """Bytes of the cached items' tensors."""
+        return self._cache.currsize
 
     def is_cached_item(self, mm_hash: str) -> bool:
         return mm_hash in self._cache
 
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
-        cached = self._cache.cache.get(mm_hash)
-        return None if cached is None else cached[1]
+        entry = self._cache.cache.get(mm_hash)
+        return None if entry is None else entry.hit[1]
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
         with self._lock:
@@ -192,13 +211,14 @@ class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
 
     def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
         with self._lock:
-            cached = self._cache.get(mm_hash)
-            if cached is not None:
-                return cached
+            entry = self._cache.get(mm_hash)
+            if entry is not None:
+                return entry.hit
             if mm_item is None:
                 raise MultiModalCacheMissError([mm_hash])
-            if not self._cache.put_if_fits(mm_hash, mm_item):
-                self._oversize.give(get_item_size(mm_item[0]), self._cache.capacity)
+            entry = _Entry(get_item_size(mm_item[0]), self._make_hit(mm_item))
+            if not self._cache.put_if_fits(mm_hash, entry):
+                self._oversize.give(entry.item_size, self._cache.capacity)
             return mm_item
 
     def invalidate(self, mm_hash: str) -> None:
@@ -209,9 +229,16 @@ class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
         with self._lock:
             self._cache.clear()
 
-    def reset_readers(self) -> None:
-        """Do nothing: P1 is sent the tensors every time."""
-
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         with self._lock:
             return self._cache.stat(delta=delta)
+
+
+class MultiModalProcessorOnlyCache(LRUProcessorCache):
+    """Keeps tensors and prompt updates in P0; P1 is sent the tensors every time."""
+
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        return mm_item
+
+    def reset_readers(self) -> None:
+        """Do nothing: P1 is sent the tensors every time."""
