@@ -98,8 +98,8 @@ class MultiModalModel(Protocol):
 class EncoderDecoderModel(MultiModalModel, Protocol):
     """An encoder-decoder model; `embed_multimodal` is the encoder, and returns its hidden states.
 
-    `metadata.cross.states` holds those of requests that start in a step: each decoder layer
-    projects them, calls `write_encoder`, and then attends by `cross_attention`.
+    `metadata.cross.encoder_hidden_states` holds those of requests that start in a step: each
+    decoder layer projects them, calls `write_encoder`, and then attends by `cross_attention`.
     """
 
     max_encoder_len: int

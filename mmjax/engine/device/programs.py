@@ -109,7 +109,9 @@ def step(
     merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
     metadata = batch.metadata
     if metadata.cross is not None:
-        metadata = metadata._replace(cross=metadata.cross._replace(states=pool[batch.cross_src]))
+        metadata = metadata._replace(
+            cross=metadata.cross._replace(encoder_hidden_states=pool[batch.cross_src])
+        )
     states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
     hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]

@@ -22,7 +22,7 @@ class CrossAttentionMetadata(NamedTuple):
     lengths: Int[Array, " R"]
     """Number of each request's encoder hidden states; its queries attend to all of them."""
     block_tables: Int[Array, "R _blocks"]
-    states: Float[Array, "S D"] | None = None
+    encoder_hidden_states: Float[Array, "S D"] | None = None
     """The encoder hidden states to write: every layer projects them to its own keys and values,
     and calls `write_encoder`. Padding is finite, and dropped."""
 
