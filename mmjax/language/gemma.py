@@ -1,4 +1,4 @@
-"""Gemma 3's decoder (arXiv 2503.19786). Knows nothing of pictures: embeddings in, states out."""
+"""Gemma 3's decoder (arXiv 2503.19786): embeddings to hidden states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ class GemmaConfig:
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "GemmaConfig":
-        """Read HF's `Gemma3TextConfig`; `CheckpointError` for what cannot be generated with."""
+        """Read HF's `Gemma3TextConfig`; `CheckpointError` for unsupported values."""
         if hf_config.use_bidirectional_attention:
             raise CheckpointError(
                 "`use_bidirectional_attention` is true: an encoder, not a generator; "
@@ -58,7 +58,7 @@ class GemmaConfig:
         }
         values["layer_types"] = tuple(hf_config.layer_types)
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            # config.json may write a whole number.
+            # config.json may hold an integer.
             values[name] = None if values[name] is None else float(values[name])
         config = cls(**values)
         unknown = set(config.layer_types) - set(_LAYER_TYPES)
@@ -70,7 +70,7 @@ class GemmaConfig:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
+        """The KV cache of one token."""
         return KVCacheSpec(
             num_layers=self.num_hidden_layers,
             num_kv_heads=self.num_key_value_heads,
@@ -103,7 +103,7 @@ class GemmaAttention(nnx.Module):
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache with this step's keys and values."""
+        """Return the output, and the layer's cache with this step's keys and values."""
         query, key, value = (
             project(x).reshape(x.shape[0], -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -131,7 +131,7 @@ class GemmaMLP(nnx.Module):
 
 
 class GemmaLayer(nnx.Module):
-    """A block with a norm before and after each half."""
+    """A block with norms before and after attention and MLP."""
 
     def __init__(self, config: GemmaConfig, layer_type: str, *, dtype: Any) -> None:
         options = {"eps": config.rms_norm_eps, "dtype": dtype}
@@ -159,7 +159,7 @@ class GemmaLayer(nnx.Module):
 
 
 class GemmaTextModel(nnx.Module):
-    """Embeddings, blocks and the final norm; parameters bear HF's names."""
+    """Embeddings, blocks and the final norm, with HF's parameter names."""
 
     def __init__(self, config: GemmaConfig, *, dtype: Any) -> None:
         self.embed_tokens = Embed(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -189,7 +189,7 @@ class GemmaTextModel(nnx.Module):
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the states after the final norm, and the cache (None in, None out)."""
+        """Return the hidden states after the final norm, and the cache (None if given None)."""
         angles = self.angles(positions)
         caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
         hidden, written = inputs_embeds, []

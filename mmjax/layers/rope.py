@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864), in the half-split form of HF.
 
-Angles are float32 in every dtype: bfloat16 cannot tell position 257 from 256.
+Angles are always float32: in bfloat16 position 257 equals 256.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def rotary_angles(
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of every position, float32."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies)[None, :]
-    # Computed again for every head of every layer, they would be 5% of a step of 64 tokens.
+    # Fused into every head of every layer, this would take 5% of a step of 64 tokens.
     return prevent_fusion(_cos_sin, angles, angles[0, 0] >= 0)
 
 

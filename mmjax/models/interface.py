@@ -16,8 +16,8 @@ from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.weights.rules import Rule
 
 EncoderUnits = tuple[Mapping[str, np.ndarray], int]
-"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of their rows, from the first, are
-states that the decoder sees."""
+"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of its output rows, from the first,
+the decoder attends to."""
 
 MultiModalEmbeddings = Array | Sequence[Array]
 """What `embed_multimodal` returns: one array, or a list or tuple of arrays `[rows, D]`, one for
@@ -26,57 +26,57 @@ each unit or item; all their rows, in order, are the call's."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
-    """How items become calls of `encode`: units of one fixed shape (a tile, a crop), in buckets.
+    """An encoder of units of one fixed shape (an image, a tile, a crop).
 
-    An item is one or more units; a call holds one bucket's units, of any number of items.
+    An item is one or more units; a call encodes a bucket of units of any number of items.
     """
 
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
-    """Per input of `embed_multimodal`: shape of one unit, dtype."""
+    """Input of `embed_multimodal` -> (shape of one unit, dtype)."""
     tokens_per_unit: int
-    """Rows that one unit gives; an item's rows are its units', in order."""
+    """Embeddings per unit; an item's are its units', in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedEncoderSpec:
-    """How items of any size become calls of `encode`: rows of patches, packed into buckets of `P`.
+    """An encoder of items of any number of patches, packed into buckets of `P` patches.
 
-    `embed_multimodal` is given `segment_ids`, int32[P], beside the inputs: the number of a row's
-    item in the call, -1 for padding (rows of zeros). An item's rows stand together and in order.
-    What depends on its grid (places, rotary rows, windows) are inputs too, a row for each patch.
+    `embed_multimodal` also gets `segment_ids`, int32[P]: the index of a patch's item in the call,
+    -1 for padding (rows of zeros). An item's patches are contiguous and in order. What depends on
+    its grid (positions, rotary angles, window ids) are inputs, too, with a row per patch.
     """
 
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
-    """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
+    """Input of `embed_multimodal` -> (shape of one patch's row, dtype)."""
     patches_per_token: int
-    """So many rows, one behind the other, become one embedding; divides each item's number."""
+    """Consecutive patches per embedding; divides the number of patches of each item."""
     max_patches: int
-    """Of the largest item that the processor makes."""
+    """Patches of the largest item that the processor makes."""
 
 
 class MultiModalModel(Protocol):
-    """An `nnx.Module` that only describes structure; all methods are pure."""
+    """An `nnx.Module` that describes structure only; all methods are pure."""
 
     RULES: Sequence[Rule]
-    """Names in the checkpoint's files -> names in this module's tree."""
+    """From names in checkpoint files to names in this module's tree."""
     encoder_spec: EncoderSpec | PackedEncoderSpec
     kv_cache_spec: KVCacheSpec
     modalities: Sequence[str]
-    """What a prompt may hold beside text: the keys of `--limit-mm-per-prompt`."""
+    """Supported modalities: the keys of `--limit-mm-per-prompt`."""
     tower_names: Sequence[str]
     """The attributes that media alone need: None where the operator allows no media. A class that
     does not say keeps all. `SupportsMultiModal` finds both by itself."""
     has_bidirectional_spans: bool
-    """Whether a run of an item's embeddings (those without a mark between them) see each other both
-    ways: a step then holds each run whole. Of units, none is longer than a unit."""
+    """Whether attention is bidirectional within contiguous runs of an item's embeddings, each of
+    which is then computed in one step. With `EncoderSpec` no run is longer than a unit."""
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None: ...
 
     @staticmethod
     def encoder_units(item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return an item's tensors as `[units, ...]` arrays, named as in `encoder_spec`.
+        """Return an item's inputs of `encoder_spec` as `[units, ...]` arrays, in numpy.
 
-        A packed encoder's are `[patches, ...]`: its places and windows are computed here, in numpy.
+        Of a packed encoder: `[patches, ...]`, including positions and window ids.
         """
         ...
 
@@ -85,7 +85,7 @@ class MultiModalModel(Protocol):
         ...
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look up the text embeddings (an out-of-vocabulary placeholder id reads row 0)."""
+        """Look up text embeddings (out-of-vocabulary placeholder ids read row 0)."""
         ...
 
     def __call__(
@@ -153,28 +153,28 @@ class SupportsMultiModal:
 
 
 class EncoderDecoderModel(MultiModalModel, Protocol):
-    """A model whose decoder looks at an encoder of its own: `embed_multimodal` is that encoder.
+    """An encoder-decoder model; `embed_multimodal` is the encoder, and returns its hidden states.
 
-    Its rows are the encoder's states. Where requests begin, `metadata.cross.states` holds theirs:
-    each layer projects them, calls `write_encoder`, and looks at them with `cross_attention`.
+    `metadata.cross.encoder_hidden_states` holds those of requests that start in a step: each
+    decoder layer projects them, calls `write_encoder`, and then attends by `cross_attention`.
     """
 
     max_encoder_len: int
-    """States of the longest encoder; absent or 0 in every other model."""
+    """Hidden states of the longest encoder input; absent or 0 in other models."""
 
     @staticmethod
     def encoder_input(
         spec: EncoderSpec, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
     ) -> EncoderUnits:
-        """Return what the encoder reads: its prompt, and the tensors of the items that lie there.
+        """Return the encoder input of a prompt of any length and its items' tensors.
 
-        The prompt is as long as the client made it; units have the shapes of `spec`.
+        Units have the shapes of `spec`.
         """
         ...
 
 
 def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
-    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
+    """Return an encoder-decoder model's spec; TypeError for a packed encoder."""
     if isinstance(spec, EncoderSpec):
         return spec
     raise TypeError(
@@ -201,8 +201,7 @@ def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:
 def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
     """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
-    An encoder-decoder's encoder reads text as well, and is always there. Embeddings in place of
-    media need no tower.
+    An encoder-decoder model always needs its encoder. Precomputed embeddings need no tower.
     """
     names = tuple(getattr(model, "tower_names", ()))
     return () if names and any(map(mm.limit, model.modalities)) else names
@@ -217,7 +216,7 @@ def build_model(model_class: Any, hf_config: Any, mm: MultiModalConfig, *, dtype
 
 
 def get_max_encoder_len(model: Any) -> int:
-    """Return a model's `max_encoder_len`; 0 for a decoder alone."""
+    """Return a model's `max_encoder_len`; 0: decoder only."""
     return getattr(model, "max_encoder_len", 0)
 
 

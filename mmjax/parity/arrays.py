@@ -1,4 +1,4 @@
-"""Our side: the model run as the engine runs it (paged, tiled), with every block's output kept."""
+"""Run the model as the engine does (paged, tiled), recording every block's output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +27,12 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt, ready for the arrays."""
+    """One processed prompt."""
 
     token_ids: np.ndarray
     """int32[T]"""
     is_embed: np.ndarray
-    """bool[T]: whether an encoder's row stands there."""
+    """bool[T]: whether the position takes an embedding."""
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the encoder, `[units, ...]`, of all items in order."""
 
@@ -51,7 +51,7 @@ class Sample:
 
 
 def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarray]]) -> Sample:
-    """Return the sample of what our processor gave (`MultiModalInputs`)."""
+    """Return the sample of a processor's `MultiModalInputs`."""
     token_ids = np.asarray(inputs.prompt_token_ids, np.int32)
     is_embed = np.zeros(len(token_ids), bool)
     units: dict[str, list[np.ndarray]] = {}
@@ -59,7 +59,7 @@ def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarra
         items = zip(inputs.mm_kwargs[modality], placeholders, strict=True)
         for item, place in sorted(items, key=lambda pair: pair[1].offset):
             inside = slice(place.offset, place.offset + place.length)
-            # Neighbours may share a token of text, hence the or.
+            # Neighbours may share a text token, hence the or.
             is_embed[inside] |= True if place.is_embed is None else place.is_embed
             for name, value in encoder_units(item.get_data()).items():
                 units.setdefault(name, []).append(value)
@@ -71,9 +71,9 @@ def make_sample(inputs: Any, encoder_units: Callable[..., Mapping[str, np.ndarra
 
 
 class PagedModel:
-    """A model bound to its parameters, for one request at a time of at most `max_len` tokens.
+    """A model with its parameters, for one request of at most `max_len` tokens at a time.
 
-    Programs: one for the encoder (a unit a call), one for decoding, one per 64 prompt tokens.
+    Programs: one for the encoder (one unit), one for decoding, one per 64 prompt tokens.
     """
 
     def __init__(self, model_class: type, hf_config: Any, params: Params, max_len: int) -> None:
@@ -103,7 +103,7 @@ class PagedModel:
         return encoded | {name: value[: sample.num_tokens] for name, value in step.items()}
 
     def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
-        """Return greedy tokens; no token ends the text."""
+        """Return `max_tokens` greedy tokens, ignoring EOS."""
         rows = self._run_encoder(sample).pop("", None)
         outputs, cache = self._prefill(sample, rows, self._new_cache())
         tokens = [int(outputs[LOGITS][sample.num_tokens - 1].argmax())]
@@ -120,7 +120,7 @@ class PagedModel:
         )
 
     def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Encode unit by unit; the embeddings themselves are under the empty name."""
+        """Encode unit by unit; the embeddings are under the name ""."""
         num_units = min((len(value) for value in sample.units.values()), default=0)
         calls = []
         with jax.default_matmul_precision("highest"):
@@ -159,7 +159,7 @@ class PagedModel:
     def _metadata(
         self, start: int, span_end: np.ndarray, *, padded: int, tile: int
     ) -> PagedAttentionMetadata:
-        """Describe one request's tokens from `start` on; its blocks lie in order."""
+        """Return the metadata of one request's tokens from `start` on; block ids are in order."""
         count = len(span_end)
         places = np.arange(start, start + count)
 
@@ -208,9 +208,9 @@ def _step(
 
 @contextmanager
 def record(module: nnx.Module) -> Iterator[dict[str, Any]]:
-    """Keep the outputs of all probed modules while the body traces; yield `{name: output}`.
+    """Record the outputs of all probed modules while the body traces; yield `{name: output}`.
 
-    Wraps `__call__` of their classes and puts it back, so that models need no debug outputs.
+    Wraps `__call__` of their classes meanwhile, so that models need no debug outputs.
     """
     outputs: dict[str, Any] = {}
     names = {}

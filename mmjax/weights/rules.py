@@ -1,4 +1,4 @@
-"""How names in a checkpoint's files become names in a module's tree."""
+"""Rules from names in checkpoint files to names in a module's tree."""
 
 import re
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ class Rule:
 
 
 def apply_rules(name: str, rules: Sequence[Rule]) -> str | None:
-    """Return the tree's name of a file's tensor: the first rule that matches decides.
+    """Return a tensor's name in the tree, by the first rule that matches; None: not loaded.
 
-    A name that no rule matches stays as it is; None means that the tensor is not loaded.
+    A name that no rule matches is unchanged.
     """
     for rule in rules:
         if re.search(rule.pattern, name):

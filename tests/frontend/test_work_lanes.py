@@ -1,4 +1,4 @@
-"""Requests with much to decode go their own way: nobody else waits for them."""
+"""Requests with much to decode have their own threads, so that others do not wait for them."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: SigLIP, an average-pooling projector, Gemma's decoder."""
+"""Gemma 3, multimodal: SigLIP, an average-pooling projector, Gemma's decoder."""
 
 import math
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ class Gemma3MultiModalProjector(nnx.Module):
         self.kernel_size = self.patches_per_side // math.isqrt(hf_config.mm_tokens_per_image)
 
     def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I _tokens F"]:
-        """Return the soft tokens of every picture."""
+        """Return the soft tokens of every image."""
         images, _, width = patches.shape
         size = self.kernel_size
         side = self.patches_per_side // size
-        # AvgPool2d drops the rows and columns that do not fill a window.
+        # AvgPool2d drops incomplete windows.
         grid = patches.reshape(images, self.patches_per_side, self.patches_per_side, width)
         grid = grid[:, : side * size, : side * size]
         windows = grid.reshape(images, side, size, side, size, width)
@@ -87,13 +87,13 @@ class Gemma3ForConditionalGeneration(nnx.Module, SupportsMultiModal):
 
     @staticmethod
     def encoder_units(item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the picture and its pan-and-scan crops as `[units, C, Y, X]`."""
+        """Return the image and its pan-and-scan crops as `[units, C, Y, X]`."""
         return {"pixel_values": item["pixel_values"]}
 
     def embed_multimodal(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens D"]:
-        """Return the soft tokens of every picture or crop."""
+        """Return the soft tokens of every image or crop."""
         weight = self.vision_tower.post_layernorm.weight
         with jax.named_scope("vision_tower"):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
@@ -112,7 +112,7 @@ class Gemma3ForConditionalGeneration(nnx.Module, SupportsMultiModal):
             return self.language_model(inputs_embeds, positions[0], kv_cache, metadata)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
-        """Project onto the vocabulary, in float32, soft-capped where the config says so."""
+        """Project onto the vocabulary, in float32, soft-capped if configured."""
         head = self.lm_head if self.lm_head is not None else self.language_model.embed_tokens
         logits = project_logits(hidden_states, head.weight[...])
         return soft_cap(logits, self.config.final_logit_softcapping)
