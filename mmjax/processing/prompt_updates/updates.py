@@ -248,6 +248,22 @@ class PromptReplacement(PromptUpdate):
         return UpdateMode.REPLACE
 
 
+def resolve_updates(
+    prompt_updates: Sequence[PromptUpdate], mm_item_counts: Mapping[str, int]
+) -> dict[str, list[list[ResolvedPromptUpdate]]]:
+    """Resolve each update for each item of its modality."""
+    by_modality: dict[str, list[PromptUpdate]] = {}
+    for update in prompt_updates:
+        by_modality.setdefault(update.modality, []).append(update)
+    return {
+        modality: [
+            [update.resolve(index) for update in updates]
+            for index in range(mm_item_counts.get(modality, 0))
+        ]
+        for modality, updates in by_modality.items()
+    }
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceholderFeaturesInfo:
     """An item's placeholder as it was found in a prompt."""
