@@ -236,10 +236,16 @@ class BaseProcessingInfo(ABC):
             allowed[modality] = limit if supported is None else min(limit, supported)
         return allowed
 
-    def validate_num_items(self, modality: str, num_items: int) -> None:
-        """Refuse more items of a modality than are allowed in one prompt."""
+    def validate_num_items(
+        self, modality: str, num_items: int, *, are_embeds: bool = False
+    ) -> None:
+        """Refuse more items of a modality than are allowed in one prompt.
+
+        A limit of 0 leaves the tower out, which embeddings do not need: of them it allows any
+        number.
+        """
         limit = self._get_limit(modality)
-        if num_items <= limit:
+        if num_items <= limit or (are_embeds and limit == 0):
             return
         supported = self.supported_mm_limits[modality]
         could_be_raised = supported is None or num_items <= supported
@@ -264,30 +270,34 @@ class BaseProcessingInfo(ABC):
     ) -> MultiModalDataItems:
         """Parse the user's media; with `validate`, hold them against what the operator allows."""
         parser = self.get_data_parser()
-        if validate:
-            for modality, data in mm_data.items():
-                if data is not None:
-                    self._get_limit(modality)
-                    num_items = parser.count_entries(modality, data)
-                    if num_items is not None:
-                        self.validate_num_items(modality, num_items)  # before any is read
+        if not validate:
+            return parser.parse_mm_data(mm_data)
+        counts: dict[str, int | None] = {}
+        for modality, data in mm_data.items():
+            if data is not None:
+                self._get_limit(modality)
+                num_items = counts[modality] = parser.count_entries(modality, data)
+                if num_items is not None:
+                    self.validate_num_items(modality, num_items)  # before any is read
         mm_items = parser.parse_mm_data(mm_data)
-        if validate:
-            for modality, items in mm_items.items():
-                self._validate_items(modality, items)
+        for modality, items in mm_items.items():
+            are_embeds = isinstance(items, EmbeddingItems | DictEmbeddingItems)
+            if are_embeds:
+                self._validate_embeds(modality, items)
+            if counts.get(modality) != len(items):
+                self.validate_num_items(modality, len(items), are_embeds=are_embeds)
         return mm_items
 
-    def _validate_items(self, modality: str, items: ModalityDataItems) -> None:
-        if isinstance(items, EmbeddingItems | DictEmbeddingItems):
-            if not self.takes_embeds:
-                raise RequestValueError(
-                    f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
-                    param="multi_modal_data",
-                )
-            if isinstance(items, EmbeddingItems):
-                for index in range(len(items)):
-                    if items[index] is not None:  # else a uuid stands for it
-                        self.check_num_embeds(modality, items.get_feature_size(index))
-            if self.allowed_mm_limits.get(modality) == 0:
-                return  # a limit of 0 leaves the tower out, which embeddings do not need
-        self.validate_num_items(modality, items.get_count())
+    def _validate_embeds(self, modality: str, items: ModalityDataItems) -> None:
+        if not self.takes_embeds:
+            raise RequestValueError(
+                f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
+                param="multi_modal_data",
+            )
+        if isinstance(items, EmbeddingItems):
+            for index in range(len(items)):
+                if items[index] is not None:  # else a uuid stands for it
+                    self.check_num_embeds(modality, items.get_feature_size(index))
+
+
+InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)

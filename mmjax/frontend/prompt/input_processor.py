@@ -28,7 +28,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
-__all__ = ["MAX_CHARS_PER_TOKEN", "InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
+__all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
 
 MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before the tokenizer spends its time on them."""
@@ -69,9 +69,18 @@ class InputProcessor:
         return self._pool.first.info.allowed_mm_limits
 
     @property
+    def max_prompt_chars(self) -> int:
+        """Of a text; more cannot fit, whatever the tokenizer makes of them."""
+        return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
+
+    @property
     def takes_embeds(self) -> bool:
         """Whether the model, whatever the operator says, takes embeddings in place of pictures."""
         return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
+
+    def check_num_items(self, modality: str, num_items: int, *, are_embeds: bool) -> None:
+        """Refuse more items of a modality than one prompt may hold."""
+        self._pool.first.info.validate_num_items(modality, num_items, are_embeds=are_embeds)
 
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
         """Refuse what `prepare` would refuse of media, short of decoding them."""
@@ -247,8 +256,7 @@ class InputProcessor:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _check_text_length(self, parts: ParsedPrompt) -> None:
-        limit = self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
-        if parts.text is not None and len(parts.text) > limit:
+        if parts.text is not None and len(parts.text) > self.max_prompt_chars:
             raise RequestValueError(
                 f"the prompt has {len(parts.text)} characters, and this model reads "
                 f"{self.model_config.max_model_len} tokens; shorten it",
