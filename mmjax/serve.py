@@ -52,7 +52,7 @@ def _follow(engine: EngineConfig) -> int:
     """Be the engine's part on another host; requests come to process 0 alone."""
     # On use only: it brings jax along.
     from mmjax.engine.process import follow_engine
-    from mmjax.frontend.encoder_budget import with_encoder_budget
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import require_model
 
     require_model(engine.model.architecture)
@@ -84,8 +84,8 @@ def _serve(
 ) -> int:
     # transformers takes its seconds here; P1 should not wait for the rest.
     from mmjax.cache import config_with_segment, processor_cache_from_config
-    from mmjax.frontend.encoder_budget import with_encoder_budget
     from mmjax.frontend.engine_client.supervisor import Supervisor
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import require_model
 
     require_model(engine.model.architecture)
