@@ -225,7 +225,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             return self._apply_hf_processor(*arguments)
         return self._apply_in_batches(*arguments, cache=self.cache)
 
-    # ---- what a family may override: the prompt's updates ----------------------------------------
+    # ---- what a family may override: the prompt and its updates ----------------------------------
 
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates

@@ -1,6 +1,6 @@
 """Messages with content parts to one prompt: text by the template, media beside it.
 
-Both doors (HTTP and `LLM.chat`) come through here. Knows nothing of HTTP.
+HTTP and `LLM.chat` both come through here. Knows nothing of HTTP.
 """
 
 import re
