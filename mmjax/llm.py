@@ -17,10 +17,10 @@ from mmjax.cache import config_with_segment
 from mmjax.config import EngineConfig, SchedulerConfig, llm_settings, serve_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
-from mmjax.frontend.encoder_budget import with_encoder_budget
 from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
+from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser

@@ -53,7 +53,7 @@ def _follow(engine: EngineConfig) -> int:
     """Run the engine of another host; only process 0 receives requests."""
     # Imported here: it loads jax.
     from mmjax.engine.process import follow_engine
-    from mmjax.frontend.encoder_budget import with_encoder_budget
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
     # As process 0 does: shapes follow from it, and must be the same.
@@ -84,8 +84,8 @@ def _serve(
 ) -> int:
     # P1 starts before the slow imports of transformers.
     from mmjax.cache import config_with_segment, processor_cache_from_config
-    from mmjax.frontend.encoder_budget import with_encoder_budget
     from mmjax.frontend.engine_client.supervisor import Supervisor
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
     engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))

@@ -11,7 +11,7 @@ from typing import Any
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
-from mmjax.frontend.prompt.input_processor import MAX_CHARS_PER_TOKEN, InputProcessor, PromptDict
+from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""
@@ -42,14 +42,14 @@ class ChatParser:
             template=ChatTemplate.from_config(model_config, input_processor.tokenizer),
             parts=PartReader(
                 mm=model_config.mm,
-                limits=input_processor.allowed_mm_limits,
+                check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
                 check_mm_data=input_processor.check_mm_data,
                 takes_embeds=input_processor.takes_embeds,
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
-            max_chars=model_config.max_model_len * MAX_CHARS_PER_TOKEN,
+            max_chars=input_processor.max_prompt_chars,
         )
 
     def parse(

@@ -3,8 +3,8 @@
 Errors name the part, such as `messages[0].content[1]`.
 """
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -49,8 +49,8 @@ class PartReader:
     """Parses parts; images are counted before they are decoded."""
 
     mm: MultiModalConfig
-    limits: Mapping[str, int]
-    """Maximum number of items of each modality in a prompt."""
+    check_num_items: Callable[..., None]
+    """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
@@ -89,22 +89,16 @@ class PartReader:
         return {"type": "image"}
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
-        limit = self.limits.get("image", 0)
         if is_embeds:
             self._check_embeds_allowed(place)
-            limit = limit or sys.maxsize  # a limit of 0 leaves out the tower; embeddings need none
         if media.images and media.are_embeds != is_embeds:
             raise RequestValueError(
                 f"`{place}`: a conversation holds images or `image_embeds`, and not both; send all "
                 "in one form",
                 param=place,
             )
-        if len(media.images) >= limit:
-            raise RequestValueError(
-                f"`{place}` is image number {len(media.images) + 1}; At most {limit} image(s) may "
-                "be provided in one prompt; send fewer, or raise `--limit-mm-per-prompt`",
-                param=place,
-            )
+        with _at(place):
+            self.check_num_items("image", len(media.images) + 1, are_embeds=is_embeds)
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
         # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.
@@ -168,10 +162,8 @@ class PartReader:
         if len(embeds.shape) == 3 and embeds.shape[0] == 1:
             embeds = embeds[0]
         if self.check_mm_data is not None:
-            try:
+            with _at(place):
                 self.check_mm_data({"image": {kind: [embeds]}})
-            except RequestError as error:
-                raise type(error)(f"`{place}`: {error}", param=place) from error
         return embeds
 
     def _image_object(self, value: Any, place: str, *, has_uuid: bool) -> Any:
@@ -202,6 +194,15 @@ class PartReader:
         except RequestError as error:
             raise _explain(place, error) from error
         return EncodedImage(data, limits, place, explain=partial(_explain, place))
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say of an error at which part it is."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"`{place}`: {error}", param=place) from error
 
 
 def _explain(place: str, error: RequestError) -> RequestError:

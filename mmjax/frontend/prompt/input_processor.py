@@ -28,7 +28,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
-__all__ = ["MAX_CHARS_PER_TOKEN", "InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
+__all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
 
 MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before tokenization."""
@@ -66,6 +66,11 @@ class InputProcessor:
         return self._pool.first.info.allowed_mm_limits
 
     @property
+    def max_prompt_chars(self) -> int:
+        """Of a text; more cannot fit, whatever the tokenizer makes of them."""
+        return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
+
+    @property
     def takes_embeds(self) -> bool:
         """Whether the model supports image embeddings, which the operator may have disabled."""
         return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
@@ -73,6 +78,10 @@ class InputProcessor:
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
         return self._pool.first.info.find_placeholder_str(modality, i)
+
+    def check_num_items(self, modality: str, num_items: int, *, are_embeds: bool) -> None:
+        """Refuse more items of a modality than one prompt may hold."""
+        self._pool.first.info.validate_num_items(modality, num_items, are_embeds=are_embeds)
 
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
         """Raise the errors of `prepare` about media that need no decoding."""
@@ -244,8 +253,7 @@ class InputProcessor:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _check_text_length(self, parts: ParsedPrompt) -> None:
-        limit = self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
-        if parts.text is not None and len(parts.text) > limit:
+        if parts.text is not None and len(parts.text) > self.max_prompt_chars:
             raise RequestValueError(
                 f"the prompt has {len(parts.text)} characters, and this model reads "
                 f"{self.model_config.max_model_len} tokens; shorten it",

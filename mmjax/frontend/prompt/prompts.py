@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.processing.items.uuids import complete_mm_data
+from mmjax.processing.items.uuids import complete_mm_data, parse_mm_uuids
 
 _MAX_SALT_LENGTH = 128
 
@@ -64,7 +64,7 @@ def parse_prompt(prompt: PromptType) -> ParsedPrompt:
         )
     if text is not None and not isinstance(text, str):
         raise RequestTypeError(f"`prompt` must be a str, not {type(text).__name__}", param="prompt")
-    mm_uuids = _mapping(prompt, "multi_modal_uuids")
+    mm_uuids = parse_mm_uuids(_mapping(prompt, "multi_modal_uuids"))
     return ParsedPrompt(
         text=text,
         token_ids=None if token_ids is None else _token_list(token_ids, "prompt_token_ids"),

@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.hf_call import KnownKwargs
 from mmjax.processing.image_processors.image import (
     fit_within,
     normalize,
@@ -25,7 +26,6 @@ from mmjax.processing.image_processors.image import (
     to_pixels,
 )
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.known_kwargs import KnownKwargs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (

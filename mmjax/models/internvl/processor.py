@@ -17,7 +17,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import PartsMultiModalProcessor, ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
     HFFrameCutter,
     HFTileCutter,
@@ -26,6 +26,7 @@ from mmjax.processing.image_processors.tiling import (
     find_largest_picture,
 )
 from mmjax.processing.items.parse import EmbeddingItems, ImageSize, MultiModalDataItems
+from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
 from mmjax.processing.prompt_updates.updates import (
@@ -193,7 +194,10 @@ class InternVLDummyInputsBuilder(VisionDummyInputsBuilder[BaseInternVLProcessing
         return self.info.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
 
 
-class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessingInfo]):
+class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
     def _call_hf_processor(
         self,
         prompt: str,

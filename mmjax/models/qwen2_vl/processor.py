@@ -14,13 +14,10 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import (
-    PartsMultiModalProcessor,
-    ProcessorOfParts,
-    load_video_settings,
-)
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import ImagePatcher, VideoPatcher
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
@@ -188,7 +185,10 @@ class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo])
         return num_frames, self.info.get_largest_frame("video")[0]
 
 
-class Qwen2VLMultiModalProcessor(PartsMultiModalProcessor[Qwen2VLProcessingInfo]):
+class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
