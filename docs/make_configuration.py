@@ -19,10 +19,10 @@ Written by `docs/make_configuration.py` from `mmjax/config.py`: change a setting
 
 A setting has one name, and up to three places:
 
-- a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. What is true or false is switched on by
-  `--enable-prefix-caching`, and off by `--no-enable-prefix-caching`; a mapping is written as JSON;
-- a key of the file that `--config FILE.yaml` names, in either spelling. A flag counts more than the
-  file, and the file more than the default:
+- a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. Booleans are set by
+  `--enable-prefix-caching` and `--no-enable-prefix-caching`; mappings are JSON;
+- a key of the file of `--config FILE.yaml`, in either spelling. A flag overrides the file, which
+  overrides the default:
 
   ```yaml
   model: google/gemma-3-4b-it
@@ -31,11 +31,10 @@ A setting has one name, and up to three places:
   api-key: [first-key, second-key]
   ```
 
-- a keyword of `mmjax.LLM`, unless it means something to the server alone:
+- a keyword of `mmjax.LLM`, unless it concerns only the server:
   `LLM("google/gemma-3-4b-it", max_num_seqs=8)`.
 
-`null` and `None` stand for the default. An unknown name is refused with the nearest known one, a
-wrong value with what was expected.
+`null` and `None` mean the default. Errors name the nearest known setting, or the expected values.
 """
 
 

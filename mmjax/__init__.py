@@ -3,7 +3,7 @@
     from mmjax import LLM, SamplingParams                                        # to answer
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
-Importing this package loads neither jax nor a model: names are found when they are first used.
+Importing this package loads neither jax nor a model: names are imported when first used.
 """
 
 import logging
@@ -26,7 +26,7 @@ try:
 except PackageNotFoundError:  # a checkout on the path, never installed
     __version__ = "0+unknown"
 
-# transformers warns whoever imports it without torch that models are missing; ours are here.
+# transformers warns that it has no models without torch; mmjax has its own.
 logging.getLogger("transformers").addFilter(
     lambda record: not record.getMessage().startswith("PyTorch was not found")
 )
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that `name` lives in."""
+    """Import the module of a public name."""
     if name not in _HOMES:
         raise AttributeError(f"module `mmjax` has no attribute `{name}`")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,6 +1,6 @@
-"""The C library's allocator, told to give back to the system what is freed.
+"""Settings of glibc's malloc, so that freed memory is returned to the system.
 
-Elsewhere than on Linux with glibc, nothing here has an effect.
+Without effect on other C libraries.
 """
 
 import ctypes
@@ -13,20 +13,20 @@ _MMAP_THRESHOLD_BYTES = 2**20
 
 
 def return_large_blocks() -> bool:
-    """Have each block of 1 MiB and more mapped by itself, and unmapped when it is freed.
+    """Have malloc use mmap for blocks of 1 MiB and more, which are then unmapped when freed.
 
-    glibc raises that threshold by itself, up to 32 MiB, whenever such a block is freed. From then
-    on bitmaps lie in its heaps, which it keeps: gigabytes after a few large pictures. Setting it
-    fixes it. Returns whether it is set: False where the C library is another.
+    By default glibc raises that threshold, up to 32 MiB, whenever such a block is freed; bitmaps
+    are then in its heaps, which it keeps: gigabytes after a few large images. Setting the threshold
+    fixes it. Returns whether it is set: False for other C libraries.
     """
     libc = _glibc()
     return libc is not None and bool(libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES))
 
 
 def return_free_pages() -> None:
-    """Give the free pages of all heaps back: a thread has its own, and shrinks its end alone.
+    """Return free pages of all threads' heaps to the system; takes milliseconds.
 
-    Takes milliseconds: for the end of a large piece of work.
+    By itself glibc only trims the end of a heap.
     """
     libc = _glibc()
     if libc is not None:
@@ -39,7 +39,7 @@ def _glibc() -> Any:
         return None
     try:
         libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018  # others take the same calls, and mean another thing
+        libc.gnu_get_libc_version  # noqa: B018  # other C libraries have these calls with another meaning
     except (AttributeError, OSError):
         return None
     return libc

@@ -1,8 +1,8 @@
-"""What an operator may set: frozen dataclasses, one per subject.
+"""Configuration: frozen dataclasses, one per subject.
 
-A setting is one field, declared by `setting(...)`: from that come its flag of `mmjax.serve`, its
-keyword of `LLM`, its key in a YAML file and its row in docs/configuration.md. Other fields are
-found by mmjax itself. No logic beyond the settings' validation.
+A setting is one field, declared by `setting(...)`: its flag of `mmjax.serve`, its keyword of `LLM`,
+its key in a YAML file and its row in docs/configuration.md are derived from it. Other fields are
+set by mmjax. No logic beyond validation.
 """
 
 from collections.abc import Mapping
@@ -21,56 +21,56 @@ ProcessorCacheType = Literal["lru", "shm", "processor_only"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 DEFAULT_SHM_OBJECT_SIZE_MB = 128
-"""The largest item that shared memory takes, when the operator does not say."""
+"""Default of the largest item in shared memory."""
 
 DEFAULT_MAX_IMAGES = 16
-"""Images a prompt may hold when `limit_mm_per_prompt` does not say (vLLM: 999, hardly safe)."""
+"""Default limit on images in a prompt (vLLM's, 999, is unsafe)."""
 
 _MEDIA_OPTIONS = {
     "image": ("width", "height"),
     "video": ("num_frames", "width", "height"),
     "audio": ("length",),
 }
-"""What `limit_mm_per_prompt` may say of a modality's largest item, beside its count."""
+"""Options of `limit_mm_per_prompt` by modality, besides `count`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalConfig:
-    """How media are limited, processed and cached."""
+    """Limits, processing and caching of media."""
 
     limit_mm_per_prompt: Mapping[str, Any] = setting(
         {},
-        """Items of a modality that a prompt may hold: a number, or a mapping with `count` and sizes
-        of the largest item (image: `width`, `height`; video: `num_frames`, `width`, `height`;
-        audio: `length`). Memory is planned for items of that size; one with more embeddings is
-        refused. 0 leaves the modality's tower out.""",
+        """Maximum number of items per prompt, by modality: a number, or a mapping with `count` and
+        the size of the largest item (image: `width`, `height`; video: `num_frames`, `width`,
+        `height`; audio: `length`). Memory is planned for items of that size; one with more
+        embeddings is refused. With 0 the modality's tower is not loaded.""",
         unset=f"{DEFAULT_MAX_IMAGES} of each",
         expected="""a mapping (JSON object), as in '{"image": 4}'""",
     )
     mm_processor_kwargs: Mapping[str, Any] = setting(
         {},
-        "Defaults for the HF processor; a request's own win where they are trusted.",
+        "Defaults for the HF processor; overridden by a request's own, if these are trusted.",
         unset="the checkpoint's",
         expected="""a mapping (JSON object), as in '{"do_pan_and_scan": true}'""",
     )
     mm_processor_cache_type: ProcessorCacheType = setting(
         "lru",
-        """Where processed items are kept. lru: in the engine's process, and the server's knows
-        which; shm: in shared memory; processor_only: in the server's process, which sends them
-        every time.""",
+        """Where processed items are cached. lru: in the engine process, mirrored by the server's;
+        shm: in shared memory; processor_only: in the server process, which sends them every
+        time.""",
     )
     mm_processor_cache_gb: float = setting(
-        4.0, "GiB of processed items that are kept; 0 switches the cache off.", minimum=0
+        4.0, "Size of the processor cache in GiB; 0 disables it.", minimum=0
     )
     mm_shm_cache_max_object_size_mb: int = setting(
         DEFAULT_SHM_OBJECT_SIZE_MB,
-        """MiB of the largest item in shared memory, for the cache type shm alone; a larger one is
-        sent by message.""",
+        """Size of the largest item in shared memory in MiB, with the cache type shm; larger ones
+        are sent in messages.""",
         minimum=1,
     )
     mm_shm_name: str | None = None
-    """The segment that P0 made and P1 attaches; for the type shm alone."""
-    mm_hasher_algorithm: HasherAlgorithm = setting("blake3", "Hash by which items are identified.")
+    """The shared-memory segment that P0 creates and P1 attaches; only for the cache type shm."""
+    mm_hasher_algorithm: HasherAlgorithm = setting("blake3", "Hash that identifies items.")
     max_image_pixels: int = setting(
         50_000_000, "An image with more pixels is refused before it is decoded.", minimum=1
     )
@@ -79,33 +79,31 @@ class MultiModalConfig:
     )
     max_media_request_decode_bytes: int = setting(
         715_827_880,
-        """Bytes that one request's images may take in memory, decoded, at 4 a pixel; a request with
-        more is refused before any is decoded. (vLLM's default: what Pillow takes for a bomb.)""",
+        """Bytes of one request's decoded images, at 4 per pixel; a request with more is refused
+        before decoding. (vLLM's default: Pillow's limit against decompression bombs.)""",
         minimum=1,
     )
     max_media_decode_bytes: int = setting(
         512 * 2**20,
-        """Bytes that the images of all requests may take at once, decoded; those that come next
-        wait. A larger image is decoded alone. HF's processor takes some 2.5 times as much beside
-        it.""",
+        """Bytes of all requests' decoded images at a time; further ones wait. A larger image is
+        decoded alone. HF's processor takes about 2.5 times as much in addition.""",
         minimum=1,
     )
     trust_request_mm_kwargs: bool = setting(
         False,
-        """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for what requests
-        may ask for: as much as the checkpoint's own settings or the operator's, whichever is
-        more.""",
+        """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for the larger of
+        the checkpoint's settings and the operator's.""",
     )
     trust_media_ids: bool = setting(
         False,
-        """Whether an HTTP client's `uuid` of an image is its identity, for all clients; else it is
-        a claim: good for one API key, and for the content that it came with.""",
+        """Whether an HTTP client's `uuid` identifies an image for all clients; else only for its
+        API key, and only with the content that it was first sent with.""",
         is_for_serve_alone=True,
     )
     enable_mm_embeds: bool = setting(
         False,
-        """Whether prompts may hold embeddings in place of media, where the model takes them: only
-        for trusted callers.""",
+        """Whether prompts may contain precomputed embeddings, if the model supports them; only for
+        trusted clients.""",
     )
 
     def __post_init__(self) -> None:
@@ -122,12 +120,12 @@ class MultiModalConfig:
             )
 
     def limit(self, modality: str) -> int:
-        """Return how many items of `modality` the operator allows in one prompt."""
+        """Return the maximum number of items of `modality` in a prompt."""
         limit = self.limit_mm_per_prompt.get(modality, DEFAULT_MAX_IMAGES)
         return limit if isinstance(limit, int) else limit.get("count", DEFAULT_MAX_IMAGES)
 
     def media_options(self, modality: str) -> Mapping[str, int]:
-        """Return what the operator says of the largest item of `modality`, beside the count."""
+        """Return the options of `limit_mm_per_prompt` for `modality`, besides `count`."""
         limit = self.limit_mm_per_prompt.get(modality, 0)
         options = {} if isinstance(limit, int) else limit
         return {name: value for name, value in options.items() if name != "count"}
@@ -152,11 +150,11 @@ def _check_media_limit(modality: str, limit: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which checkpoint is served, and what its own configuration says."""
+    """The checkpoint, and its own configuration."""
 
     model: str = setting(
         help="Directory or hub id of the checkpoint.",
-        unset="tiny_scenes, which comes with mmjax",
+        unset="tiny_scenes, which is part of mmjax",
     )
     path: Path
     """The local directory."""
@@ -168,15 +166,15 @@ class ModelConfig:
     """The import path of the model's class, for a process that computes: what is registered in the
     one that starts it is not known there. None: as the registry says."""
     max_model_len: int = setting(
-        help="Tokens of a prompt and its answer together.",
-        unset="what the checkpoint knows, at most 8192",
+        help="Maximum number of tokens of a prompt and its output.",
+        unset="the checkpoint's, at most 8192",
         minimum=1,
     )
     dtype: DtypeName = setting(
         "auto", "Of weights and activations. auto: float32 on CPU, bfloat16 on GPU and TPU."
     )
     served_model_name: str = setting(
-        "", "Name that requests use and `/v1/models` shows.", unset="`model`, as it was given"
+        "", "Name of the model in requests and `/v1/models`.", unset="`model`, as given"
     )
     revision: str | None = setting(
         None, "Branch, tag or commit of a hub id.", unset="the hub's main branch"
@@ -188,7 +186,7 @@ class ModelConfig:
     )
     seed: int = setting(
         0,
-        "For requests that bring none.",
+        "Seed for requests without one.",
         minimum=-(2**63),
         maximum=2**63 - 1,
         expected="an integer of 64 bits",
@@ -200,50 +198,50 @@ class ModelConfig:
 
     @property
     def public_name(self) -> str:
-        """The name that `/v1/models` shows and requests must use."""
+        """The model's name in `/v1/models` and in requests."""
         return self.served_model_name or self.model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """How much work one step may hold."""
+    """Limits of a step and of the queue."""
 
-    max_num_seqs: int = setting(16, "Sequences that run at once.", minimum=1)
-    max_num_batched_tokens: int = setting(2048, "Tokens that one step computes.", minimum=1)
+    max_num_seqs: int = setting(16, "Maximum number of running sequences.", minimum=1)
+    max_num_batched_tokens: int = setting(2048, "Maximum number of tokens of a step.", minimum=1)
     max_num_queued_reqs: int = setting(
         1024,
-        "Sequences that may wait beside `max_num_seqs` that run; a request beyond both gets 429.",
+        "Maximum number of waiting sequences, besides running ones; further requests get 429.",
         minimum=1,
         is_for_serve_alone=True,
     )
     max_num_encoder_input_tokens: int | None = setting(
         None,
-        """Encoder outputs (embeddings) that one step may compute. Never less than the largest item
-        has.""",
+        """Maximum number of encoder outputs (embeddings) that a step computes; at least those of
+        the largest item.""",
         unset="`max_num_batched_tokens`",
         minimum=1,
     )
     disable_chunked_mm_input: bool = setting(
         False,
-        """Whether each run of an item's embeddings (up to a mark between rows, between crops) is
-        computed in one step; always so where they attend to each other in both directions.""",
+        """Whether each contiguous run of an item's embeddings is computed in one step; always so
+        with bidirectional attention.""",
     )
     enable_chunked_prefill: bool = setting(
         True,
-        "Whether a prompt may be computed over several steps; else a step must hold the longest.",
+        "Whether a prompt may be computed over several steps.",
     )
     scheduling_policy: SchedulingPolicy = setting(
         "fcfs",
-        """Which waiting request runs first. fcfs: by arrival; priority: by the requests'
-        `priority`, lowest first, then by arrival.""",
+        """Order of waiting requests. fcfs: by arrival; priority: by the requests' `priority`,
+        lowest first, then by arrival.""",
     )
     async_scheduling: bool = setting(
-        True, "Whether the host prepares a step while the device computes the one before."
+        True, "Whether the host prepares a step while the device computes the previous one."
     )
 
     @property
     def max_num_unfinished_seqs(self) -> int:
-        """Sequences that may run and wait, together."""
+        """Maximum number of running and waiting sequences."""
         return self.max_num_seqs + self.max_num_queued_reqs
 
     def __post_init__(self) -> None:
@@ -252,38 +250,38 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The paged KV cache and the pool of encoder outputs."""
+    """The paged KV cache and the encoder cache."""
 
     block_size: int = setting(
         32,
-        "Tokens in a block of the KV cache.",
+        "Tokens per block of the KV cache.",
         minimum=1,
         is_valid=lambda size: not size & (size - 1),
         expected="a power of two",
     )
     kv_cache_memory_bytes: int | None = setting(
         None,
-        "Bytes of the KV cache, on each device.",
+        "Size of the KV cache in bytes, on each device.",
         unset="room for `max_num_seqs` requests of `max_model_len`, capped by the device's memory",
         minimum=1,
     )
     gpu_memory_utilization: float = setting(
         0.9,
-        "Share of an accelerator's memory that the engine may take; on CPU, of what is free.",
+        "Fraction of an accelerator's memory that the engine may use; on CPU, of free memory.",
         above=0,
         maximum=1,
     )
     encoder_cache_size: int | None = setting(
         None,
-        "Encoder outputs (embeddings) that are kept. Never less than the largest item has.",
+        "Size of the encoder cache in embeddings; at least those of the largest item.",
         unset="`max_num_batched_tokens`",
         minimum=1,
     )
     enable_prefix_caching: bool = setting(
-        True, "Whether requests that begin alike share the KV cache of their beginning."
+        True, "Whether requests with a common prefix share its KV cache."
     )
     prefix_caching_hash_algo: PrefixCachingHashAlgorithm = setting(
-        "sha256", "Hash by which blocks of tokens are identified."
+        "sha256", "Hash that identifies blocks of tokens."
     )
 
     def __post_init__(self) -> None:
@@ -292,21 +290,21 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Over how many devices, of how many processes, one model is spread."""
+    """Devices and processes that one model is sharded over."""
 
     tensor_parallel_size: int = setting(
-        1, "Devices that share one model, of all processes together.", alias="-tp", minimum=1
+        1, "Devices of all processes that the model is sharded over.", alias="-tp", minimum=1
     )
     coordinator_address: str | None = setting(
         None,
-        "HOST:PORT of process 0, where the processes meet.",
+        "HOST:PORT of process 0, the coordinator of `jax.distributed`.",
         name="distributed_coordinator",
-        unset="none; more than one process needs it",
+        unset="none; required for more than one process",
         is_for_serve_alone=True,
     )
     num_processes: int = setting(
         1,
-        """Processes that share one model, one a host; all get the same settings but
+        """Processes that the model is sharded over, one per host; all need the same settings but
         `distributed_process_id`.""",
         name="distributed_num_processes",
         minimum=1,
@@ -314,7 +312,7 @@ class ParallelConfig:
     )
     process_id: int = setting(
         0,
-        "0 takes the requests, at the coordinator's host; the others compute along, without HTTP.",
+        "0 runs the HTTP server, on the coordinator's host; the others only compute.",
         name="distributed_process_id",
         minimum=0,
         is_for_serve_alone=True,
@@ -342,7 +340,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Compilation and logs; with the other groups, all that the engine's process starts with.
+    """The configuration of the engine process: the other groups, compilation and logs.
 
     Picklable, since the process is spawned with it.
     """
@@ -352,20 +350,20 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     compilation_cache_dir: Path | None = setting(
-        None, "Directory that keeps compiled programs.", unset="`~/.cache/mmjax/xla`"
+        None, "JAX's persistent compilation cache.", unset="`~/.cache/mmjax/xla`"
     )
     compile_threads: int | None = setting(
         None,
-        "Programs that are compiled at once.",
-        unset="one for each core, at most 8",
+        "Programs that are compiled in parallel.",
+        unset="one per core, at most 8",
         minimum=1,
     )
     use_tqdm: bool = setting(
-        True, "Whether progress bars show while the model loads.", name="use_tqdm_on_load"
+        True, "Whether to show progress bars while the model loads.", name="use_tqdm_on_load"
     )
     log_level: LogLevel = setting(
         "info",
-        "Of both processes' log; debug tells of every request and every step.",
+        "Log level of both processes; debug logs every request and step.",
         is_for_serve_alone=True,
     )
 
@@ -379,24 +377,24 @@ class EngineConfig:
         check_settings(self)
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
-        """Return the same with other settings for media."""
+        """Return a copy with other media settings."""
         return replace(self, model=replace(self.model, mm=mm))
 
 
 def _is_api_key(text: str) -> bool:
-    # What a header cannot carry, or carries as nothing, would lock all out or let all in.
+    # Headers cannot contain other keys; an empty one would admit every request.
     return bool(text) and text.isascii() and text.isprintable() and text.strip() == text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP server; settings of `mmjax.serve` alone."""
+    """The HTTP server; settings of `mmjax.serve` only."""
 
-    host: str = setting("127.0.0.1", "Address to listen at.")
-    port: int = setting(8000, "Port to listen at; 0: any free one.", minimum=0, maximum=2**16 - 1)
+    host: str = setting("127.0.0.1", "Address to listen on.")
+    port: int = setting(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=2**16 - 1)
     api_keys: tuple[str, ...] = setting(
         (),
-        "Keys of which requests must bear one, in `Authorization: Bearer KEY`.",
+        "API keys, of which requests need one, in `Authorization: Bearer KEY`.",
         name="api_key",
         unset="no request needs one",
         is_valid=_is_api_key,
@@ -405,7 +403,7 @@ class ServerConfig:
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
-        "Origins whose pages may call the server from a browser (CORS).",
+        "Origins that browsers may call the server from (CORS).",
         unset="none",
         list_flag="json",
         expected="""a list of texts, as in '["https://example.com"]'""",
@@ -416,46 +414,46 @@ class ServerConfig:
     )
     request_timeout_s: float = setting(
         0.0,
-        """Seconds after which a request that is not finished gets 408 (a stream that has begun, an
-        error event); 0: never.""",
+        """Seconds after which an unfinished request gets 408 (or, once streaming, an error event);
+        0: never.""",
         name="request_timeout",
         minimum=0,
     )
     request_body_timeout_s: float = setting(
         30.0,
-        "Seconds of silence in the middle of a body after which its request gets 408; 0: never.",
+        "Seconds without data in the middle of a body after which a request gets 408; 0: never.",
         name="request_body_timeout",
         minimum=0,
     )
     sse_keep_alive_interval_s: float = setting(
         15.0,
-        """Seconds of silence after which a stream gets a comment line, from its first token on (its
-        status is not known before); 0: never.""",
+        """Seconds without an event after which a stream gets a comment line, from its first token
+        on (its status is not known before); 0: never.""",
         name="sse_keep_alive_interval",
         minimum=0,
     )
     shutdown_timeout_s: float = setting(
         30.0,
-        """Seconds that running requests get after SIGTERM or Ctrl-C; a second signal ends them at
-        once.""",
+        """Seconds that running requests have to finish after SIGTERM or Ctrl-C; a second signal
+        ends them at once.""",
         name="shutdown_timeout",
         minimum=0,
     )
     trust_request_chat_template: bool = setting(
-        False, "Whether HTTP clients may send a `chat_template`: it runs, sandboxed, in the server."
+        False, "Whether HTTP clients may send a `chat_template`, which is rendered in a sandbox."
     )
-    uvicorn_log_level: LogLevel = setting("info", "Of uvicorn's own log.")
+    uvicorn_log_level: LogLevel = setting("info", "Log level of uvicorn.")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         ("/health", "/ready", "/metrics"),
-        "Paths whose requests get no access line: probes ask for them all the time. '' for none.",
+        "Paths without access log, such as those of probes; '' for none.",
         list_flag="commas",
         is_valid=lambda path: path.startswith("/"),
         expected="paths that begin with /, as in /health,/ready",
     )
     renderer_num_workers: int = setting(
         2,
-        """Threads that process prompts and media, each with a processor of its own; half as many
-        more take the requests that have much to decode.""",
+        """Threads that process prompts and media, each with its own processor; half as many more
+        process requests that have much to decode.""",
         minimum=1,
     )
 
@@ -472,22 +470,22 @@ SETTING_CLASSES: dict[str, type] = {
     "parallel": ParallelConfig,
     "engine": EngineConfig,
 }
-"""Every dataclass with settings, by the title of its group in `--help` and in the docs."""
+"""The dataclasses with settings, by the title of their group in `--help` and in the docs."""
 
 
 def serve_settings() -> dict[str, Setting]:
-    """Return what `mmjax.serve` takes, by name."""
+    """Return the settings of `mmjax.serve`, by name."""
     return _by_name(*SETTING_CLASSES)
 
 
 def llm_settings() -> dict[str, Setting]:
-    """Return what `LLM` takes, by name."""
+    """Return the settings of `LLM`, by name."""
     found = _by_name(*(group for group in SETTING_CLASSES if group != "server"))
     return {name: one for name, one in found.items() if not one.is_for_serve_alone}
 
 
 def group_fields(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a group's dataclass, of parsed values by the settings' names."""
+    """Return the fields of a group's dataclass from parsed values, by the settings' names."""
     found = _by_name(group)
     return {found[name].field: value for name, value in values.items() if name in found}
 

@@ -1,7 +1,7 @@
-"""`python -m mmjax.convert MODEL OUT`: a checkpoint as a snapshot that starts without renaming.
+"""`python -m mmjax.convert MODEL OUT`: convert a checkpoint to a snapshot.
 
-OUT holds the arrays, and beside them the configuration, the tokenizer and the processor: it is
-served as any model directory is, on one device or spread over a mesh.
+OUT contains the arrays, the configuration, the tokenizer and the processor; it is served like any
+model directory, on one device or a mesh.
 """
 
 import argparse
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
-    """Write a checkpoint's arrays as a snapshot into `out`, its other files beside them.
+    """Write a checkpoint's arrays as a snapshot, and its other files, into `out`.
 
-    `config.dtype` is that of the arrays; "auto": the one that config.json names, where it is
-    float32 or bfloat16, else float32. On loading they are cast to what is asked for then.
+    `config.dtype`: of the arrays; "auto": config.json's, if it is float32 or bfloat16, else
+    float32. On loading they are cast to the dtype that is configured then.
 
     Raises:
-        CheckpointError: Where `out` is in use, or the checkpoint does not fit its model.
+        CheckpointError: If `out` is in use, or the checkpoint does not match its model.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"`{out}` exists already; remove it, or name another directory")
@@ -84,13 +84,13 @@ def _resolve_dtype(config: ModelConfig) -> Any:
         return jnp.dtype(config.dtype)
     text_config = config.hf_config.get_text_config()
     named = getattr(config.hf_config, "dtype", None) or getattr(text_config, "dtype", None)
-    # A torch.dtype where torch is installed, a text where it is not.
+    # A torch.dtype if torch is installed, else a string.
     name = str(named).removeprefix("torch.")
     return jnp.dtype(name if name in get_args(DtypeName) else "float32")
 
 
 def _copy_files(source: Path, out: Path) -> None:
-    """Copy what is read besides weights; never code, and no pickles."""
+    """Copy the files that are read besides weights; no code, no pickles."""
     for file in sorted(source.iterdir()):
         is_wanted = any(fnmatch(file.name, pattern) for pattern in CHECKPOINT_FILES)
         if file.is_file() and is_wanted:

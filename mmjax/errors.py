@@ -1,15 +1,15 @@
-"""Every exception that mmjax raises on purpose, and the HTTP status that each one means.
+"""mmjax's exceptions, with their HTTP status.
 
-Form of a message: what is wrong, with the value; what was expected; how to mend it.
+A message says what is wrong, with the value, what was expected, and how to fix it.
 """
 
 
 class MMJaxError(Exception):
-    """Root of mmjax's own exceptions."""
+    """Base class of mmjax's exceptions."""
 
 
 class RequestError(MMJaxError):
-    """A client's mistake: the server answers with `status`, and serves the others on."""
+    """A request failed: the server answers it with `status`, and goes on with others."""
 
     status: int = 400
     code: str = "invalid_request_error"
@@ -21,15 +21,15 @@ class RequestError(MMJaxError):
 
 
 class RequestValueError(RequestError, ValueError):
-    """A field has a value that it may not have."""
+    """A field has an invalid value."""
 
 
 class RequestTypeError(RequestError, TypeError):
-    """A field has a type that it may not have."""
+    """A field has an invalid type."""
 
 
 class RequestKeyError(RequestError, KeyError):
-    """A name is asked for that the request does not carry."""
+    """The request lacks an item of a name."""
 
     def __str__(self) -> str:
         return self.message
@@ -54,14 +54,14 @@ class MediaError(RequestValueError):
 
 
 class MediaIdConflictError(RequestValueError):
-    """A media id that came with another content before."""
+    """A media id that was given with other content before."""
 
     status = 409
     code = "media_id_conflict"
 
 
 class CapacityError(RequestError):
-    """No room for the request at present; the same request may succeed later."""
+    """Too many requests at present; the same request may succeed later."""
 
     status = 429
     code = "rate_limit_exceeded"
@@ -74,7 +74,7 @@ class CapacityError(RequestError):
 
 
 class RequestTimeoutError(RequestError):
-    """The request was not finished by its deadline; nothing of it is left."""
+    """The request was not finished by its deadline, and was aborted."""
 
     status = 408
     code = "request_timeout"
@@ -102,7 +102,7 @@ class BodyTimeoutError(RequestError):
 
 
 class ShuttingDownError(RequestError):
-    """The server ends, and begins nothing any more."""
+    """The server is shutting down, and accepts no requests."""
 
     status = 503
     code = "shutting_down"
@@ -112,7 +112,7 @@ class ShuttingDownError(RequestError):
 
 
 class RequestCancelledError(RequestError):
-    """The client left while its request was processed; nobody reads the answer."""
+    """The client disconnected while its request was processed."""
 
     status = 499  # nginx's, for a client that closed the connection
     code = "request_cancelled"
@@ -122,14 +122,14 @@ class RequestCancelledError(RequestError):
 
 
 class EngineUnavailableError(RequestError):
-    """The engine process restarts, or could not be brought back."""
+    """The engine process is restarting, or could not be restarted."""
 
     status = 503
     code = "engine_unavailable"
 
 
 class InternalError(RequestError):
-    """A fault of ours; the log says what, the message does not."""
+    """An internal error; the details are in the log, not in the message."""
 
     status = 500
     code = "internal_error"
@@ -143,7 +143,7 @@ def make_request_error(
     param: str | None = None,
     retry_after_s: float | None = None,
 ) -> RequestError:
-    """Return an error as another process told it, of the class that `code` belongs to."""
+    """Return an error that another process sent, of the class that declares `code`."""
     error_class = _error_class(code)
     if issubclass(error_class, CapacityError) and retry_after_s is not None:
         error: RequestError = error_class(message, param=param, retry_after_s=retry_after_s)
@@ -154,7 +154,7 @@ def make_request_error(
 
 
 def _error_class(code: str) -> type[RequestError]:
-    """Return the class that declares a code; RequestError for a code that none declares."""
+    """Return the class that declares a code, or RequestError."""
     classes = [RequestError]
     for error_class in classes:
         if error_class.__dict__.get("code") == code:
@@ -164,7 +164,7 @@ def _error_class(code: str) -> type[RequestError]:
 
 
 class MultiModalCacheMissError(MMJaxError):
-    """P1 lacks the tensors of `mm_hashes`; P0 resends them, and no client sees it."""
+    """P1 lacks the tensors of `mm_hashes`; P0 resends them, unseen by clients."""
 
     def __init__(self, mm_hashes: list[str]) -> None:
         super().__init__(f"no cached item for {len(mm_hashes)} hashes: {', '.join(mm_hashes)}")
@@ -172,15 +172,15 @@ class MultiModalCacheMissError(MMJaxError):
 
 
 class ProcessingError(MMJaxError, RuntimeError, ValueError):
-    """A fault of a processor's, HF's or a family's own: the server's (500), never the client's.
+    """An internal error of a processor, HF's or a model's: 500, not the client's fault.
 
-    Its text is for the log and for `LLM`'s caller. vLLM has a RuntimeError or a ValueError here.
+    Its text is for the log and for callers of `LLM`. vLLM raises RuntimeError or ValueError.
     """
 
 
 class CheckpointError(MMJaxError):
-    """A checkpoint directory that cannot be served: a file, a key or a tensor is wrong."""
+    """An invalid checkpoint directory: a file, a key or a tensor is wrong."""
 
 
 class ConfigError(MMJaxError, ValueError):
-    """An operator's setting that cannot hold (a flag, an argument of `LLM`)."""
+    """An invalid setting (a flag, an argument of `LLM`)."""

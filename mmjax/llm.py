@@ -1,4 +1,4 @@
-"""`LLM`: the engine in the caller's own process, for scripts and notebooks."""
+"""`LLM`: offline inference in the caller's process, for scripts and notebooks."""
 
 import copy
 from collections import deque
@@ -17,10 +17,10 @@ from mmjax.cache import config_with_segment
 from mmjax.config import EngineConfig, SchedulerConfig, llm_settings, serve_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
-from mmjax.frontend.encoder_budget import with_encoder_budget
 from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
+from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
@@ -38,7 +38,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class _SettingsSignature:
-    """What `inspect.signature(LLM)` finds: every setting with its type and default."""
+    """`inspect.signature(LLM)`: every setting with its type and default."""
 
     def __get__(self, instance: object, owner: type) -> Signature:
         settings = llm_settings()
@@ -57,20 +57,20 @@ class _SettingsSignature:
 
 
 class LLM:
-    """A model and everything it needs to answer; use it in a `with`, or `close()` it."""
+    """A model with its processor and engine; use it in a `with`, or `close()` it."""
 
     __signature__ = _SettingsSignature()
 
     def __init__(self, model: str | Path | None = None, **settings: Any) -> None:
-        """Load `model` and compile it.
+        """Load and compile `model`.
 
         Args:
-            model: A directory, a hub id, or None for the model that comes with mmjax.
-            settings: By name, as docs/configuration.md lists them; None stands for the default.
+            model: A directory, a hub id, or None for the embedded default.
+            settings: By name, see docs/configuration.md; None: the default.
 
         Raises:
-            TypeError: There is no setting of that name.
-            ConfigError: A setting has a value that it may not have.
+            TypeError: For an unknown setting.
+            ConfigError: For an invalid value.
         """
         config = load_engine_config(_parse_keywords(model, settings))
         require_model(config.model.architecture)
@@ -82,7 +82,7 @@ class LLM:
             config.model, enable_prefix_caching=config.cache.enable_prefix_caching
         )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
-        # A copy: a thread encodes while this one decodes.
+        # A copy: tokenizers are not thread-safe, and a thread encodes while this one decodes.
         self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
         with ExitStack() as opened:
@@ -106,14 +106,14 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, one or many; the outputs come in the prompts' order.
+        """Complete one or many prompts; the outputs are in the prompts' order.
 
         Args:
             prompts: Texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`,
                 `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`.
-            sampling_params: For all prompts, or one for each; None: the checkpoint's defaults.
+            sampling_params: For all prompts, or one per prompt; None: the checkpoint's defaults.
             use_tqdm: Whether to show a progress bar.
-            priority: For each prompt, with `scheduling_policy="priority"`: low numbers first.
+            priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
         """
         many = _as_prompts(prompts)
         each_params = _params_for(sampling_params, len(many))
@@ -134,7 +134,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer conversations, one or many, in OpenAI's form (also with `image_pil` parts)."""
+        """Answer one or many conversations in OpenAI's form (also with `image_pil` parts)."""
         many = _as_conversations(messages)
         template = None if chat_template is None else self._chat.template.with_source(chat_template)
         parse = partial(
@@ -164,9 +164,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> Explanation:
-        """Show what processing makes of a prompt or of a conversation, without running the model.
+        """Process a prompt or a conversation, and describe the result, without running the model.
 
-        In a notebook the answer is a picture: tokens as cells, placeholders coloured by item.
+        Notebooks show it as HTML: tokens as cells, placeholders coloured by item.
         """
         if _is_conversation(prompt):
             template = None
@@ -185,11 +185,11 @@ class LLM:
         return self._input_processor.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what holds where no `sampling_params` are given."""
+        """Return the checkpoint's default sampling parameters."""
         return self._input_processor.default_sampling_params()
 
     def close(self) -> None:
-        """Stop the thread that processes inputs, and let go of the caches. Idempotent."""
+        """Stop the processing thread, and free the caches. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
         self._input_processor.close()
@@ -247,7 +247,7 @@ class LLM:
         waiting: Iterator[tuple[Callable[[str], None], str]],
         processing: "deque[Future[None]]",
     ) -> None:
-        """Keep the thread ahead of the engine by one batch, and by no more memory than that."""
+        """Process one batch of prompts ahead of the engine in the thread."""
         while len(processing) + len(self._inbox) < self.config.scheduler.max_num_seqs:
             job, request_id = next(waiting, (None, ""))
             if job is None:
@@ -255,7 +255,7 @@ class LLM:
             processing.append(self._pool.submit(job, request_id))
 
     def _add(self, processing: "deque[Future[None]]") -> None:
-        """Give the engine what is processed; wait for it only when there is nothing to run."""
+        """Add processed prompts to the engine; wait for one only if the engine is idle."""
         while processing and processing[0].done():
             processing.popleft().result()
         if processing and not self._inbox and not self.engine.has_unfinished():
@@ -271,7 +271,7 @@ class LLM:
 
 
 class _Inbox:
-    """Messages on their way into the engine, in the order of their commits."""
+    """Committed messages to the engine, in order."""
 
     def __init__(
         self,
@@ -280,24 +280,24 @@ class _Inbox:
         *,
         begin: Callable[[ProcessedRequest], None],
     ) -> None:
-        """`begin` gets each request once, before the engine does."""
+        """`begin` is called with each request once, before its first message."""
         self._committer = committer
         self._engine = engine
         self._begin = begin
         self._committed: deque[CommittedMessage] = deque()
         self._num_to_come: dict[str, int] = {}
-        """Of each request that has begun, the messages that the engine has not taken yet."""
+        """request_id -> messages that the engine has not received yet."""
         self._num_misses: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._committed)
 
     def put(self, committed: CommittedMessage) -> None:
-        """Add a message; from any thread, under the lock of the commits."""
+        """Add a message; from any thread, under the committer's lock."""
         self._committed.append(committed)
 
     def take(self) -> None:
-        """Give the engine the next message; where it lacks items, the message comes again."""
+        """Add the next message to the engine; on a cache miss, commit and queue it again."""
         committed = self._committed.popleft()
         request = committed.request
         if request.request_id not in self._num_to_come:
@@ -315,7 +315,7 @@ class _Inbox:
             request.release()
 
     def discard(self) -> None:
-        """Let the engine's cache see what is noted as sent, and take none of it in."""
+        """Drop all messages; only the engine's cache is updated, as the sender cache expects."""
         while self._committed:
             message = self._committed.popleft().message
             try:

@@ -1,4 +1,4 @@
-"""One logger format for both processes, and for uvicorn; no record is longer than it should be."""
+"""Logging of both processes and of uvicorn, in one format, with bounded records."""
 
 import logging
 import sys
@@ -9,17 +9,16 @@ from typing import TypeAlias
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _ERASE_LINE = "\r\x1b[K"
-"""On a terminal a progress bar may stand where a line is about to begin, also the other process's.
-"""
+"""Erases a progress bar, possibly the other process's, at the beginning of a line on a terminal."""
 _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 _MAX_MESSAGE_CHARS = 4000
 _MAX_TRACEBACK_CHARS = 20_000
 _MAX_ACCESS_FIELD_CHARS = 128
-"""Of an access line's path (or any other part of it): a client chooses how long it is."""
+"""Limit on each part of an access line, such as the path, whose length clients choose."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
-"""The request that is served; its id stands in every line that is logged meanwhile."""
+"""Id of the current request, in every log line meanwhile."""
 
 _ExcInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
@@ -32,15 +31,12 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(level: str = "info", *, process: str = "") -> None:
-    """Send mmjax's records to stderr; `process` (such as "P1") stands before the module's name."""
+    """Log mmjax's records to stderr; `process` (such as "P1") precedes the module's name."""
     _send_to_stderr("mmjax", process).setLevel(level.upper())
 
 
 def configure_http_logging(*, process: str = "", quiet_paths: Collection[str] = ()) -> None:
-    """Give uvicorn's records the same form; requests of `quiet_paths` get no access line.
-
-    Their level is uvicorn's own setting.
-    """
+    """Log uvicorn's records in the same format, at uvicorn's level, without `quiet_paths`."""
     _send_to_stderr("uvicorn", process)
     access = logging.getLogger("uvicorn.access")
     access.filters = [_AccessFilter(quiet_paths)]
@@ -60,7 +56,7 @@ def _send_to_stderr(name: str, process: str) -> logging.Logger:
 
 
 class _BoundedFormatter(logging.Formatter):
-    """Cuts what is too long: a value in an exception's message may be a client's whole body."""
+    """Truncates long records: an exception's message may contain a client's whole body."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = _cut(record.message.rstrip("\n"), _MAX_MESSAGE_CHARS)
@@ -94,7 +90,7 @@ class _AccessFilter(logging.Filter):
 
 
 def _cut(text: str, max_chars: int) -> str:
-    """Return `text`, or its beginning and its end with a word on what is left out."""
+    """Return `text`, its middle elided if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2

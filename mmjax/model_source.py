@@ -1,6 +1,6 @@
-"""Where a checkpoint comes from (the embedded default, a directory, the hub), and what it says.
+"""Find a checkpoint (the embedded default, a directory, the hub) and read its configuration.
 
-Reads configuration only, never a tensor. Knows nothing of which architectures are served.
+Reads no tensors. Independent of the supported architectures.
 """
 
 import json
@@ -14,21 +14,21 @@ from mmjax.config import SETTING_CLASSES, EngineConfig, ModelConfig, group_field
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
-"""The checkpoint that comes with mmjax."""
+"""The checkpoint that is part of mmjax."""
 
 DEFAULT_MAX_MODEL_LEN = 8192
-"""Caps `max_model_len` where the operator does not say, so that the KV cache stays modest."""
+"""Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CHECKPOINT_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
-"""What is taken from the hub. No pickles: `*.bin`, `*.pt` and code stay there."""
+"""Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
 
 _LANGUAGE_PARTS = {"internvl_chat": "llm_config"}
-"""Model types that transformers does not know -> the key of their language model in config.json."""
+"""Model types unknown to transformers -> the key of their language model in config.json."""
 
 
 def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
-    """Return the local directory of `model`: None (the default), a directory, or a hub id."""
+    """Return the local directory of `model`: None (the embedded default), a directory, a hub id."""
     if model is None:
         return _embedded_default()
     path = Path(model).expanduser()
@@ -54,8 +54,8 @@ def load_model_config(
     Args:
         model: As in `resolve_model`.
         revision: Of a hub id.
-        max_model_len: None: what the checkpoint knows, at most `DEFAULT_MAX_MODEL_LEN`.
-        fields: The other fields of ModelConfig that are settings, and `mm`.
+        max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
+        fields: Other settings of ModelConfig, and `mm`.
     """
     path = resolve_model(model, revision=revision)
     hf_config = _load_hf_config(path)
@@ -79,10 +79,10 @@ def load_model_config(
 
 
 def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """Read the checkpoint's configuration; return what the engine starts with.
+    """Return the engine's configuration, which includes the checkpoint's.
 
     Args:
-        values: Parsed settings by name, also of other groups; those left out have their defaults.
+        values: Parsed settings by name, also of other groups; default: each setting's.
     """
 
     def make(group: str, **more: Any) -> Any:
@@ -96,15 +96,15 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What generation_config.json says about sampling and about the end of a text."""
+    """The checkpoint's defaults of sampling and its EOS tokens."""
 
     sampling: Mapping[str, Any]
-    """The fields of SamplingParams that it sets."""
+    """Fields of SamplingParams that generation_config.json sets."""
     eos_token_ids: tuple[int, ...]
 
 
 def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
-    """Read generation_config.json (it may be absent) and the end tokens of config.json."""
+    """Read generation_config.json, which may be absent, and the EOS tokens of config.json."""
     file = model_config.path / "generation_config.json"
     raw: dict[str, Any] = {}
     if file.is_file():
@@ -141,12 +141,12 @@ def _embedded_default() -> Path:
 
 
 def _looks_like_path(model: str) -> bool:
-    # A hub id is `name` or `owner/name`; anything else can only be meant as a directory.
+    # A hub id is `name` or `owner/name`; anything else is a directory.
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip()
 
 
 def _download(model: str, revision: str | None) -> Path:
-    # Imported here: a local checkpoint needs neither the package's start-up time nor a network.
+    # Imported here: slow, and not needed for a local checkpoint.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -173,7 +173,7 @@ def _load_hf_config(path: Path) -> Any:
         raise CheckpointError(f"`{file}` is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"`{file}` must hold an object, not {type(raw).__name__}")
-    # Imported here: transformers takes a second to load, and only a good directory needs it.
+    # Imported here: slow, and not needed for errors above.
     from transformers import AutoConfig
 
     try:
@@ -196,11 +196,11 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     for key, value in raw.items():
         if key.endswith("_config") and isinstance(value, dict):
             model_type = str(value.get("model_type"))
-            # NOTE: this mapping loads on use, and its `get` finds nothing.
+            # NOTE: this mapping is lazy, and its `get` finds nothing.
             is_known = model_type in CONFIG_MAPPING
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
             parts[key] = make.from_dict(value)
-    # By this name `get_text_config` finds it.
+    # The name by which `get_text_config` finds it.
     parts["text_config"] = parts[_LANGUAGE_PARTS[raw["model_type"]]]
     return PreTrainedConfig(**{**raw, **parts})
 

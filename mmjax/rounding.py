@@ -1,13 +1,13 @@
-"""Whole-number rounding, for sizes and for arrays of them."""
+"""Integer rounding."""
 
 from typing import Any
 
 
 def cdiv(numerator: Any, denominator: int) -> Any:
-    """Divide, rounding up: integers, or integer arrays of numpy or jax."""
+    """Divide and round up integers, or integer arrays of numpy or jax."""
     return -(-numerator // denominator)
 
 
 def round_up(number: Any, multiple: int) -> Any:
-    """Return the smallest multiple that is at least `number`."""
+    """Round up to a multiple."""
     return cdiv(number, multiple) * multiple

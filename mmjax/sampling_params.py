@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler; validated once, when it is made."""
+"""Sampling parameters, validated on construction."""
 
 import math
 import operator
@@ -12,14 +12,14 @@ import numpy as np
 from mmjax.errors import RequestTypeError, RequestValueError
 
 MAX_LOGPROBS = 20
-"""The most alternatives that one position may report (OpenAI's limit for `top_logprobs`)."""
+"""Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's sampling parameters, as far as mmjax serves them.
+    """vLLM's sampling parameters, as far as mmjax supports them.
 
-    `temperature=0` is greedy, whatever the other fields say. `top_k` of 0 or -1 means "all".
-    Numbers of numpy become Python's; None for a list is an empty one.
+    `temperature=0` is greedy, whatever the other fields are. `top_k` of 0 or -1 means "all".
+    numpy's numbers are converted to Python's, and None to an empty list.
     """
 
     n: int = 1
@@ -29,14 +29,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
-    """None: as many as `max_model_len` leaves."""
+    """None: up to `max_model_len`."""
     min_tokens: int = 0
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
-    """How many alternatives to report at each position, beside the sampled token."""
+    """Number of most probable tokens to return at each position, besides the sampled one."""
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is taken at every position."""
+        """Whether sampling is greedy."""
         return self.temperature == 0.0
 
 
@@ -122,7 +122,7 @@ _TYPES: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _to_optional_integer,
     "skip_special_tokens": _to_bool,
 }
-"""What makes of each field the type that it is declared with, or refuses it."""
+"""Conversion of each field to its declared type, or an error."""
 
 
 def _check_ranges(params: SamplingParams) -> None:

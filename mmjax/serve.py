@@ -1,6 +1,6 @@
-"""`python -m mmjax.serve [MODEL]`: P1 computes, P0 (this process) answers over HTTP.
+"""`python -m mmjax.serve [MODEL]`: the HTTP server (this process, P0) and the engine (P1).
 
-NOTE: imports stay light up here: the engine's process imports this file again when it is spawned.
+NOTE: no slow imports at the top: the spawned engine process imports this file again.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _follow(engine: EngineConfig) -> int:
-    """Be the engine's part on another host; requests come to process 0 alone."""
-    # On use only: it brings jax along.
+    """Run the engine of another host; only process 0 receives requests."""
+    # Imported here: it loads jax.
     from mmjax.engine.process import follow_engine
-    from mmjax.frontend.encoder_budget import with_encoder_budget
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
     # As process 0 does: shapes follow from it, and must be the same.
@@ -62,7 +62,7 @@ def _follow(engine: EngineConfig) -> int:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Take the port before anything slow: a port in use is best known at once."""
+    """Bind the port before anything slow, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # NOTE: asyncio sets TCP_NODELAY only where the protocol is named; without it, an answer on a
     # kept-alive connection waits 40 ms for the client's acknowledgement.
@@ -82,10 +82,10 @@ def _listen(config: ServerConfig) -> socket.socket:
 def _serve(
     engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
 ) -> int:
-    # transformers takes its seconds here; P1 should not wait for the rest.
+    # P1 starts before the slow imports of transformers.
     from mmjax.cache import config_with_segment, processor_cache_from_config
-    from mmjax.frontend.encoder_budget import with_encoder_budget
     from mmjax.frontend.engine_client.supervisor import Supervisor
+    from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
     engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
@@ -115,7 +115,7 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
         input_processor, supervisor, engine.scheduler, num_workers=server.renderer_num_workers
     )
     app = create_app(client, ChatParser.for_model(input_processor), server)
-    # All that is loaded stays: a collector that walks over it would stop the event loop each time.
+    # Exclude what is loaded from garbage collection, whose passes would block the event loop.
     gc.collect()
     gc.freeze()
     logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
@@ -134,7 +134,7 @@ async def _run(
         uvicorn.Config(
             app,
             log_config=None,
-            # h11 bounds a request's head; the faster parser does not.
+            # h11 limits the size of a request's head; httptools does not.
             http="h11",
             ws="none",
             root_path=config.root_path,
@@ -153,7 +153,7 @@ async def _run(
 
 
 async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.socket) -> None:
-    """Say where the server is, once it answers; end it if it never will."""
+    """Log the server's address once it is ready; end it if the engine's start failed."""
     try:
         ready = await supervisor.wait_ready()
     except MMJaxError as error:

@@ -1,6 +1,6 @@
-"""A setting: one dataclass field from which come its flag, its keyword, its YAML key and its docs.
+"""Settings: dataclass fields from which flags, keywords, YAML keys and documentation are derived.
 
-Knows nothing of which settings there are: `mmjax.config` declares them.
+They are declared in `mmjax.config`.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from mmjax.errors import ConfigError
 
 ListFlag = Literal["words", "commas", "json"]
-"""How a flag that takes several texts is written: `--x a b`, `--x a,b` or `--x '["a", "b"]'`."""
+"""Syntax of a flag with several values: `--x a b`, `--x a,b` or `--x '["a", "b"]'`."""
 
 _METADATA_KEY = "mmjax.setting"
 _PAGE = "docs/configuration.md"
@@ -43,25 +43,25 @@ def setting(
     is_secret: bool = False,
     is_for_serve_alone: bool = False,
 ) -> Any:
-    """Declare a dataclass field that an operator may set; its annotation says how it is read.
+    """Declare a dataclass field that is a setting; it is parsed by its annotation.
 
     Annotations: bool, int, float, str, Path, Literal, Mapping[str, Any], tuple[str, ...], and each
     of them or None. A float is always finite.
 
     Args:
-        default: Without one the field is required, and found elsewhere if the operator is silent.
-        help: What it does, in a sentence or two; goes into `--help` and docs/configuration.md.
-        name: The keyword and YAML key, and in kebab-case the flag; the field's name by default.
-        alias: Another flag for the same, such as `-tp`.
-        unset: What happens where it is not set, for a default that does not say so itself.
-        minimum: The least value.
-        above: What every value must exceed.
-        maximum: The greatest value.
-        is_valid: A further condition, of each text of a tuple; `expected` must say which.
-        expected: What to give, in place of what annotation and bounds say.
-        list_flag: How the flag of a tuple is written.
-        is_secret: Whether messages leave the value out.
-        is_for_serve_alone: Whether `LLM` does not take it, since it means nothing there.
+        default: Without one, the field is required, and set by mmjax if the operator does not.
+        help: One or two sentences for `--help` and docs/configuration.md.
+        name: Keyword and YAML key, and in kebab-case the flag; default: the field's name.
+        alias: Another flag, such as `-tp`.
+        unset: Description of the default, if its value does not say enough.
+        minimum: Inclusive lower bound.
+        above: Exclusive lower bound.
+        maximum: Inclusive upper bound.
+        is_valid: A further condition, for a tuple on each text; `expected` must describe it.
+        expected: Description of valid values; default: from annotation and bounds.
+        list_flag: Syntax of the flag of a tuple.
+        is_secret: Whether messages omit the value.
+        is_for_serve_alone: Whether `LLM` does not have it.
     """
     declaration = {
         "name": name,
@@ -85,13 +85,13 @@ def setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a field says of itself, for whoever reads, checks or documents it."""
+    """A declared setting: its names, type, bounds and documentation."""
 
     field: str
-    """The dataclass field that it sets."""
+    """Name of the dataclass field."""
     name: str
     annotation: Any
-    """The field's."""
+    """The field's annotation."""
     kind: Any
     """One of bool, int, float, str, Path, Literal, Mapping, tuple."""
     choices: tuple[str, ...]
@@ -117,7 +117,7 @@ class Setting:
 
     @property
     def expected(self) -> str:
-        """What to give, as "an integer of at least 1"."""
+        """Description of valid values, such as "an integer of at least 1"."""
         if self.own_expected is not None:
             return self.own_expected
         if self.kind is Literal:
@@ -126,7 +126,7 @@ class Setting:
 
     @property
     def default_text(self) -> str:
-        """The default as an operator would write it, or what it leads to."""
+        """The default as an operator would write it, or `unset`."""
         if self.unset is not None:
             return self.unset
         if isinstance(self.default, bool):
@@ -146,11 +146,11 @@ class Setting:
         return f" {said}" if said else ""
 
     def parse(self, value: object, label: str | None = None) -> Any:
-        """Return `value` as its field holds it; None: the default. ConfigError: it may not be so.
+        """Return `value` converted to the field's type; None: the default; ConfigError if invalid.
 
         Args:
             value: A Python value, from a keyword or a YAML file.
-            label: The setting's name as the reader wrote it.
+            label: The setting's name as the operator wrote it, for errors.
         """
         if value is None:
             return self.default
@@ -163,7 +163,7 @@ class Setting:
         return converted
 
     def parse_text(self, text: str, label: str | None = None) -> Any:
-        """Return what a flag's text says; else as `parse`."""
+        """Parse a flag's text; else as `parse`."""
         try:
             value = self._read(text)
         except ValueError:
@@ -209,7 +209,7 @@ def settings_of(config_class: type) -> tuple[Setting, ...]:
 
 
 def check_settings(config: Any) -> None:
-    """Raise ConfigError for the first setting of a dataclass whose value may not be."""
+    """Raise ConfigError for the first setting of a dataclass with an invalid value."""
     for one in settings_of(type(config)):
         value = getattr(config, one.field)
         if value is None and one.is_optional:
@@ -220,7 +220,7 @@ def check_settings(config: Any) -> None:
 
 
 def nearest_name(name: str, known: Mapping[str, Any], *, page: str = _PAGE) -> str:
-    """Return a question that holds the nearest known name, or else the `page` with all names."""
+    """Return a question with the nearest known name, or a reference to `page`."""
     nearest = get_close_matches(name, known, n=1)
     return f"do you mean `{nearest[0]}`?" if nearest else f"{page} lists all"
 
@@ -297,7 +297,7 @@ class _Kind:
     expected: str
     convert: Callable[[object], Any]
     read: Callable[[str], Any] | None = None
-    """Makes a value of a flag's text; None: it is the text."""
+    """Parser of a flag's text; None: the text itself."""
 
 
 _KINDS: dict[Any, _Kind] = {

@@ -1,9 +1,8 @@
-"""An engine that says a prompt back, for tests of the doors: no jax, no weights.
+"""An engine that echoes the prompt, for tests of the server and of `LLM`: no jax, no weights.
 
-`EchoEngine` keeps EngineCore's contract; `EchoSupervisor` stands where P1's supervisor does, in
-the test's own process; `run_echo_engine` and `run_item_engine` are P1 mains for the real
-supervisor. With a `MultiModalConfig` the engine keeps P1's cache, and answers with what it was
-given to see: `item_tokens`.
+`EchoEngine` has EngineCore's interface; `EchoSupervisor` replaces the supervisor of P1, in the
+test's process; `run_echo_engine` and `run_item_engine` are P1 mains for the real supervisor. With a
+`MultiModalConfig` the engine has the receiver cache, and answers with its items: `item_tokens`.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """A checkpoint as a snapshot: the same answers from it, on one device and on four."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.convert import main
-from mmjax.weights.snapshot import read_snapshot_metadata
 from tests.kit import draw, tiny_gemma3_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
@@ -74,7 +74,7 @@ def test_it_holds_no_file_of_weights_twice(checkpoint: Path, snapshot: Path):
 def test_the_arrays_have_the_dtype_that_is_asked_for(checkpoint: Path, tmp_path: Path):
     out = tmp_path / "half"
     assert main([str(checkpoint), str(out), "--dtype", "bfloat16"]) == 0
-    assert read_snapshot_metadata(out).dtype == "bfloat16"
+    assert json.loads((out / "mmjax_snapshot.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_directory_in_use_is_refused(

@@ -22,6 +22,8 @@ FILES = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py")
 
 MAX_LINES, MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING = 700, 60, 6, 4
 """A class has no limit of its own: it is never split, nor tied by inheritance, to pass one."""
+MAX_PROCESSING_LEVELS = 10
+"""Of modules that import each other, the package itself with its public names at the top."""
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -162,6 +164,61 @@ def test_no_module_reaches_above_its_floor_by_a_name():
     }
     # P1's main: P0 starts it in a process of its own, and must not import it.
     assert found == {("frontend/engine_client/supervisor.py", "engine")}
+
+
+def test_processing_is_not_deep():
+    """Whoever follows an import within `mmjax.processing` is at the bottom after ten modules."""
+    imports = {name: _imports_within(file) for name, file in _modules("processing").items()}
+    chains: dict[str, list[str]] = {}
+
+    def chain_from(name: str) -> list[str]:
+        if name not in chains:
+            below = [chain_from(one) for one in sorted(imports[name] - {name})]
+            chains[name] = [name, *max(below, key=len, default=[])]
+        return chains[name]
+
+    longest = max(map(chain_from, imports), key=len)
+    assert len(longest) <= MAX_PROCESSING_LEVELS, "\n".join(longest)
+
+
+def test_no_class_is_spread_over_files():
+    """A base class that a single class has, in a file that is read for it alone, is half of one."""
+    importers: dict[str, list[str]] = {}
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(parse(file)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mmjax"):
+                for alias in node.names:
+                    importers.setdefault(alias.name, []).append(str(file.relative_to(ROOT)))
+    found = []
+    for place, node in walk(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+        names = [base.id for base in bases if isinstance(base, ast.Name)]
+        path = place.partition(":")[0]
+        found += [f"{place} {node.name}({name})" for name in names if importers.get(name) == [path]]
+    assert [one for one in found if one.startswith("mmjax/processing/")] == []
+
+
+def _modules(folder: str) -> dict[str, Path]:
+    """Return the modules and packages of a folder of `mmjax`, by their names."""
+    found = {}
+    for file in (PACKAGE / folder).rglob("*.py"):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+def _imports_within(file: Path) -> set[str]:
+    """Return the modules of `mmjax.processing` that a file imports, anywhere in it."""
+    known = _modules("processing")
+    names = set()
+    for node in ast.walk(parse(file)):
+        if isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return names & known.keys()
 
 
 def test_p0_never_loads_jax():

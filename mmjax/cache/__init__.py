@@ -1,4 +1,4 @@
-"""Bookkeeping of what is held where: ids, hashes and sizes; no device arrays, no requests."""
+"""Caches' bookkeeping: ids, hashes and sizes; no device arrays, no requests."""
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.block_hash import (
@@ -9,7 +9,6 @@ from mmjax.cache.kv.block_hash import (
 )
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.cache.media.mirrored import (
-    MultiModalProcessorCacheItemMetadata,
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "EncoderCacheManager",
     "LRUCache",
     "MultiModalCacheMissError",
-    "MultiModalProcessorCacheItemMetadata",
     "MultiModalProcessorOnlyCache",
     "MultiModalProcessorSenderCache",
     "MultiModalReceiverCache",

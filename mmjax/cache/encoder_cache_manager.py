@@ -1,7 +1,7 @@
-"""Who holds which encoder output, counted in embeddings, by identifier. Holds no arrays.
+"""Allocation of the encoder cache, in embeddings, by identifier. Holds no arrays.
 
-An entry is referenced (some request still needs it), freeable (kept, in case it is asked for again)
-or gone. `num_freeable_slots` counts the free slots and those of the freeable entries.
+An entry is referenced (some request still needs it), freeable (kept for later requests until its
+slots are needed) or evicted. `num_freeable_slots` counts free slots and those of freeable entries.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -10,22 +10,22 @@ from mmjax.cache.lru import CacheInfo
 
 
 class EncoderCacheManager:
-    """Accounts for a pool of `cache_size` embeddings that requests share by identifier."""
+    """Allocates a pool of `cache_size` embeddings, which requests share by identifier."""
 
     def __init__(self, cache_size: int) -> None:
         self.cache_size = cache_size
         self.info = CacheInfo(0, 0)
-        """How many of the outputs that requests needed were there."""
+        """Outputs that requests needed: found in the cache, and in all."""
         self.reset()
 
     def reset(self) -> None:
         """Forget all entries and references."""
         self.cached: dict[str, set[str]] = {}
-        """identifier -> the requests that still need it."""
+        """identifier -> ids of the requests that reference it."""
         self.freeable: OrderedDict[str, int] = OrderedDict()
-        """identifier -> embeddings, of entries without a reference; the oldest first."""
+        """identifier -> number of embeddings, of unreferenced entries; the oldest first."""
         self.freed: list[str] = []
-        """Evicted, and not yet reported."""
+        """Identifiers evicted since `get_freed_mm_hashes`."""
         self.num_free_slots = self.cache_size
         self.num_freeable_slots = self.cache_size
         self._num_embeds: dict[str, int] = {}
@@ -34,7 +34,7 @@ class EncoderCacheManager:
         """request_id -> outputs found since `note_found`."""
 
     def check_and_update_cache(self, request_id: str, identifier: str) -> bool:
-        """Return whether the output is cached; if it is, the request holds it from now on."""
+        """Return whether the output is cached; if it is, add a reference of the request."""
         if identifier not in self.cached:
             return False
         if not self.cached[identifier]:
@@ -44,16 +44,16 @@ class EncoderCacheManager:
         return True
 
     def get_num_embeds(self, identifier: str) -> int | None:
-        """Return the size of a cached output, or None."""
+        """Return the number of embeddings of a cached output, or None."""
         return self._num_embeds.get(identifier)
 
     def can_allocate(self, num_embeds: int, compute_budget: int, num_scheduled: int = 0) -> bool:
-        """Return whether an item may be encoded now; evicts the oldest freeable entries for it.
+        """Return whether an item may be encoded now; evict the oldest freeable entries for it.
 
         Args:
-            num_embeds: the item's embeddings.
-            compute_budget: what may still be encoded in this step.
-            num_scheduled: embeddings promised in this step and not allocated yet.
+            num_embeds: Of the item.
+            compute_budget: Embeddings that this step may still encode.
+            num_scheduled: Embeddings already planned for this step, and not allocated yet.
         """
         if num_embeds > compute_budget:
             return False
@@ -68,7 +68,7 @@ class EncoderCacheManager:
         return True
 
     def allocate(self, request_id: str, identifier: str, num_embeds: int) -> None:
-        """Give a new entry to a request; `can_allocate` said yes."""
+        """Add an entry, referenced by the request, after `can_allocate` returned True."""
         assert identifier not in self.cached, f"{identifier=} is cached already"
         assert num_embeds <= self.num_free_slots, f"{num_embeds=} {self.num_free_slots=}"
         self.cached[identifier] = set()
@@ -79,7 +79,7 @@ class EncoderCacheManager:
         self._count(0, 1)
 
     def note_found(self, request_id: str) -> None:
-        """Count what was found for a request: it is computed now, and not asked again."""
+        """Add a scheduled request's hits to `info`."""
         num_found = self._num_found.pop(request_id, 0)
         self._count(num_found, num_found)
 
@@ -87,7 +87,7 @@ class EncoderCacheManager:
         self.info = CacheInfo(self.info.hits + num_hits, self.info.total + num_asked)
 
     def free_encoder_input(self, request_id: str, identifier: str) -> None:
-        """Drop a request's reference; the entry stays until its slots are needed. Idempotent."""
+        """Drop a request's reference; the entry is kept until its slots are needed. Idempotent."""
         holders = self.cached.get(identifier)
         if holders is None or request_id not in holders:
             return
@@ -107,12 +107,8 @@ class EncoderCacheManager:
         for identifier in sorted(self._identifiers.get(request_id, ())):
             self.free_encoder_input(request_id, identifier)
 
-    def get_cached_identifiers(self, request_id: str) -> set[str]:
-        """Return what the request holds."""
-        return set(self._identifiers.get(request_id, ()))
-
     def get_freed_mm_hashes(self) -> list[str]:
-        """Return what was evicted since the last call, less what has been allocated again."""
+        """Return what was evicted since the last call and has not been allocated again."""
         freed = [identifier for identifier in self.freed if identifier not in self.cached]
         self.freed = []
         return list(dict.fromkeys(freed))

@@ -1,6 +1,6 @@
-"""A mapping that holds as many bytes as it may, and forgets what was used least recently.
+"""An LRU cache bounded by bytes.
 
-The same calls give the same evictions: two of them in two processes stay equal.
+Eviction is deterministic: two caches in two processes that get the same calls hold the same keys.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class CacheInfo(NamedTuple):
-    """How often a cache was asked, and how often it had the answer."""
+    """Hits and look-ups of a cache."""
 
     hits: int
     total: int
@@ -28,7 +28,7 @@ class CacheInfo(NamedTuple):
 
 
 class LRUCache(MutableMapping[K, V], Generic[K, V]):
-    """Least-recently-used eviction by size. Not for several threads at once."""
+    """A mapping with least-recently-used eviction by size. Not thread-safe."""
 
     def __init__(self, capacity: int, getsizeof: Callable[[V], int] | None = None) -> None:
         self.capacity = capacity
@@ -42,17 +42,17 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
 
     @property
     def currsize(self) -> int:
-        """The sum of the held values' sizes."""
+        """Sum of the values' sizes."""
         return self._size
 
     @property
     def order(self) -> tuple[K, ...]:
-        """Keys, the next to be evicted first."""
+        """Keys, least recently used first."""
         return tuple(self._values)
 
     @property
     def cache(self) -> Mapping[K, V]:
-        """The held values; reading here changes nothing."""
+        """A read-only view; reading it changes neither order nor statistics."""
         return MappingProxyType(self._values)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         return value
 
     def get(self, key: K, default: V | T = None) -> V | T:  # pyright: ignore[reportIncompatibleMethodOverride]  # no overloads needed
-        """Return a value and mark it as used; counts a hit or a miss."""
+        """Return a value and mark it as used; count a hit or a miss."""
         self._total += 1
         if key not in self._values:
             return default
@@ -85,11 +85,11 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
             self._values.move_to_end(key)
 
     def fits(self, value: V) -> bool:
-        """Whether a value could be held at all."""
+        """Whether a value is no larger than the capacity."""
         return self._getsizeof(value) <= self.capacity
 
     def __setitem__(self, key: K, value: V) -> None:
-        """Hold a value, evicting others until it fits; ValueError where it cannot."""
+        """Store a value, evicting others until it fits; ValueError if it exceeds the capacity."""
         size = self._getsizeof(value)
         if size > self.capacity:
             raise ValueError(f"value of size {size} does not fit: the capacity is {self.capacity}")
@@ -102,7 +102,7 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._size += size
 
     def put_if_fits(self, key: K, value: V) -> bool:
-        """Replace a key's value; without room the old one goes all the same. Returns if it fits."""
+        """Store a value if it fits, and return whether it does; drop an old value in any case."""
         self.pop(key, None)
         if not self.fits(value):
             return False
@@ -114,7 +114,7 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._size -= self._sizes.pop(key)
 
     def popitem(self) -> tuple[K, V]:
-        """Evict the least recently used value; KeyError where there is none."""
+        """Evict the least recently used value; KeyError if the cache is empty."""
         if not self._values:
             raise KeyError("nothing to evict: the cache is empty")
         key, value = next(iter(self._values.items()))
@@ -128,7 +128,7 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._size = 0
 
     def stat(self, *, delta: bool = False) -> CacheInfo:
-        """Return hits and questions, ever or since the last call with `delta`."""
+        """Return hits and look-ups: all, or those since the last call with `delta`."""
         info = CacheInfo(self._hits, self._total)
         if not delta:
             return info

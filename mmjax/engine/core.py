@@ -1,4 +1,4 @@
-"""The engine: take requests in, schedule, run, report. Runs in P1, or in the caller's process."""
+"""The engine core: admit requests, schedule, run steps. In P1, or in the process of `LLM`."""
 
 import secrets
 import time
@@ -10,7 +10,6 @@ from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.cache.lru import CacheInfo
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
@@ -31,7 +30,7 @@ logger = get_logger(__name__)
 
 
 class EngineCore:
-    """One model, its caches, and all requests that are being served."""
+    """One model, its caches, and all unfinished requests."""
 
     def __init__(
         self,
@@ -40,9 +39,9 @@ class EngineCore:
         model_class: Any = None,
         params: Params | None = None,
     ) -> None:
-        """Load, allocate, compile everything; ready for requests on return.
+        """Load the model, allocate the caches, compile all programs.
 
-        `model_class` and `params` replace what the registry and the checkpoint give.
+        `model_class` and `params` replace the registry's class and the checkpoint's weights.
         """
         self.config = config
         parts = EngineStart(config, model_class).start(params)
@@ -56,9 +55,9 @@ class EngineCore:
         self.num_programs = parts.num_programs
         """Compiled programs: `encode`, `step` and `sample` over all buckets."""
         self.startup_seconds = parts.seconds
-        """What the start took, item by item."""
+        """Seconds that the start took, by phase."""
         self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
-        """What the device computes, and nobody has read."""
+        """The step that was dispatched and is not read yet."""
         self.num_preemptions = 0
         self._receiver_cache = (
             engine_receiver_cache_from_config(config.model.mm)
@@ -79,18 +78,18 @@ class EngineCore:
     def from_model(
         cls, model_class: type[nnx.Module], params: Params, config: EngineConfig
     ) -> "EngineCore":
-        """Serve arrays that are in memory already: `model_class` over `config.model.hf_config`."""
+        """Serve `params`, which are in memory, with `model_class` over `config.model.hf_config`."""
         return cls(config, model_class=model_class, params=params)
 
     # ---- serving -------------------------------------------------------------------------------
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request; raise `RequestError`, and keep nothing of it, where it cannot be served.
+        """Queue a request; raise `RequestError`, without a change, if it cannot be served.
 
-        All that could fail on a client's data fails here: a step holds many clients' requests.
-        MultiModalCacheMissError names items that came without tensors and are not here.
+        Everything that may fail on a client's data fails here, not in a step, which computes many
+        requests. Raises MultiModalCacheMissError for items without tensors that are not cached.
         """
-        # First of all: P0 noted these items when it sent them, whatever becomes of the request.
+        # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
         _check_is_served(message, has_encoder=self._encoder_inputs is not None)
         check_places(features)
@@ -124,7 +123,7 @@ class EngineCore:
         self._deadlines.set(message.request_id, message.deadline)
 
     def expire(self, now: float | None = None) -> list[str]:
-        """Abort the requests whose deadline has passed, wherever they are; return which."""
+        """Abort the requests whose deadline has passed; return their ids."""
         expired = self._deadlines.pop_expired(time.monotonic() if now is None else now)
         if not expired:
             return []
@@ -134,17 +133,17 @@ class EngineCore:
         return expired
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests wherever they are; unknown ids are ignored."""
+        """Abort requests, waiting or running; unknown ids are ignored."""
         self._scheduler.abort(request_ids)
 
     def step(self) -> list[RequestOutputDelta]:
-        """Give the device a step, and return what the one before it gave to whom.
+        """Dispatch a step, and return the outputs of the one before it.
 
-        While the device computes, the host reads the last step and prepares the next; so the first
-        call returns nothing. Without `async_scheduling` a step is read at once.
+        The device computes a step while the host reads the last one and prepares the next; so the
+        first call returns nothing. Without `async_scheduling` a step is read at once.
         """
         if not self._scheduler.has_unfinished():
-            # Whoever was to get what is still computed has ended, or was aborted.
+            # The requests of the step in flight have finished, or were aborted.
             self._in_flight = None
             self._runner.wait()
             return []
@@ -164,25 +163,22 @@ class EngineCore:
         return None if in_flight is None else (output, in_flight)
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
         return self._scheduler.has_unfinished()
 
     def follow(self) -> None:
-        """Compute along with the process that takes the requests, until it closes its engine.
-
-        Nothing of this engine's own is asked: what is computed, and of what, comes from there.
-        """
+        """Make the calls that the leading process broadcasts, until it closes its engine."""
         assert not self._placement.is_leader, "requests come to this process"
         self._runner.follow()
 
     def close(self) -> None:
-        """Give back what is held outside of Python. Idempotent."""
+        """Free resources outside of Python. Idempotent."""
         self._runner.end()
         if self._receiver_cache is not None:
             self._receiver_cache.close()
 
     def recover(self) -> list[str]:
-        """Drop all requests and caches after a step that failed; return the lost requests."""
+        """Drop all requests and caches after a failed step; return the dropped requests' ids."""
         self._in_flight = None
         request_ids = self._scheduler.request_ids
         self._scheduler.abort(request_ids)
@@ -194,25 +190,20 @@ class EngineCore:
 
     @property
     def compilations(self) -> int:
-        """Programs that were compiled while serving: 0 unless something is wrong."""
+        """Programs compiled since warm-up: 0 unless something is wrong."""
         return self._counter.count
 
-    @property
-    def prefix_cache_info(self) -> CacheInfo:
-        """Prompt tokens that were found in the prefix cache, of all that were admitted."""
-        return self._scheduler.kv_cache.prefix_info
-
     def reset_prefix_cache(self) -> None:
-        """Forget all blocks by hash; running requests keep theirs."""
+        """Drop the hashes of all blocks; running requests keep their blocks."""
         self._scheduler.kv_cache.reset_prefix_cache()
 
     def encoder_usage(self) -> float:
-        """Return the share of the encoder cache that requests hold, between 0 and 1."""
+        """Return the referenced share of the encoder cache, between 0 and 1."""
         cache = self._scheduler.encoder_cache
         return 1.0 - cache.num_freeable_slots / cache.cache_size
 
     def stats(self) -> Heartbeat:
-        """Return the figures of the moment; from any thread."""
+        """Return the current statistics. Thread-safe."""
         scheduler = self._scheduler
         prefix, encoder = scheduler.kv_cache.prefix_info, scheduler.encoder_cache.info
         return Heartbeat(
@@ -230,9 +221,9 @@ class EngineCore:
         )
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
-        """Cut a feature into units, and check them against what `encode` was compiled for.
+        """Split a feature into encoder units of the compiled shapes; keep precomputed embeddings.
 
-        Embeddings that came with the request stay whole.
+        Raises `RequestError` for tensors of other shapes or dtypes.
         """
         embeds = self._precomputed.find(feature)
         if embeds is not None:
@@ -299,7 +290,7 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
         return None
     return BlockHasher(
         block_size=cache.block_size,
-        # Of this start alone: nobody outside can know the name of a block.
+        # Random, so that no client can compute the hash of a block.
         none_hash=make_none_hash(secrets.token_hex(16)),
         algorithm=cache.prefix_caching_hash_algo,
     )

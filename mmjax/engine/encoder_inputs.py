@@ -1,4 +1,4 @@
-"""What an encoder-decoder's encoder reads for one request, made into one item of the encoder."""
+"""The encoder input of an encoder-decoder model's request, as one item of the encoder."""
 
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -13,7 +13,7 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRa
 
 
 class EncoderInputs:
-    """Cuts encoder prompts and their items into units, as the model says, and checks them."""
+    """Makes and checks encoder units of encoder prompts and their items."""
 
     def __init__(self, host_inputs: HostInputs, limits: AdmissionLimits) -> None:
         self._host_inputs = host_inputs
@@ -24,7 +24,7 @@ class EncoderInputs:
     def make(
         self, token_ids: Sequence[int] | None, features: Sequence[MultiModalFeatureSpec]
     ) -> EncoderInput:
-        """Return the encoder's input of one request; `RequestError` where it cannot be computed."""
+        """Return the encoder input of one request; `RequestError` if it cannot be computed."""
         if token_ids is None:
             raise RequestValueError(
                 "the request has no encoder's prompt, but the model is an encoder-decoder; add one",
@@ -41,7 +41,7 @@ class EncoderInputs:
                 param="multi_modal_data",
             )
         item = EncoderItem(
-            # States depend on picture and text together; an id may come again, a number does not.
+            # Hidden states depend on image and text together; request ids may repeat.
             identifier=f"encoder of request {next(self._numbers)}",
             mm_position=PlaceholderRange(offset=0, length=num_rows),
             units=units,

@@ -1,4 +1,4 @@
-"""P1's main: messages in, steps, messages out. The only process that initialises a device."""
+"""The main of P1, the engine process: messages in, steps, messages out. Only P1 uses devices."""
 
 import contextlib
 import threading
@@ -30,14 +30,14 @@ logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
 MAX_STEP_S = 600.0
-"""A loop that makes no progress for so long hangs, and its heart may stop."""
+"""A step that takes longer counts as a hang: heartbeats stop, and P0 restarts P1."""
 
 
 def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
-    """Serve until told to shut down.
+    """Serve until a `Shutdown` is received.
 
     Args:
-        config: What to serve.
+        config: Model, scheduler, caches, devices.
         address_in: Where P0 sends requests; bound by P0.
         address_out: Where P0 waits for outputs; bound by P0.
     """
@@ -53,7 +53,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
             )
         )
         loop = EngineLoop(core, receiver, sender)
-        with Heart(loop, address_out), contextlib.closing(core):
+        with HeartbeatThread(loop, address_out), contextlib.closing(core):
             loop.run()
     finally:
         receiver.close()
@@ -61,7 +61,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
 
 
 def _start(config: EngineConfig) -> EngineCore:
-    """Start, or end the process with one line that says which setting to mend."""
+    """Return the engine; on a configuration's error, log it and exit with status 1."""
     try:
         return EngineCore(config)
     except MMJaxError as error:
@@ -70,7 +70,7 @@ def _start(config: EngineConfig) -> EngineCore:
 
 
 def follow_engine(config: EngineConfig) -> None:
-    """Compute along with process 0's engine, on another host; return when that one closes."""
+    """Make the calls that process 0's engine broadcasts; return when it closes."""
     process_id = config.parallel.process_id
     configure_logging(config.log_level, process=f"P1.{process_id}")
     core = _start(config)
@@ -86,7 +86,7 @@ class EngineLoop:
         self._sender = sender
         self.core = core
         self.last_turn = time.monotonic()
-        """When the loop last came round."""
+        """`time.monotonic()` at the end of the last iteration."""
 
     def run(self) -> None:
         """Serve; return on `Shutdown`."""
@@ -96,7 +96,7 @@ class EngineLoop:
             self.last_turn = time.monotonic()
 
     def _receive_all(self) -> bool:
-        """Take in all that has come, waiting only while there is nothing to do; False: leave."""
+        """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
         wait_s = 0.0 if self.core.has_unfinished() else HEARTBEAT_INTERVAL_S
         message = self._receiver.receive(wait_s)
         while message is not None:
@@ -120,7 +120,7 @@ class EngineLoop:
             except RequestError as error:
                 self._fail(message.request_id, error)
             except Exception:
-                # A fault of ours in one request must not take the others down.
+                # An internal error of one request must not end the others.
                 logger.exception("request %s could not be taken in", message.request_id)
                 self._fail(message.request_id, InternalError("internal error"))
         else:
@@ -145,16 +145,16 @@ class EngineLoop:
         self._sender.send(RequestFailed.from_error(request_id, error))
 
 
-class Heart:
-    """Sends a heartbeat from a thread of its own: one step of a large model may take a minute."""
+class HeartbeatThread:
+    """Sends heartbeats from a thread: one step of a large model may take a minute."""
 
     def __init__(self, loop: EngineLoop, address_out: str) -> None:
         self._loop = loop
         self._address_out = address_out
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> "Heart":
+    def __enter__(self) -> "HeartbeatThread":
         self._thread.start()
         return self
 
@@ -162,8 +162,8 @@ class Heart:
         self._is_over.set()
         self._thread.join()
 
-    def _beat(self) -> None:
-        # A socket belongs to one thread: this is a second one to the same address.
+    def _run(self) -> None:
+        # ZMQ sockets are not thread-safe: this is a second one to the same address.
         sender = Sender(self._address_out)
         try:
             while not self._is_over.is_set():
@@ -177,5 +177,5 @@ class Heart:
         try:
             sender.send(self._loop.core.stats())
         except Exception:
-            # P0 would take the silence for a death.
-            logger.exception("the engine's figures could not be sent")
+            # Without heartbeats P0 would restart P1.
+            logger.exception("the engine's statistics could not be sent")

@@ -1,4 +1,4 @@
-"""From a configuration to an engine that is ready: weights, memory, programs, in this order."""
+"""Start an engine from a configuration: weights, memory, programs."""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 class EngineParts(NamedTuple):
-    """What an engine consists of once it has started."""
+    """The parts of a started engine."""
 
     host_inputs: HostInputs
     precomputed: PrecomputedEmbeds
@@ -48,26 +48,26 @@ class EngineParts(NamedTuple):
     runner: ModelRunner
     num_programs: int
     seconds: dict[str, float]
-    """What the start took, item by item."""
+    """Seconds that the start took, by phase."""
 
 
 class EngineStart:
     """Starts one engine."""
 
     def __init__(self, config: EngineConfig, model_class: Any = None) -> None:
-        """`model_class` replaces what the registry says."""
+        """`model_class` replaces the registry's class."""
         _check_config(config)
         self.config = config
         self.seconds: dict[str, float] = {}
         enable_persistent_cache(config.compilation_cache_dir)
-        # First of all: JAX learns of the other processes before it opens a device.
+        # Before any other use of JAX, which opens the devices.
         join_processes(config)
         self._model_class = model_class or load_model_class(
             config.model.architecture, config.model.model_class
         )
 
     def start(self, params: Params | None = None) -> EngineParts:
-        """Load (or take `params`), allocate, compile everything."""
+        """Load the weights (unless `params` are given), allocate, compile all programs."""
         config = self.config
         device = jax.local_devices()[0]
         dtype = resolve_dtype(config.model.dtype, device.platform)
@@ -109,7 +109,7 @@ class EngineStart:
         )
 
     def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
-        """Return the model's graph, and its parameters spread over the devices."""
+        """Return the model's graphdef, and its sharded parameters."""
         config = self.config
         build = partial(build_model, self._model_class, mm=config.model.mm)
         graphdef, abstract = build_abstract(build, config.model.hf_config, dtype=dtype)
@@ -143,7 +143,7 @@ class EngineStart:
         )
 
     def _plan(self, model: Any) -> None:
-        """Settle what does not depend on memory."""
+        """Set limits and buckets, which do not depend on memory."""
         schedule = self.config.scheduler
         self._max_encoder_len = model.max_encoder_len
         # What an encoder-decoder's encoder reads is more than the media: they cannot stand for it.
@@ -162,7 +162,7 @@ class EngineStart:
             )
         self._largest_item = max(largest.values(), default=0)
         if self._max_encoder_len:
-            # All that one request's encoder reads is one item, which takes no place in the prompt.
+            # A request's encoder input is one item, which has no positions in the decoder's prompt.
             self._keeps_runs_whole = False
             per_unit = require_units(self._encoder_spec).tokens_per_unit
             largest = {"encoder": round_up(self._max_encoder_len, per_unit)}

@@ -1,4 +1,4 @@
-"""Gemma 3's decoder (arXiv 2503.19786). Knows nothing of pictures: embeddings in, states out."""
+"""Gemma 3's decoder (arXiv 2503.19786): embeddings to hidden states."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ class GemmaConfig:
 
     @classmethod
     def from_hf(cls, hf_config: Any) -> "GemmaConfig":
-        """Read HF's `Gemma3TextConfig`; `CheckpointError` for what cannot be generated with."""
+        """Read HF's `Gemma3TextConfig`; `CheckpointError` for unsupported values."""
         if hf_config.use_bidirectional_attention:
             raise CheckpointError(
                 "`use_bidirectional_attention` is true: an encoder, not a generator; "
@@ -56,7 +56,7 @@ class GemmaConfig:
         }
         values["layer_types"] = tuple(hf_config.layer_types)
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            # config.json may write a whole number.
+            # config.json may hold an integer.
             values[name] = None if values[name] is None else float(values[name])
         config = cls(**values)
         unknown = set(config.layer_types) - set(_LAYER_TYPES)
@@ -68,7 +68,7 @@ class GemmaConfig:
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
+        """The KV cache of one token."""
         return KVCacheSpec(
             num_layers=self.num_hidden_layers,
             num_kv_heads=self.num_key_value_heads,
@@ -101,7 +101,7 @@ class GemmaAttention(nnx.Module):
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache with this step's keys and values."""
+        """Return the output, and the layer's cache with this step's keys and values."""
         query, key, value = (
             project(x).reshape(x.shape[0], -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -129,7 +129,7 @@ class GemmaMLP(nnx.Module):
 
 
 class GemmaLayer(nnx.Module):
-    """A block with a norm before and after each half."""
+    """A block with norms before and after attention and MLP."""
 
     def __init__(self, config: GemmaConfig, layer_type: str, *, dtype: Any) -> None:
         options = {"eps": config.rms_norm_eps, "dtype": dtype}

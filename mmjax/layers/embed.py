@@ -16,14 +16,14 @@ class Embed(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((num_embeddings, dim), dtype))
 
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-        """Look the ids up; an id outside the table reads row 0 (a placeholder, merged over)."""
+        """Look up ids; out-of-vocabulary ids (placeholders, replaced later) read row 0."""
         table = self.weight[...]
         is_known = (ids >= 0) & (ids < table.shape[0])
         return table.at[jnp.where(is_known, ids, 0)].get(mode="promise_in_bounds")
 
 
 def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Bound `logits` to (-cap, cap) as Gemma 2 does (arXiv 2408.00118, section 2); None: as is."""
+    """Bound `logits` to (-cap, cap), as Gemma 2 (arXiv 2408.00118, section 2); None: no bound."""
     return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 

@@ -1,4 +1,4 @@
-"""The linear layer, with weights kept as checkpoints keep them: `[out, in]`."""
+"""The linear layer, with weights `[out, in]` as in checkpoints."""
 
 from typing import Any
 

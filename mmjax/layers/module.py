@@ -1,8 +1,8 @@
-"""NNX modules as structure only: built abstractly, bound to a plain nested dict of arrays.
+"""NNX modules as structure only: built abstractly, bound to a nested dict of arrays.
 
-A module is never initialised. `build_abstract` gives its graph and its parameters' shapes;
-`bind` puts arrays in their places inside a jitted function. No `nnx.State` crosses a jit
-boundary: its Python flatten costs milliseconds a step.
+A module is never initialised. `build_abstract` returns its graphdef and its parameters' shapes;
+`bind` merges arrays into it under jit. No `nnx.State` crosses a jit boundary: flattening it in
+Python takes milliseconds a step.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ def build_abstract(build: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
 
 
 def bind(graphdef: Any, params: Params) -> Any:
-    """Return the module of `graphdef` holding `params`; free at run time, call it under jit."""
+    """Return the module of `graphdef` with `params`; call it under jit."""
     return nnx.merge(graphdef, params)
 
 
@@ -34,7 +34,7 @@ def flatten_params(params: Params) -> dict[str, Any]:
 
 
 def unflatten_params(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Undo `flatten_params`: segments of digits become int keys again."""
+    """Undo `flatten_params`: segments of digits become int keys."""
     tree: dict[Any, Any] = {}
     for name, leaf in leaves.items():
         *parents, last = [int(part) if part.isdigit() else part for part in name.split(".")]

@@ -47,7 +47,7 @@ class RMSNorm(nnx.Module):
 class GemmaRMSNorm(nnx.Module):
     """Zhang and Sennrich, 2019, with Gemma's centred weight: `x / rms(x) * (1 + weight)`.
 
-    The product is rounded to the input's dtype once, at the end (Llama rounds before the weight).
+    Rounded to the input's dtype once, at the end (Llama: before the weight).
     """
 
     def __init__(self, dim: int, *, eps: float, dtype: Any) -> None:

@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., arXiv 2104.09864), in the half-split form of HF.
 
-Angles are float32 in every dtype: bfloat16 cannot tell position 257 from 256.
+Angles are always float32: in bfloat16 position 257 equals 256.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What vision towers share."""
+"""Layers that vision towers share."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from mmjax.layers.linear import linear
 
 
 class PatchEmbedding(nnx.Module):
-    """A convolution whose stride is its kernel, done as one matrix product over patches."""
+    """A convolution with stride equal to its kernel, as one matrix product over patches."""
 
     def __init__(
         self, num_channels: int, dim: int, patch_size: int, *, use_bias: bool, dtype: Any
@@ -20,10 +20,7 @@ class PatchEmbedding(nnx.Module):
         self.patch_size = patch_size
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        """Cut the pictures into patches, row by row, and project each.
-
-        Pixels at the lower and right edge that fill no patch are left out, as a convolution does.
-        """
+        """Project patches, row by row; incomplete ones at the edges are dropped."""
         images, channels, height, width = pixel_values.shape
         size = self.patch_size
         rows, columns = height // size, width // size

@@ -86,10 +86,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     max_encoder_len: int = 0
     """States of the longest encoder; 0 for a decoder alone.
 
-    An encoder-decoder's `embed_multimodal` is its encoder, and `host_inputs.encoder_input` makes
-    what it reads. Its rows are the encoder's hidden states. Where requests begin,
-    `metadata.cross.states` holds theirs: each layer projects them, calls `write_encoder`, and looks
-    at them with `cross_attention`.
+    An encoder-decoder's `embed_multimodal` is its encoder, and returns its hidden states;
+    `host_inputs.encoder_input` makes what it reads. `metadata.cross.encoder_hidden_states` holds
+    those of requests that start in a step: each decoder layer projects them, calls
+    `write_encoder`, and then attends by `cross_attention`.
     """
     language_model: Decoder
 
@@ -151,8 +151,7 @@ def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:
 def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
     """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
-    An encoder-decoder's encoder reads text as well, and is always there. Embeddings in place of
-    media need no tower.
+    An encoder-decoder model always needs its encoder. Precomputed embeddings need no tower.
     """
     names = tuple(getattr(model, "tower_names", ()))
     return () if names and any(map(mm.limit, model.modalities)) else names

@@ -1,6 +1,6 @@
-"""`python -m mmjax.parity [MODEL]`: is what we compute what HF computes, and where does it part?
+"""`python -m mmjax.parity [MODEL]`: compare a model with HF's, layer by layer.
 
-Runs any checkpoint in float32 on both sides and prints, per layer, how far they are apart.
+Runs a checkpoint in float32 with mmjax and HF, and prints each module's difference.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from mmjax.parity.reference import import_torch
 
 PROMPTS = ("Describe the picture.", "What color is the circle?")
 SIZES = ((640, 480), (37, 211), (1, 1))
-"""Pictures of a case: the first n of these, width by height."""
+"""Sizes (width, height) of a case's images, which are the first n of these."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table a case and a summary; return 0, 1 out of tolerance, or 2 if it cannot run."""
+    """Print a table per case and a summary; return 0, 1 out of tolerance, or 2 if it cannot run."""
     options = _parse(arguments)
     try:
         import_torch()
@@ -69,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _draw(width: int, height: int, seed: int) -> Image.Image:
-    """Return stripes of colour, others for every seed."""
+    """Return an image of coloured stripes, by the seed."""
     y, x = np.mgrid[0:height, 0:width]
     waves = [np.sin(0.05 * (k + 1) * x + 0.07 * (seed + 1) * y + k) for k in range(3)]
     return Image.fromarray(((np.stack(waves, -1) + 1) * 127.5).astype(np.uint8))

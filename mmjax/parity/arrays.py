@@ -1,4 +1,4 @@
-"""Our side: the model run as the engine runs it (paged, tiled), with every block's output kept."""
+"""Run the model as the engine does (paged, tiled), recording every block's output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ TILE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One prompt, ready for the arrays."""
+    """One processed prompt."""
 
     token_ids: np.ndarray
     """int32[T]"""
@@ -77,9 +77,9 @@ def make_sample(inputs: Any) -> Sample:
 
 
 class PagedModel:
-    """A model bound to its parameters, for one request at a time of at most `max_len` tokens.
+    """A model with its parameters, for one request of at most `max_len` tokens at a time.
 
-    Programs: one for the encoder (a unit a call), one for decoding, one per 64 prompt tokens.
+    Programs: one for the encoder (one unit), one for decoding, one per 64 prompt tokens.
     """
 
     def __init__(self, model_class: type, hf_config: Any, params: Params, max_len: int) -> None:
@@ -111,7 +111,7 @@ class PagedModel:
         return encoded | {name: value[: sample.num_tokens] for name, value in step.items()}
 
     def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
-        """Return greedy tokens; no token ends the text."""
+        """Return `max_tokens` greedy tokens, ignoring EOS."""
         rows = self._run_encoder(sample).pop("", None)
         rotary = self._positions(sample)
         outputs, cache = self._prefill(sample, rows, self._new_cache(), rotary)
@@ -209,7 +209,7 @@ class PagedModel:
     def _metadata(
         self, start: int, span_end: np.ndarray, *, padded: int, tile: int
     ) -> PagedAttentionMetadata:
-        """Describe one request's tokens from `start` on; its blocks lie in order."""
+        """Return the metadata of one request's tokens from `start` on; block ids are in order."""
         count = len(span_end)
         places = np.arange(start, start + count)
 
@@ -258,9 +258,9 @@ def _step(
 
 @contextmanager
 def record(module: nnx.Module) -> Iterator[dict[str, Any]]:
-    """Keep the outputs of all probed modules while the body traces; yield `{name: output}`.
+    """Record the outputs of all probed modules while the body traces; yield `{name: output}`.
 
-    Wraps `__call__` of their classes and puts it back, so that models need no debug outputs.
+    Wraps `__call__` of their classes meanwhile, so that models need no debug outputs.
     """
     outputs: dict[str, Any] = {}
     names = {}

@@ -1,4 +1,4 @@
-"""One prompt through both sides, from text and pictures to tokens."""
+"""Run one prompt with mmjax and HF, from text and images to tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A prompt as a user gives it."""
+    """A prompt with its images."""
 
     name: str
     prompt: str | list[int]
@@ -27,7 +27,7 @@ class Case:
 
 
 class Parity:
-    """A checkpoint loaded twice: by us, and by HF in torch."""
+    """A checkpoint loaded by mmjax and by HF (torch)."""
 
     def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
         architecture = model_config.architecture
@@ -36,7 +36,7 @@ class Parity:
         self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
         self.hf_processor = self.processor.info.get_hf_processor()
-        # Ours first: it explains a directory that lacks files or tensors.
+        # mmjax first, for its errors about missing files or tensors.
         self.ours = PagedModel.from_directory(
             model_config.path, model_class, model_config.hf_config, max_len=max_len
         )
@@ -44,7 +44,7 @@ class Parity:
 
     @property
     def notes(self) -> list[str]:
-        """What of this checkpoint differs from HF by decision, and not by a fault."""
+        """Intended differences from HF with this checkpoint."""
         cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
         if cap is None:
             return []
@@ -56,7 +56,7 @@ class Parity:
         ]
 
     def write_prompt(self, text: str, num_images: int) -> str:
-        """Return a user's turn with the pictures before the text, by the chat template if any."""
+        """Return a user's turn, images before the text, by the chat template if there is one."""
         tokenizer = self.processor.info.get_tokenizer()
         template = self.hf_processor.chat_template or tokenizer.chat_template
         if template is None:
@@ -69,11 +69,11 @@ class Parity:
             tokenize=False,
             add_generation_prompt=True,
         )
-        # The tokenizer writes the first token, as it does for every text.
+        # The tokenizer adds BOS itself.
         return prompt.removeprefix(tokenizer.bos_token or "")
 
     def process(self, case: Case) -> Sample:
-        """Return the case as our processor gives it."""
+        """Return the outputs of mmjax's processor."""
         inputs = self.processor.apply(
             case.prompt,
             {"image": list(case.images)} if case.images else {},
@@ -82,7 +82,7 @@ class Parity:
         return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the case as HF's processor gives it; it takes text only."""
+        """Return the outputs of HF's processor, which takes only text prompts."""
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
@@ -94,7 +94,7 @@ class Parity:
         )
 
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
-        """Run both sides on their own processors' inputs."""
+        """Run both models on the outputs of their own processors."""
         sample, inputs = self.process(case), self.process_reference(case)
         is_equal = np.array_equal(sample.token_ids, inputs["input_ids"][0].numpy())
         differences = compare(

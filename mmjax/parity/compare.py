@@ -1,6 +1,6 @@
-"""Two sides' activations side by side: differences, the first that is out of tolerance, a table.
+"""Compare activations: differences, the first one out of tolerance, a table.
 
-Knows neither torch nor jax: names and numpy arrays in, text out.
+Names and numpy arrays in, text out: neither torch nor jax.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import numpy as np
 
 LOGITS = "logits"
 TOLERANCE = 1e-4
-"""On logits, absolute; on hidden states, times the greatest value where that is over 1."""
+"""Absolute for logits; for hidden states, relative to the maximum if that is above 1."""
 
 Activations = Mapping[str, np.ndarray]
 """Outputs by dotted module name, in the order in which they were computed."""
@@ -18,41 +18,41 @@ Activations = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far one module's outputs are apart."""
+    """The difference of one module's outputs."""
 
     name: str
     shape: tuple[int, ...]
     max_abs: float
     mean_abs: float
     peak: float
-    """Greatest absolute value of the reference."""
+    """Maximum absolute value of the reference."""
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether the sides agree; NaN never does."""
+        """Return whether the difference is within a tolerance; NaN never is."""
         scale = 1.0 if self.name == LOGITS else max(1.0, self.peak)
         return self.max_abs <= tolerance * scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseReport:
-    """What one prompt showed."""
+    """The comparison of one prompt."""
 
     name: str
     num_prompt_tokens: int
     num_images: int
     differences: tuple[Difference, ...]
     token_ids: tuple[int, ...]
-    """Greedy, ours."""
+    """mmjax's greedy output."""
     reference_token_ids: tuple[int, ...]
     is_prompt_equal: bool = True
-    """Whether both sides' processors gave the same token ids."""
+    """Whether both processors gave the same token ids."""
 
     def first_out_of(self, tolerance: float) -> Difference | None:
         """Return the first difference that is out of tolerance."""
         return next((d for d in self.differences if not d.is_within(tolerance)), None)
 
     def is_within(self, tolerance: float) -> bool:
-        """Whether prompt, states, logits and greedy tokens agree."""
+        """Return whether prompt, hidden states, logits and greedy tokens agree."""
         return (
             self.is_prompt_equal
             and self.first_out_of(tolerance) is None
@@ -61,12 +61,12 @@ class CaseReport:
 
     @property
     def logits(self) -> Difference:
-        """The last row: the logits at every prompt position."""
+        """The last difference: the logits of all prompt positions."""
         return self.differences[-1]
 
 
 def compare(ours: Activations, reference: Activations) -> tuple[Difference, ...]:
-    """Return the differences in the reference's order; a name that ours lacks is infinitely far."""
+    """Return the differences in the reference's order; infinite for a module that `ours` lacks."""
     return tuple(_difference(name, ours.get(name), value) for name, value in reference.items())
 
 
@@ -80,7 +80,7 @@ def _difference(name: str, ours: np.ndarray | None, reference: np.ndarray) -> Di
 
 
 def format_case(report: CaseReport, tolerance: float) -> str:
-    """Return a case's table, a line a module, and what is wrong, if anything."""
+    """Return a case's table, with a line per module, and its failures."""
     width = max(len(d.name) for d in report.differences)
     lines = [
         f"{report.name}: {report.num_prompt_tokens} prompt tokens, {report.num_images} images",
@@ -113,7 +113,7 @@ def _describe_tokens(report: CaseReport) -> str:
 def format_summary(
     reports: Sequence[CaseReport], tolerance: float, notes: Sequence[str] = ()
 ) -> str:
-    """Return a line a case, the verdict, and what is known of it, a note a line."""
+    """Return a line per case, the result, and the notes."""
     width = max(len(report.name) for report in reports)
     lines = [f"{'case':<{width}}  {'logits':>9}  {'states':>9}  tokens  first out of tolerance"]
     for report in reports:

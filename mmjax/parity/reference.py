@@ -1,6 +1,6 @@
-"""The oracle: HF's torch model on the CPU in float32, with a hook on every block.
+"""The reference: HF's torch model on the CPU in float32, with a hook on every block.
 
-The one place of the package that loads torch, and only when it is called.
+The only module that imports torch, when it is called.
 """
 
 import importlib
@@ -16,11 +16,11 @@ from mmjax.parity.compare import LOGITS
 from mmjax.weights.rules import Rule, Split, apply_rules
 
 PROBED = re.compile(r"(^|\.)(layers\.\d+|embeddings|post_layernorm|\w*projector|norm)$")
-"""Modules whose outputs are compared; their names are HF's, so both sides have them."""
+"""Modules whose outputs are compared, by HF's names, which both models have."""
 
 
 def import_torch() -> Any:
-    """Return torch; ConfigError that says how to get it."""
+    """Return torch; ConfigError if it is not installed."""
     try:
         return importlib.import_module("torch")
     except ImportError as error:
@@ -31,13 +31,13 @@ def import_torch() -> Any:
 
 
 def load_reference(path: Path | str, architecture: str) -> Any:
-    """Return HF's model of the directory, in float32, that generates without an end token."""
+    """Return HF's model of a directory, in float32, without EOS in generation."""
     import_torch()
     transformers = importlib.import_module("transformers")
     model_class = getattr(transformers, architecture)
-    # Safetensors only: HF would fall back to pickles.
+    # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
-    # Sampling defaults and end tokens of the checkpoint would make runs that cannot be compared.
+    # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
 
@@ -88,7 +88,7 @@ def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
 def generate_reference(
     model: Any, inputs: Any, max_tokens: int, *, eos_token_ids: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return `max_tokens` greedy tokens, or fewer where one of `eos_token_ids` ends them."""
+    """Return `max_tokens` greedy tokens, or fewer if one of `eos_token_ids` ends them."""
     torch = import_torch()
     options = {"eos_token_id": list(eos_token_ids)} if eos_token_ids else {}
     with torch.no_grad():

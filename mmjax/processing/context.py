@@ -1,20 +1,25 @@
 """What a processor knows of its model: configuration, tokenizer, HF processor, limits, sizes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from transformers import BatchFeature
 
 from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.errors import ConfigError, MMJaxError, ProcessingError, RequestError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.processing.hashing.recent import RecentMap
-from mmjax.processing.hf_kwargs import check_sizes, merge_mm_kwargs
+from mmjax.processing.hf_call import (
+    KnownKwargs,
+    call_hf_processor,
+    check_ceilings,
+    check_known_kwargs,
+    check_sizes,
+    list_known_kwargs,
+    merge_mm_kwargs,
+)
 from mmjax.processing.items.parse import (
     DictEmbeddingItems,
     EmbeddingItems,
@@ -23,21 +28,9 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
-from mmjax.processing.known_kwargs import (
-    KnownKwargs,
-    check_ceilings,
-    check_known_kwargs,
-    list_known_kwargs,
-)
 from mmjax.processing.media.decode import MediaLimits
 
-logger = get_logger(__name__)
-
 T = TypeVar("T")
-
-_MAX_KWARGS_SHOWN = 500
-"""Characters: an error is logged, and kwargs may be a client's."""
-
 
 _MAX_HF_PROCESSORS = 8
 """Loaded with different kwargs, and kept."""
@@ -106,68 +99,8 @@ class InputProcessingContext:
         data: Mapping[str, object],
         kwargs: Mapping[str, object],
     ) -> BatchFeature:
-        """Call an HF processor; whatever it raises becomes a ProcessingError.
-
-        What a client can get wrong is checked before, and refused by name. Kwargs that a call
-        cannot take (a tokenizer's, by a processor without one) are dropped, with a warning.
-        """
-        name = type(hf_processor).__name__
-        merged = _only_accepted(hf_processor, self.merge_mm_kwargs(kwargs))
-        takes_text_alone = (
-            taking_text_alone(hf_processor) if data.keys() == {"text"} else nullcontext()
-        )
-        try:
-            with takes_text_alone:
-                return hf_processor(**data, **merged, return_tensors="np")
-        except MMJaxError:
-            raise
-        # HF processors raise anything over data and kwargs that they cannot take.
-        except Exception as error:
-            shown = str(merged)[:_MAX_KWARGS_SHOWN]
-            raise ProcessingError(
-                f"Failed to apply {name} on data={_describe(data)} with kwargs={shown}: {error}"
-            ) from error
-
-
-@contextmanager
-def taking_text_alone(hf_processor: Any) -> Iterator[None]:
-    """Have an HF processor take a text whose placeholders stand for media that come apart.
-
-    HF's `ProcessorMixin` refuses it in `validate_inputs`, and does what it does to any text after.
-    """
-    if not hasattr(hf_processor, "validate_inputs"):
-        yield
-        return
-    hf_processor.validate_inputs = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del hf_processor.validate_inputs
-
-
-def _only_accepted(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = signature(function).parameters.values()
-    if any(one.kind is Parameter.VAR_KEYWORD for one in parameters):
-        return dict(kwargs)
-    keywords = (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    accepted = {one.name for one in parameters if one.kind in keywords}
-    dropped = kwargs.keys() - accepted
-    if dropped:
-        names = ", ".join(f"`{name}`" for name in sorted(dropped))
-        logger.warning("%s does not take %s: dropped", type(function).__name__, names)
-    return {key: value for key, value in kwargs.items() if key in accepted}
-
-
-def _describe(data: Mapping[str, object]) -> dict[str, str]:
-    described = {}
-    for key, value in data.items():
-        if isinstance(value, str):
-            described[key] = f"{len(value)} characters"
-        elif isinstance(value, list):
-            described[key] = ", ".join(str(getattr(v, "size", type(v).__name__)) for v in value)
-        else:
-            described[key] = type(value).__name__
-    return described
+        """Call an HF processor under the operator's kwargs and these; see `hf_call`."""
+        return call_hf_processor(hf_processor, data, self.merge_mm_kwargs(kwargs))
 
 
 class BaseProcessingInfo(ABC):
@@ -316,10 +249,16 @@ class BaseProcessingInfo(ABC):
             allowed[modality] = limit if supported is None else min(limit, supported)
         return allowed
 
-    def validate_num_items(self, modality: str, num_items: int) -> None:
-        """Refuse more items of a modality than are allowed in one prompt."""
+    def validate_num_items(
+        self, modality: str, num_items: int, *, are_embeds: bool = False
+    ) -> None:
+        """Refuse more items of a modality than are allowed in one prompt.
+
+        A limit of 0 leaves the tower out, which embeddings do not need: of them it allows any
+        number.
+        """
         limit = self._get_limit(modality)
-        if num_items <= limit:
+        if num_items <= limit or (are_embeds and limit == 0):
             return
         supported = self.supported_mm_limits[modality]
         could_be_raised = supported is None or num_items <= supported
@@ -344,30 +283,34 @@ class BaseProcessingInfo(ABC):
     ) -> MultiModalDataItems:
         """Parse the user's media; with `validate`, hold them against what the operator allows."""
         parser = self.get_data_parser()
-        if validate:
-            for modality, data in mm_data.items():
-                if data is not None:
-                    self._get_limit(modality)
-                    num_items = parser.count_entries(modality, data)
-                    if num_items is not None:
-                        self.validate_num_items(modality, num_items)  # before any is read
+        if not validate:
+            return parser.parse_mm_data(mm_data)
+        counts: dict[str, int | None] = {}
+        for modality, data in mm_data.items():
+            if data is not None:
+                self._get_limit(modality)
+                num_items = counts[modality] = parser.count_entries(modality, data)
+                if num_items is not None:
+                    self.validate_num_items(modality, num_items)  # before any is read
         mm_items = parser.parse_mm_data(mm_data)
-        if validate:
-            for modality, items in mm_items.items():
-                self._validate_items(modality, items)
+        for modality, items in mm_items.items():
+            are_embeds = isinstance(items, EmbeddingItems | DictEmbeddingItems)
+            if are_embeds:
+                self._validate_embeds(modality, items)
+            if counts.get(modality) != len(items):
+                self.validate_num_items(modality, len(items), are_embeds=are_embeds)
         return mm_items
 
-    def _validate_items(self, modality: str, items: ModalityDataItems) -> None:
-        if isinstance(items, EmbeddingItems | DictEmbeddingItems):
-            if not self.takes_embeds:
-                raise RequestValueError(
-                    f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
-                    param="multi_modal_data",
-                )
-            if isinstance(items, EmbeddingItems):
-                for index in range(len(items)):
-                    if items[index] is not None:  # else a uuid stands for it
-                        self.check_num_embeds(modality, items.get_feature_size(index))
-            if self.allowed_mm_limits.get(modality) == 0:
-                return  # a limit of 0 leaves the tower out, which embeddings do not need
-        self.validate_num_items(modality, items.get_count())
+    def _validate_embeds(self, modality: str, items: ModalityDataItems) -> None:
+        if not self.takes_embeds:
+            raise RequestValueError(
+                f"You must set `--enable-mm-embeds` to input `{modality}_embeds`",
+                param="multi_modal_data",
+            )
+        if isinstance(items, EmbeddingItems):
+            for index in range(len(items)):
+                if items[index] is not None:  # else a uuid stands for it
+                    self.check_num_embeds(modality, items.get_feature_size(index))
+
+
+InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)

@@ -3,18 +3,16 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 from PIL import Image
 
 from mmjax.logger import get_logger
-from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.context import InfoT
 from mmjax.processing.items.parse import ImageSize, MultiModalDataDict
 
 logger = get_logger(__name__)
-
-InfoT = TypeVar("InfoT", bound=BaseProcessingInfo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,10 +110,6 @@ class MultiModalBudget:
         """Return the embeddings that one step may compute and keep."""
         return min(self.encoder_compute_budget, self.encoder_cache_size)
 
-    def get_modality_with_max_tokens(self) -> str:
-        """Return the modality with the largest item; of several, the last by name."""
-        return max(self.mm_max_toks_per_item.items(), key=lambda item: (item[1], item[0]))[0]
-
     def _get_max_items(self, modality: str, max_toks: int) -> tuple[int, int]:
         """Return how many largest items fit one prompt, and one step of the encoder."""
         budget = self.get_encoder_budget()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from mmjax.config import MultiModalConfig
 from mmjax.errors import (
@@ -12,9 +12,24 @@ from mmjax.errors import (
     ProcessingError,
     RequestValueError,
 )
-from mmjax.processing.hf_kwargs import MM_KWARGS_PARAM
+from mmjax.processing.hf_call import MM_KWARGS_PARAM
+
+T = TypeVar("T")
 
 _MAX_NAMES_SHOWN = 8
+
+
+def process_and_blame(
+    process: Callable[[Mapping[str, object]], T], mm_kwargs: Mapping[str, object]
+) -> T:
+    """Return `process(mm_kwargs)`; where it fails, raise what `find_fault` says."""
+    try:
+        return process(mm_kwargs)
+    except Exception as error:  # HF's code and families' may raise anything
+        blamed = find_fault(error, mm_kwargs, lambda: process({}))
+        if blamed is error:
+            raise
+        raise blamed from error
 
 
 def find_fault(

@@ -10,43 +10,71 @@ around both, so that the engine sees requests in the order of their commits.
 A text prompt goes to the HF processor: without a cache together with its media, with a cache
 alone. Token ids do not: `_apply_hf_processor_tokens_only` does to them what HF does to any text.
 With a cache, or with token ids, the media go alone (with dummy text, in batches of the items that
-the cache lacks). Where HF has written the updated placeholders they are found in the prompt; where
-not, the updates are applied here.
+the cache lacks: `missing_items`). Where HF has written the updated placeholders they are found in
+the prompt; where not, the updates are applied here.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar, Generic
+
+from transformers import BatchFeature
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
+from mmjax.processing.context import InfoT
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.faults import blaming_settings, find_fault
+from mmjax.processing.faults import blaming_settings, process_and_blame
 from mmjax.processing.hashing.item_hashes import ItemHasher
-from mmjax.processing.hooks import InfoT
-from mmjax.processing.item_processing import ItemProcessing, ProcessedPrompt
-from mmjax.processing.items.parse import (
-    MultiModalDataDict,
-    MultiModalDataItems,
+from mmjax.processing.hf_call import get_only_row
+from mmjax.processing.items.embeddings import DictEmbeddingItems, EmbeddingItems
+from mmjax.processing.items.items import MultiModalDataItems
+from mmjax.processing.items.parse import MultiModalDataDict
+from mmjax.processing.items.uuids import (
     MultiModalUUIDDict,
+    complete_mm_data,
     parse_mm_uuids,
     validate_mm_uuids,
 )
-from mmjax.processing.items.uuids import complete_mm_data
-from mmjax.processing.media.decode_budget import DecodeControl
-from mmjax.processing.prepared import PreparedInputs
-from mmjax.processing.prompt_updates.updates import PlaceholderFeaturesInfo
+from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget, DecodeControl
+from mmjax.processing.missing_items import (
+    ItemRow,
+    admit_items,
+    find_missing,
+    list_rows,
+    name_items,
+    process_in_batches,
+)
+from mmjax.processing.prepared import PreparedInputs, ProcessedItem, ProcessedPrompt
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    apply_text_matches,
+    apply_token_matches,
+    find_mm_placeholders,
+    find_unapplied,
+)
+from mmjax.processing.prompt_updates.updates import (
+    MultiModalPromptUpdates,
+    PlaceholderFeaturesInfo,
+    PromptUpdate,
+    ResolvedPromptUpdate,
+    as_ids,
+    resolve_updates,
+)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig, tensors_as_numpy
 from mmjax.processing.tensors.inputs import (
-    ItemData,
     MultiModalInputs,
     MultiModalKwargsItems,
     argsort_mm_positions,
 )
-from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.processing.validation import (
+    validate_all_applied,
     validate_limited_modalities,
+    validate_mm_kwargs,
     validate_mm_placeholders,
+    validate_mm_updates,
     validate_num_embeds,
     validate_placeholder_counts,
     validate_prompt,
@@ -54,7 +82,7 @@ from mmjax.processing.validation import (
 )
 
 
-class BaseMultiModalProcessor(ItemProcessing[InfoT]):
+class BaseMultiModalProcessor(ABC, Generic[InfoT]):
     """Processes the requests of one model. One instance serves one thread at a time."""
 
     requires_tokenizer: ClassVar[bool] = True
@@ -66,14 +94,175 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         *,
         cache: ProcessorCache | None = None,
     ) -> None:
-        super().__init__(info, dummy_inputs, cache=cache)
         if self.requires_tokenizer and info.ctx.tokenizer is None:
             raise ConfigError(
                 f"{type(self).__name__} works with text, and there is no tokenizer; give one"
             )
+        self.info = info
+        self.dummy_inputs = dummy_inputs
+        self.cache = cache
         mm = info.ctx.get_mm_config()
         self.item_hasher = ItemHasher(info.model_id, mm.mm_hasher_algorithm)
         """Processors of one model may share one, and with it what is known of encoded media."""
+        self.decode_budget = DecodeBudget(mm.max_media_decode_bytes)
+        """Processors of one model share one."""
+        self._max_request_bytes = mm.max_media_request_decode_bytes
+
+    # ---- what a family must say ------------------------------------------------------------------
+
+    @abstractmethod
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        """Say for each tensor of the HF processor's output how it divides among items."""
+
+    @abstractmethod
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        """Say what each item does to the prompt; several of one modality are alternatives."""
+
+    # ---- what a family may override: how its HF processor is called, and what it does ------------
+
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        """Call the HF processor on text and media."""
+        if "audios" in mm_data:  # HF's name for all of them
+            mm_data = {**mm_data, "audio": mm_data["audios"]}
+            del mm_data["audios"]
+        self.info.check_sizes(mm_data, mm_kwargs)
+        return self.info.ctx.call_hf_processor(
+            self.info.get_hf_processor(), {"text": prompt, **mm_data}, {**mm_kwargs, **tok_kwargs}
+        )
+
+    def _hf_processor_applies_updates(
+        self,
+        prompt: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> bool:
+        """Whether the HF processor may update the prompt itself, given text.
+
+        If so, it has where the updated placeholders are found in the ids that it returns; if not,
+        nobody looks, and the updates are applied here.
+        """
+        kinds = EmbeddingItems | DictEmbeddingItems
+        return not any(isinstance(items, kinds) for items in mm_items.values())
+
+    def _apply_hf_processor_tokens_only(self, prompt_tokens: list[int]) -> list[int]:
+        """Do to a prompt of token ids what the HF processor does to any text (a family's hook)."""
+        return prompt_tokens
+
+    def _get_hash_kwargs(
+        self, mm_items: MultiModalDataItems, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, object]:
+        """Return what, beside its content, an item's tensors depend on: caches name it by both.
+
+        A family whose tensors depend on the request's other items adds to the request's kwargs
+        what of them does (as `{**hf_processor_mm_kwargs, "crops": False}`).
+        """
+        return hf_processor_mm_kwargs
+
+    def _apply_hf_processor_main(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        *,
+        enable_hf_prompt_update: bool,
+    ) -> tuple[list[int], Mapping[str, Any], bool]:
+        """Return token ids, the HF processor's tensors, and whether it may have updated the prompt.
+
+        Text goes through the HF processor: with the items where `enable_hf_prompt_update` allows
+        it, else alone. Token ids go by it.
+        """
+        may_be_updated = False
+        if isinstance(prompt, str):
+            may_be_updated = self._hf_processor_applies_updates(
+                prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
+            )
+            # HF's processors count the prompt's placeholders against their own items: embeddings,
+            # which they never see, must not be among them.
+            if enable_hf_prompt_update and mm_items and not mm_items.get_passthrough_data():
+                token_ids, hf_inputs = self._apply_hf_processor_text_mm(
+                    prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
+                )
+                return token_ids, hf_inputs, may_be_updated
+            token_ids = self._apply_hf_processor_text_only(
+                prompt, tokenization_kwargs, hf_processor_mm_kwargs=hf_processor_mm_kwargs
+            )
+        else:
+            token_ids = self._apply_hf_processor_tokens_only(list(prompt))
+        hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
+        return token_ids, hf_inputs, may_be_updated
+
+    def _cached_apply_hf_processor(
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+    ) -> ProcessedPrompt:
+        """Process what the cache lacks; the rest have their updates there.
+
+        A family whose tensors depend on the request's other items calls `_apply_hf_processor` in
+        its place for those requests (and names the items accordingly: `_get_hash_kwargs`).
+        `mm_uuids`: per modality, what each item is known by: its hash, or what stands for it.
+        """
+        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs, mm_uuids)
+        if self.cache is None or mm_data_items.get_passthrough_data():
+            return self._apply_hf_processor(*arguments)
+        return self._apply_in_batches(*arguments, cache=self.cache)
+
+    # ---- what a family may override: the prompt and its updates ----------------------------------
+
+    def _apply_token_matches(
+        self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
+        return apply_token_matches(prompt, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _apply_text_matches(
+        self, prompt: str, mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[str, MultiModalPromptUpdatesApplyResult]:
+        return apply_text_matches(prompt, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _find_mm_placeholders(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
+        return find_mm_placeholders(token_ids, mm_prompt_updates, self.info.get_tokenizer())
+
+    def _recompute_cached_prompt_update(
+        self, cached_update: ResolvedPromptUpdate, new_item_idx: int
+    ) -> ResolvedPromptUpdate:
+        """Adapt a cached update to the item's index in this request."""
+        return replace(cached_update, item_idx=new_item_idx)
+
+    def _create_prompts(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        decoder_prompt: str | list[int] | None,
+    ) -> tuple[str | list[int], str | list[int] | None]:
+        """Return the prompt in which the items stand, and the decoder's where it is another."""
+        if decoder_prompt is not None:
+            raise RequestValueError(
+                "decoder_prompt is given, but this model has no encoder; leave it out",
+                param="decoder_prompt",
+            )
+        return prompt, None
+
+    # ---- one request -----------------------------------------------------------------------------
 
     def apply(
         self,
@@ -136,39 +325,33 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
                 then named after the request, and not hashed.
             control: Asked before anything is decoded, and between one batch and the next.
         """
-        if decoder_prompt is not None:
-            raise RequestValueError(
-                "decoder_prompt is given, but this model has no encoder; leave it out",
-                param="decoder_prompt",
-            )
         validate_prompt(prompt, self.info.vocab_size)
-        mm_items = self._to_mm_items(mm_data, mm_uuids)
-        validate_placeholder_counts(self.info, prompt, mm_items.get_all_counts())
+        uuids = parse_mm_uuids(mm_uuids)
+        if not isinstance(mm_data, MultiModalDataItems):
+            mm_data = self.info.parse_mm_data(complete_mm_data(mm_data or {}, uuids))
+        mm_items = mm_data
+        own_prompt, decoders = self._create_prompts(prompt, mm_items, decoder_prompt)
+        validate_placeholder_counts(self.info, own_prompt, mm_items.get_all_counts())
         mm_kwargs = dict(hf_processor_mm_kwargs or {})
         self.info.check_mm_kwargs(mm_kwargs)
-        uuids = parse_mm_uuids(mm_uuids)
         validate_mm_uuids(mm_items, uuids)
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
         factors = self._get_hash_kwargs(mm_items, mm_kwargs)
         hashed = self.item_hasher.identify(mm_items, uuids, factors, **names)
         if control is not None:
             mm_items = mm_items.with_control(control)
-
-        def process(kwargs: Mapping[str, object]) -> PreparedInputs:
-            return self._prepare(
-                prompt, mm_items, kwargs, dict(tokenization_kwargs or {}), hashed.by_modality
-            )
-
-        try:
-            prepared = process(mm_kwargs)
-        except Exception as error:  # HF's code and families' may raise anything
-            blamed = find_fault(error, mm_kwargs, lambda: process({}))
-            if blamed is error:
-                raise
-            raise blamed from error
+        tok_kwargs = dict(tokenization_kwargs or {})
+        prepared = process_and_blame(
+            lambda kwargs: self._prepare(
+                own_prompt, mm_items, kwargs, tok_kwargs, hashed.by_modality
+            ),
+            mm_kwargs,
+        )
         self.item_hasher.bind(hashed)
         mm_items.drop_decoded()
-        return prepared
+        if decoders is None:
+            return prepared
+        return prepared.with_decoder_prompt(prompt, as_ids(decoders, self.info.get_tokenizer()))
 
     def _prepare(
         self,
@@ -204,37 +387,191 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
 
         The error names every hash that is neither fresh nor held: `rebuild` them.
         """
+        if self.cache is None:
+            return prepared.to_inputs()
         places = argsort_mm_positions(prepared.mm_placeholders)
         hashes = [prepared.mm_hashes[modality][index] for modality, index in places]
-        if self.cache is None:
-            rows: list[ItemData | None] = [prepared.fresh[h][0] for h in hashes]
-        else:
-            given = [prepared.fresh.get(mm_hash) for mm_hash in hashes]
-            rows = [item for item, _ in self.cache.get_and_update(given, hashes)]
-        return _to_inputs(prepared, dict(zip(places, rows, strict=True)))
+        given = [prepared.fresh.get(mm_hash) for mm_hash in hashes]
+        items = [item for item, _ in self.cache.get_and_update(given, hashes)]
+        return prepared.to_inputs(dict(zip(places, items, strict=True)))
 
     def rebuild(self, prepared: PreparedInputs, mm_hashes: Sequence[str]) -> PreparedInputs:
         """Make items fresh again, from their media; RequestError where only a uuid was given."""
         wanted = set(mm_hashes) - prepared.fresh.keys()
-        rows: dict[str, dict[str, int]] = {}
-        for modality, hashes in prepared.mm_hashes.items():
-            for index, mm_hash in enumerate(hashes):
-                if mm_hash in wanted:
-                    rows.setdefault(modality, {}).setdefault(mm_hash, index)
+        missing = [row for row in list_rows(prepared.mm_hashes) if row.mm_hash in wanted]
         # It was admitted before; whether it is still wanted counts on.
         control = DecodeControl(prepared.mm_items.control.cancellation)
         mm_items = prepared.mm_items.with_control(control)
-        fresh = self._process_missing(rows, mm_items, prepared.mm_kwargs)
+        fresh = self._process_missing(missing, mm_items, prepared.mm_kwargs)
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
-    def _to_mm_items(
+    # ---- items, from the cache or from HF --------------------------------------------------------
+
+    def _apply_hf_processor(
         self,
-        mm_data: MultiModalDataDict | MultiModalDataItems | None,
-        mm_uuids: MultiModalUUIDDict | None,
-    ) -> MultiModalDataItems:
-        if isinstance(mm_data, MultiModalDataItems):
-            return mm_data
-        return self.info.parse_mm_data(complete_mm_data(mm_data or {}, mm_uuids))
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+    ) -> ProcessedPrompt:
+        """Process all items, without asking a cache; text and items together."""
+        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs)
+        rows = list_rows(mm_uuids)
+        num_bytes = sum(admit_items(rows, mm_data_items, self._max_request_bytes))
+        if num_bytes > MAX_BATCH_BYTES:
+            return self._apply_in_batches(*arguments, mm_uuids, cache=None)
+        with self.decode_budget.hold(num_bytes, mm_data_items.control.cancellation):
+            token_ids, hf_inputs, may_be_updated = self._apply_hf_processor_main(
+                *arguments, enable_hf_prompt_update=True
+            )
+            processed = self._split_into_items(mm_data_items, hf_inputs, hf_processor_mm_kwargs)
+            mm_data_items.drop_decoded()
+        fresh = name_items(rows, processed, owns_arrays=self.cache is not None)
+        updates = {
+            modality: [alternatives for _, alternatives in items]
+            for modality, items in processed.items()
+        }
+        was_beside_media = not mm_data_items.get_passthrough_data()
+        return ProcessedPrompt(token_ids, updates, fresh, may_be_updated, was_beside_media)
+
+    def _apply_in_batches(
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+        *,
+        cache: ProcessorCache | None,
+    ) -> ProcessedPrompt:
+        """Process the items that the cache lacks apart from the prompt."""
+        known, missing = find_missing(cache, mm_uuids)
+        token_ids, _, may_be_updated = self._apply_hf_processor_main(
+            prompt,
+            MultiModalDataItems(),
+            hf_processor_mm_kwargs,
+            tokenization_kwargs,
+            enable_hf_prompt_update=False,
+        )
+        if isinstance(prompt, str) and may_be_updated:
+            may_be_updated = self._hf_processor_applies_updates(
+                prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs
+            )
+        fresh = self._process_missing(missing, mm_data_items, hf_processor_mm_kwargs)
+        known.update({mm_hash: alternatives for mm_hash, (_, alternatives) in fresh.items()})
+        updates = {
+            modality: [
+                [self._recompute_cached_prompt_update(update, index) for update in known[mm_hash]]
+                for index, mm_hash in enumerate(hashes)
+            ]
+            for modality, hashes in mm_uuids.items()
+        }
+        return ProcessedPrompt(token_ids, updates, fresh, may_be_updated, was_beside_media=False)
+
+    def _process_missing(
+        self,
+        missing: Sequence[ItemRow],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+    ) -> dict[str, ProcessedItem]:
+        """Process some items apart from the prompt, so many bytes at a time; return by hash."""
+
+        def process(mm_items: MultiModalDataItems) -> Mapping[str, Sequence[ProcessedItem]]:
+            hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
+            return self._split_into_items(mm_items, hf_inputs, hf_processor_mm_kwargs)
+
+        return process_in_batches(
+            missing,
+            mm_data_items,
+            process,
+            budget=self.decode_budget,
+            max_request_bytes=self._max_request_bytes,
+        )
+
+    def _split_into_items(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_inputs: Mapping[str, Any],
+        mm_kwargs: Mapping[str, object],
+    ) -> dict[str, list[ProcessedItem]]:
+        """Divide the HF processor's batch, and resolve each item's prompt updates."""
+        counts = {m: n for m, n in mm_items.get_all_counts().items() if n}
+        if not counts:
+            return {modality: [] for modality in mm_items}
+        features = BatchFeature(dict(hf_inputs))
+        fields = self._get_mm_fields_config(features, mm_kwargs)
+        kwargs = MultiModalKwargsItems.from_hf_inputs(features, fields)
+        validate_mm_kwargs(kwargs, counts)
+        updates = resolve_updates(self._get_prompt_updates(mm_items, mm_kwargs, kwargs), counts)
+        validate_mm_updates(updates, counts)
+        return {
+            m: [(kwargs.get_item(m, i), alternatives) for i, alternatives in enumerate(updates[m])]
+            for m in counts
+        }
+
+    # ---- text and items, together or apart -------------------------------------------------------
+
+    def _apply_hf_processor_text_mm(
+        self,
+        prompt_text: str,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> tuple[list[int], Mapping[str, Any]]:
+        """Call the HF processor on text and items; return token ids and tensors."""
+        mm_data: dict[str, object] = {}
+        for items in mm_items.values():
+            if len(items):
+                mm_data.update(items.get_processor_data())
+        outputs = dict(
+            self._call_hf_processor(
+                prompt_text, mm_data, hf_processor_mm_kwargs, tokenization_kwargs
+            )
+        )
+        return get_only_row(outputs.pop("input_ids")), outputs
+
+    def _apply_hf_processor_text_only(
+        self,
+        prompt_text: str,
+        tokenization_kwargs: Mapping[str, object],
+        *,
+        hf_processor_mm_kwargs: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Return what the HF processor makes of text alone.
+
+        An HF processor that refuses placeholders without media, or writes something for media
+        that are not there, is mended in `_call_hf_processor`, where `mm_data` is empty.
+        """
+        token_ids, _ = self._apply_hf_processor_text_mm(
+            prompt_text, MultiModalDataItems(), hf_processor_mm_kwargs or {}, tokenization_kwargs
+        )
+        return token_ids
+
+    def _apply_hf_processor_mm_only(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> Mapping[str, Any]:
+        """Process items without the prompt: dummy text satisfies the HF processor."""
+        # The user may write into an array later: what a cache keeps of it must not change.
+        passthrough = {
+            key: tensors_as_numpy(data, copy=True)
+            for key, data in mm_items.get_passthrough_data().items()
+        }
+        processed = mm_items.select(
+            [m for m, items in mm_items.items() if len(items) and items.get_processor_data()]
+        )
+        if not processed:
+            return passthrough
+        dummy_text = self.dummy_inputs.get_dummy_text(processed.get_all_counts())
+        _, hf_inputs = self._apply_hf_processor_text_mm(
+            dummy_text, processed, hf_processor_mm_kwargs, tokenization_kwargs
+        )
+        return {**hf_inputs, **passthrough}
+
+    # ---- the updates of the prompt ---------------------------------------------------------------
 
     def _maybe_apply_prompt_updates(
         self,
@@ -246,7 +583,7 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
     ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
         """Find the updated placeholders where the HF processor wrote them; else write them."""
         token_ids, updates = processed.token_ids, processed.prompt_updates
-        counts = {modality: n for modality, n in mm_items.get_all_counts().items() if n}
+        counts = {m: n for m, n in mm_items.get_all_counts().items() if n}
         if not counts:
             return token_ids, {}
         if processed.may_be_updated and isinstance(prompt, str):
@@ -268,6 +605,22 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         validate_mm_placeholders(self.info, placeholders, counts)
         return token_ids, placeholders
 
+    def _apply_prompt_updates(
+        self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
+    ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
+        """Update the prompt by tokens, or by text where a target hides inside other tokens."""
+        if not any(mm_prompt_updates.values()):
+            return token_ids, {}
+        new_token_ids, result = self._apply_token_matches(token_ids, mm_prompt_updates)
+        if find_unapplied(result) is not None:
+            tokenizer = self.info.get_tokenizer()
+            text, result = self._apply_text_matches(tokenizer.decode(token_ids), mm_prompt_updates)
+            new_token_ids = tokenizer.encode(text, add_special_tokens=False)
+            validate_all_applied(self.info, result)
+        return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
+
+    # ---- the largest input -----------------------------------------------------------------------
+
     def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:
         """Return the most embeddings of an item: as the model declares, or measured."""
         allowed = self.info.allowed_mm_limits
@@ -277,6 +630,18 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
             return self.measure_mm_max_tokens_per_item(seq_len, counts)
         described = self._measure_described(seq_len)
         return {m: min(declared[m], described.get(m, declared[m])) for m in counts}
+
+    def measure_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Process the dummy inputs, and count the embeddings of the largest item."""
+        if not mm_counts:
+            return {}
+        ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
+        return {
+            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
+            for modality, ranges in ranges_by_modality.items()
+        }
 
     def _measure_described(self, seq_len: int) -> Mapping[str, int]:
         """Return the embeddings of the items whose sizes `limit_mm_per_prompt` gives."""
@@ -303,18 +668,6 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         counts = {m: 1 for m, limit in self.info.allowed_mm_limits.items() if limit}
         self.measure_mm_max_tokens_per_item(self.info.ctx.model_config.max_model_len, counts)
 
-    def measure_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        """Process the dummy inputs, and count the embeddings of the largest item."""
-        if not mm_counts:
-            return {}
-        ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
-        return {
-            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
-            for modality, ranges in ranges_by_modality.items()
-        }
-
     def get_dummy_mm_inputs(
         self, mm_counts: Mapping[str, int], *, max_num_batched_tokens: int | None = None
     ) -> MultiModalInputs:
@@ -327,15 +680,11 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
         if max_num_batched_tokens is not None:
             seq_len = min(seq_len, max_num_batched_tokens)
         prepared = self._prepare_dummies(seq_len, mm_counts)
-        places = argsort_mm_positions(prepared.mm_placeholders)
         # A white picture may be held from a request: dummies come with their tensors.
-        prepared = self.rebuild(prepared, [prepared.mm_hashes[m][index] for m, index in places])
-        prompt_token_ids = list(prepared.prompt_token_ids)
-        prompt_token_ids += [0] * (seq_len - len(prompt_token_ids))
-        return _to_inputs(
-            replace(prepared, prompt_token_ids=prompt_token_ids),
-            {(m, index): prepared.fresh[prepared.mm_hashes[m][index]][0] for m, index in places},
-        )
+        prepared = self.rebuild(prepared, [h for many in prepared.mm_hashes.values() for h in many])
+        num_missing = seq_len - len(prepared.prompt_token_ids)
+        prompt_token_ids = prepared.prompt_token_ids + [0] * num_missing
+        return replace(prepared, prompt_token_ids=prompt_token_ids).to_inputs()
 
     def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
         with blaming_settings(self.info.ctx.get_mm_config()):
@@ -345,23 +694,3 @@ class BaseMultiModalProcessor(ItemProcessing[InfoT]):
                 self.info.parse_mm_data(inputs.mm_data, validate=False),
                 hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
             )
-
-
-def _to_inputs(
-    prepared: PreparedInputs, items: Mapping[tuple[str, int], ItemData | None]
-) -> MultiModalInputs:
-    tensors = {place: item for place, item in items.items() if not isinstance(item, SharedItem)}
-    return MultiModalInputs(
-        prompt_token_ids=prepared.prompt_token_ids,
-        encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
-        mm_kwargs=MultiModalKwargsItems(
-            {
-                modality: [tensors.get((modality, index)) for index in range(len(hashes))]
-                for modality, hashes in prepared.mm_hashes.items()
-            }
-        ),
-        shared_items={place: item for place, item in items.items() if isinstance(item, SharedItem)},
-        mm_hashes=prepared.mm_hashes,
-        mm_placeholders=prepared.mm_placeholders,
-        prompt=prepared.prompt,
-    )

@@ -11,7 +11,11 @@ from mmjax.errors import (
     RequestValueError,
 )
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.prompt_updates.matching import count_token_matches
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    count_token_matches,
+    find_unapplied,
+)
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems, MultiModalPlaceholders
 
 
@@ -149,6 +153,20 @@ def missing_placeholder_error(
         f"{message}; the prompt has one `{placeholder}` for each {modality}: "
         "`_get_prompt_updates` of the model must find it"
     )
+
+
+def validate_all_applied(
+    info: BaseProcessingInfo, result: MultiModalPromptUpdatesApplyResult
+) -> None:
+    """Check that every item's update has found its place in the prompt."""
+    unapplied = find_unapplied(result)
+    if unapplied is not None:
+        modality, index = unapplied
+        raise missing_placeholder_error(
+            info,
+            modality,
+            f"Failed to apply prompt replacement for mm_items[{modality!r}][{index}]",
+        )
 
 
 def validate_mm_placeholders(

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what stands around them."""
+"""The FastAPI application: routes and middleware."""
 
 import time
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ _SCHEMAS = "#/components/schemas/"
 
 
 def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> FastAPI:
-    """Return the application; its lifespan starts and ends the client."""
+    """Return the application; its lifespan starts and closes the client."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -44,10 +44,10 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         title="mmjax",
         version=__version__,
         lifespan=lifespan,
-        # No /docs: its page would load scripts from elsewhere.
+        # No /docs: the page would load scripts from other hosts.
         docs_url=None,
         redoc_url=None,
-        # A redirect would repeat the Host header, which is the client's word.
+        # A redirect would contain the Host header, which the client chooses.
         redirect_slashes=False,
     )
     app.state.request_reader = reader
@@ -56,7 +56,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     _add_generation_routes(app, GenerationService(client, chat, config), reader)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
-    # The last one added stands outermost: ids, then CORS, then keys, then the body's size.
+    # The last one added is outermost: ids, then CORS, then keys, then the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
@@ -73,7 +73,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
 
 
 def _add_generation_routes(app: FastAPI, service: GenerationService, reader: RequestReader) -> None:
-    # Bodies are read by `reader`, not by FastAPI: it would decode and check them without bounds.
+    # Bodies are read by `reader`: FastAPI would decode and validate them without limits.
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         return await service.chat(request, await reader.read(request, ChatCompletionRequest))
@@ -102,7 +102,7 @@ def _add_generation_routes(app: FastAPI, service: GenerationService, reader: Req
 
 
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return what OpenAPI says of a body that FastAPI does not read."""
+    """Return the OpenAPI schema of a body that FastAPI does not read."""
     schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 

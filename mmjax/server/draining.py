@@ -1,4 +1,4 @@
-"""uvicorn's server, whose end begins with the requests that have not begun yet."""
+"""uvicorn's server with graceful shutdown."""
 
 import socket
 from types import FrameType
@@ -10,7 +10,7 @@ from mmjax.server.shutdown import Shutdown
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends at `shutdown`'s word: half-sent bodies at once, running requests in their time."""
+    """Stops when `shutdown` does: ends unread bodies at once, and waits for running requests."""
 
     def __init__(self, config: uvicorn.Config, *, shutdown: Shutdown, reader: RequestReader):
         super().__init__(config)
@@ -19,8 +19,8 @@ class DrainingServer(uvicorn.Server):
         shutdown.drain_with(self._drain)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal."""
-        # NOTE: not kept in uvicorn's own list, which it would raise again after the end.
+        """Pass a signal to `shutdown`."""
+        # NOTE: not in uvicorn's own list, whose signals it raises again at its end.
         self._shutdown.on_signal(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""The command line of `mmjax.serve`: vLLM's names, as far as mmjax has what they set.
+"""The command line of `mmjax.serve`, with vLLM's names where vLLM has the setting.
 
-Knows of no setting by name: `mmjax.config` declares them.
+All settings are declared in `mmjax.config`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--enable-prompt-tokens-details --quantization -q"
     ).split()
 )
-"""Flags that vLLM has and mmjax refuses by name, so that nobody believes them to work."""
+"""Flags of vLLM that mmjax refuses with a message of their own."""
 
 
 _METAVARS: dict[Any, str] = {
@@ -47,9 +47,9 @@ _LIST_METAVARS = {"words": "TEXT", "commas": "TEXT,TEXT", "json": "JSON"}
 
 
 def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return every setting by name; ends the process with a message where one is wrong.
+    """Return every setting by name; exit with a message if one is wrong.
 
-    A flag counts more than the `--config` file, and that more than the default.
+    A flag overrides the `--config` file, which overrides the default.
     """
     parser = _build_parser()
     namespace, unknown = parser.parse_known_args(argv)
@@ -76,12 +76,12 @@ def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
-    """Read the checkpoint's configuration; return what P1 starts with."""
+    """Return P1's configuration, which includes the checkpoint's."""
     return load_engine_config(vars(flags))
 
 
 def to_server_config(flags: argparse.Namespace) -> ServerConfig:
-    """Return what the HTTP server needs."""
+    """Return the HTTP server's configuration."""
     return SETTING_CLASSES["server"](**group_fields("server", vars(flags)))
 
 
@@ -108,7 +108,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(group: Any, one: Setting) -> None:
-    # Values are parsed by the setting, so that a flag's message is a keyword's and a YAML key's.
+    # The setting parses values, so that errors are the same as for keywords and YAML keys.
     names = [one.flag, *([one.alias] if one.alias else [])]
     text = f"{one.help} (default: {one.default_text or 'empty'})".replace("%", "%%")
     options: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": text}
@@ -125,7 +125,7 @@ def _add_flag(group: Any, one: Setting) -> None:
 
 
 def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
-    # Imported here: the engine's process imports this module too, and reads no file.
+    # Imported here: the engine process imports this module, too, and reads no file.
     from mmjax.server.yaml_file import read_yaml_mapping
 
     values: dict[str, Any] = {}
@@ -145,7 +145,7 @@ def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any
 
 
 def _refuse_unknown(written: str, kind: Literal["argument", "setting"]) -> None:
-    """Raise ConfigError for what stands on the command line, or in a file, and is no setting."""
+    """Raise ConfigError for an unknown argument or key."""
     is_setting = kind == "setting"
     flag = f"--{written.replace('_', '-')}" if is_setting else written
     if flag in VLLM_FLAGS_WITHOUT_MEANING_YET:

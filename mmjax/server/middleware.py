@@ -1,4 +1,4 @@
-"""What stands before every route: the request's id, the key, and the size of the body."""
+"""Middleware: the request's id, the API key, and the size of the body."""
 
 import asyncio
 import hashlib
@@ -21,27 +21,27 @@ from mmjax.server.openai.errors import (
 logger = get_logger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
-"""All that is served without a key, when keys are set."""
+"""Paths that need no API key."""
 
 
 API_KEY_STATE = "api_key_digest"
-"""Where in a request's state the key that it bore is found: its digest, never the key."""
+"""Entry of a request's state with the digest of its API key."""
 
 
 _MAX_REQUEST_ID_CHARS = 128
 
 
 class RequestIdMiddleware:
-    """Gives every response an X-Request-Id, and a fault of ours its answer and its line in the log.
+    """Sets X-Request-Id on every response, and answers and logs unhandled exceptions.
 
-    The client's own id, where it is one. Outermost, so that nothing is answered without.
+    The id is the client's, if it sent a valid one. Outermost, so that every response has one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; answer what nothing else has answered."""
+        """Pass on; answer unhandled exceptions with a 500."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -60,7 +60,7 @@ class RequestIdMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except asyncio.CancelledError:
-            # Nothing but the server's end cancels a request as a whole.
+            # Only the server's shutdown cancels a request as a whole.
             logger.info("broken off: the time of the shutdown is over")
             if not has_started:
                 await error_response(ShuttingDownError())(scope, receive, send_with_id)
@@ -74,7 +74,7 @@ class RequestIdMiddleware:
 
 
 def _clients_id(scope: Scope) -> str:
-    """Return the id that the client gave; "" where it is none."""
+    """Return the client's id; "" if it has none or an invalid one."""
     ids = [value for name, value in scope["headers"] if name == b"x-request-id"]
     text = ids[0].decode("latin-1") if len(ids) == 1 else ""
     is_sane = len(text) <= _MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
@@ -82,7 +82,7 @@ def _clients_id(scope: Scope) -> str:
 
 
 class KeyMiddleware:
-    """Denies by default: every path needs a key but the open ones, whether it exists or not."""
+    """Requires an API key on every path but `OPEN_PATHS`, whether it exists or not."""
 
     def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
         self._app = app
@@ -104,7 +104,7 @@ class KeyMiddleware:
     def _is_allowed(self, scope: Scope) -> bool:
         if scope["type"] != "http":
             return False
-        # The path that routes are matched by; never one rebuilt from the Host header.
+        # The path that routes are matched by, not one rebuilt from the Host header.
         if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return True
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -112,21 +112,21 @@ class KeyMiddleware:
             return False
         scheme, _, key = headers[0].partition(b" ")
         digest = _digest(key.strip())
-        # All keys are compared, and digests of one length: time tells nothing of them.
+        # Compares all keys, by digests of one length: the time is independent of the keys.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         scope.setdefault("state", {})[API_KEY_STATE] = digest.hex()
         return scheme.lower() == b"bearer" and any(matches)
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies over a limit: by their header at once, else as soon as they pass it."""
+    """Refuses bodies over a limit, by Content-Length, or as soon as they exceed it."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, counting, or answer 413."""
+        """Pass on, counting bytes, or answer 413."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -159,6 +159,6 @@ def _digest(key: bytes) -> bytes:
 def _declared_length(scope: Scope) -> int:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit():
-            # More digits than any body has are as good as too many.
+            # Bounds the conversion: no body's length has more digits.
             return int(value[:20])
     return 0

@@ -1,6 +1,6 @@
-"""How the server's process ends: in order at a first signal, at once at a second one.
+"""The shutdown of the server's process: gracefully at a first signal, at once at a second one.
 
-Imports nothing heavy: it stands from the process's first moment.
+Imports nothing slow, since it is installed first of all.
 """
 
 import multiprocessing
@@ -12,13 +12,13 @@ from collections.abc import Callable
 from types import FrameType
 
 CLOSE_TIMEOUT_S = 10.0
-"""What the engine and the threads get to end, after the running requests have."""
+"""Seconds that the engine and the threads have to end, after the running requests."""
 
 _JOIN_S = 0.5
 
 
 class Interrupted(BaseException):
-    """A signal came before there was anything to drain."""
+    """A signal was received before the server could drain."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"ended by {signal.Signals(number).name} before the server was ready")
@@ -26,37 +26,37 @@ class Interrupted(BaseException):
 
 
 class Shutdown:
-    """Takes SIGTERM and SIGINT for the whole life of the process."""
+    """Handles SIGTERM and SIGINT for the whole life of the process."""
 
     def __init__(self) -> None:
         self.timeout_s = 0.0
-        """What running requests get to finish."""
+        """Seconds that running requests have to finish."""
         self._drain: Callable[[], None] | None = None
         self._number = 0
-        """The signal that has come; 0: none."""
+        """The signal that was received; 0: none."""
 
     def drain_with(self, drain: Callable[[], None]) -> None:
-        """Begin the orderly end by `drain` from now on; before, `Interrupted` is raised.
+        """Call `drain` on a signal from now on; before, `Interrupted` is raised.
 
-        Raises it here for a signal that has come: what is raised in the midst of an import, or of
-        a callback, may have been swallowed there.
+        Raises it here for an earlier signal: raised within an import or a callback, it may have
+        been swallowed there.
         """
         if self._number:
             raise Interrupted(self._number)
         self._drain = drain
 
     def install(self) -> None:
-        """Take the signals from now on."""
+        """Install the signal handlers."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.on_signal)
 
     def uninstall(self) -> None:
-        """Let signals end the process as any other."""
+        """Restore the default signal handlers."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
-        """Begin the end, or make it."""
+        """Start to shut down, or, at a second signal, end the process."""
         if self._number:
             _end_now(number, "a second signal")
         self._number = number
@@ -68,7 +68,7 @@ class Shutdown:
 
 
 def leave(status: int) -> None:
-    """End the process with `status`, without waiting for threads whose work nobody awaits."""
+    """End the process with `status`, without waiting for threads."""
     workers = [
         thread
         for thread in threading.enumerate()
@@ -83,7 +83,7 @@ def leave(status: int) -> None:
 
 
 def _end_now(number: int, reason: str) -> None:
-    # The interpreter's own end would wait for threads, which cannot be ended.
+    # The interpreter would wait for threads, which cannot be ended.
     print(f"mmjax.serve: {reason}; ended at once", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():
         child.kill()
@@ -91,5 +91,5 @@ def _end_now(number: int, reason: str) -> None:
 
 
 def _exit_status(number: int) -> int:
-    # As shells have it.
+    # As shells do.
     return 128 + number

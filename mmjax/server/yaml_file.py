@@ -1,4 +1,4 @@
-"""Read a YAML file that is one mapping; a key that stands there twice is an error."""
+"""Read a YAML file that is one mapping; a repeated key is an error."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from mmjax.errors import ConfigError
 
 
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """Return what a file says, by key; ConfigError where it cannot be read, or is no mapping."""
+    """Return a file's mapping; ConfigError if it cannot be read or is none."""
     try:
         text = path.expanduser().read_text(encoding="utf-8")
         content = yaml.load(text, Loader=_Loader)
@@ -30,7 +30,7 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values; of two equal keys PyYAML would silently take the last."""
+    """PyYAML's safe loader, which would silently take the last of repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""SigLIP's vision encoder (Zhai et al., arXiv 2303.15343). Knows nothing of what it feeds."""
+"""SigLIP's vision encoder (Zhai et al., arXiv 2303.15343)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ class SiglipConfig:
 
     @property
     def num_patches(self) -> int:
-        """Patches of a picture of `image_size`."""
+        """Patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 class SiglipEmbeddings(nnx.Module):
-    """Patches plus learned positions."""
+    """Patch embeddings plus learned position embeddings."""
 
     def __init__(self, config: SiglipConfig, *, dtype: Any) -> None:
         self.patch_embedding = PatchEmbedding(
@@ -51,20 +51,20 @@ class SiglipEmbeddings(nnx.Module):
         self.position_embedding = PositionTable(config.num_patches, config.hidden_size, dtype=dtype)
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
-        """Embed pictures of the config's `image_size`."""
+        """Embed images of the config's `image_size`."""
         patches = self.patch_embedding(pixel_values)
         return patches + self.position_embedding.weight[...][None, :, :]
 
 
 class PositionTable(nnx.Module):
-    """One learned vector a patch: parameter `weight[P, D]`."""
+    """Learned position embeddings: parameter `weight[P, D]`."""
 
     def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
 
 
 class SiglipAttention(nnx.Module):
-    """Full attention among the patches of one picture."""
+    """Full attention among the patches of an image."""
 
     def __init__(self, config: SiglipConfig, *, dtype: Any) -> None:
         width = config.hidden_size
@@ -125,7 +125,7 @@ class SiglipEncoder(nnx.Module):
 
 
 class SiglipVisionTower(nnx.Module):
-    """Pictures to patch features; parameters bear HF's names."""
+    """Images to patch features, with HF's parameter names."""
 
     def __init__(self, config: SiglipConfig, *, dtype: Any) -> None:
         self.embeddings = SiglipEmbeddings(config, dtype=dtype)
@@ -135,7 +135,7 @@ class SiglipVisionTower(nnx.Module):
     def __call__(
         self, pixel_values: Float[Array, "I C _y _x"], *, feature_layers: Sequence[int] = ()
     ) -> tuple[Float[Array, "I P D"], list[Float[Array, "I P D"]]]:
-        """Return the normed last hidden state, and the inputs of the blocks that are asked for.
+        """Return the normed last hidden state, and those of `feature_layers`.
 
         `feature_layers` counts as HF's `hidden_states`: 0 is the embedding, n the output of
         block n - 1.

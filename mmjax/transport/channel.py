@@ -1,7 +1,4 @@
-"""One-way pipes between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio.
-
-Two verbs, `send` and `receive`. Knows nothing of what the messages mean.
-"""
+"""One-way channels between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio."""
 
 import asyncio
 import shutil
@@ -15,19 +12,19 @@ import zmq.asyncio
 
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger
-from mmjax.transport.codec import FrameError, Message, decode, encode
+from mmjax.transport.codec import Message, WireError, decode, encode
 
 logger = get_logger(__name__)
 
 _MAX_IPC_PATH = 100
-"""A Unix socket's path holds 108 bytes; a few are left for names."""
+"""A Unix socket's path may have 108 bytes; the rest is for the socket's name."""
 
 
 class IpcDirectory:
-    """A temporary directory that only this user may enter, for the sockets of one engine."""
+    """A temporary directory, private to this user, for the sockets of one engine."""
 
     def __init__(self) -> None:
-        # mkdtemp makes the directory with mode 0700: nobody else can connect to what lies within.
+        # mkdtemp creates it with mode 0700, so that other users cannot connect to its sockets.
         self.path = Path(tempfile.mkdtemp(prefix="mmjax-"))
         if len(str(self.path)) > _MAX_IPC_PATH - 20:
             self.close()
@@ -52,7 +49,7 @@ class IpcDirectory:
 
 
 class Sender:
-    """The writing end. One end of a pipe binds the address, the other connects."""
+    """The sending end. One end of a channel binds the address, the other connects."""
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.Context.instance(), zmq.PUSH, address, bind=bind)
@@ -67,15 +64,15 @@ class Sender:
 
 
 class Receiver:
-    """The reading end."""
+    """The receiving end."""
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.Context.instance(), zmq.PULL, address, bind=bind)
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
-        """Return the next message, or None when `timeout_s` passes (None: wait; 0: only look).
+        """Return the next message, or None after `timeout_s` (None: wait; 0: do not wait).
 
-        A malformed message is logged and dropped: it never ends the process that reads.
+        A malformed message is logged and dropped.
         """
         while True:
             timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
@@ -99,13 +96,13 @@ class AsyncSender:
     async def send(self, message: Message) -> None:
         """Queue `message`; arrays are not copied, so they must not change afterwards.
 
-        Waits while nobody is connected. A message is lost where the end is closed meanwhile.
+        Waits while there is no connection. The message is lost if this end is closed meanwhile.
         """
         frames = encode(message)
         try:
             await self._socket.send_multipart(frames, copy=False)
         except (asyncio.CancelledError, zmq.ZMQError):
-            # What waits in a socket is cancelled when it closes, and not because its task is.
+            # Closing a socket cancels its waiting sends: tell that from the task's cancellation.
             task = asyncio.current_task()
             if not self._socket.closed or (task is not None and task.cancelling()):
                 raise
@@ -122,7 +119,7 @@ class AsyncReceiver:
         self._socket = _open(zmq.asyncio.Context.instance(), zmq.PULL, address, bind=bind)
 
     async def receive(self) -> Message:
-        """Wait for the next message that is well formed."""
+        """Wait for the next well-formed message."""
         while True:
             message = _decode_or_drop(await self._socket.recv_multipart(copy=False))
             if message is not None:
@@ -148,6 +145,6 @@ def _open(context: Any, kind: int, address: str, *, bind: bool) -> Any:
 def _decode_or_drop(frames: Sequence[zmq.Frame]) -> Message | None:
     try:
         return decode([frame.buffer for frame in frames])
-    except FrameError as error:
+    except WireError as error:
         logger.error("dropped a malformed message: %s", error)
         return None

@@ -1,8 +1,7 @@
 """Messages to frames and back: a msgpack header, then one raw frame per array.
 
-Frame 0 is one version byte and the header; the arrays follow out of band, so that they are
-neither copied on the way out nor on the way in (they come back as read-only views).
-Every type on the wire is declared in messages.py or has a form in wire.py, and nothing else can be
+Frame 0 is a version byte and the header; arrays are further frames, which are not copied by either
+side (decoded arrays are read-only views). Only types declared in messages.py or wire.py can be
 decoded.
 """
 
@@ -22,11 +21,11 @@ from mmjax.transport.messages import (
     Shutdown,
     StepOutput,
 )
-from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, FrameError
+from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, WireError
 
-__all__ = ["VERSION", "Buffer", "FrameError", "Message", "decode", "encode"]
+__all__ = ["VERSION", "Buffer", "Message", "WireError", "decode", "encode"]
 
-VERSION = 4
+VERSION = 5
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage
@@ -51,19 +50,19 @@ def encode(message: Message) -> list[Buffer]:
         wire = REQUEST.pack(message, arrays) if isinstance(message, EngineCoreRequest) else message
         header = _ENCODER.encode(wire)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
-        raise FrameError(f"the message cannot be encoded: {error}") from error
+        raise WireError(f"the message cannot be encoded: {error}") from error
     return [bytes([VERSION]) + header, *arrays.frames]
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
-    """Return the message; raises FrameError, and nothing else, on frames that are not one."""
+    """Return the message; WireError, and no other error, on malformed frames."""
     if not frames or not len(frames[0]):
-        raise FrameError("the message is empty; expected a version byte and a header")
+        raise WireError("the message is empty; expected a version byte and a header")
     header = memoryview(frames[0]).cast("B")
     if header[0] != VERSION:
-        raise FrameError(f"the message has version {header[0]}; expected {VERSION}")
+        raise WireError(f"the message has version {header[0]}; expected {VERSION}")
     try:
         wire = _DECODER.decode(header[1:])
         return REQUEST.unpack(wire, frames) if isinstance(wire, REQUEST.type) else wire
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise FrameError(f"the message cannot be decoded: {error}") from error
+        raise WireError(f"the message cannot be decoded: {error}") from error

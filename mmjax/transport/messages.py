@@ -1,4 +1,4 @@
-"""What P0 and P1 say to each other, grouped by who receives it. Knows nothing of sockets."""
+"""Messages between P0 and P1, grouped by their receiver."""
 
 import msgspec
 
@@ -10,35 +10,35 @@ from mmjax.sampling_params import SamplingParams
 
 
 class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """One request, processed: token ids with placeholders in place, and the items' tensors."""
+    """A processed request: token ids with expanded placeholders, and the items' features."""
 
     request_id: str
     prompt_token_ids: list[int]
     mm_features: list[MultiModalFeatureSpec] = []
-    """Sorted by `mm_position.offset`; without data where P1 holds it, or an earlier one has it."""
+    """Sorted by `mm_position.offset`; without data that P1 holds or an earlier feature has."""
     sampling_params: SamplingParams
     """Complete: with a seed, unless it is greedy."""
     eos_token_ids: list[int] = []
-    """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's own end."""
+    """Tokens that end the text unless `ignore_eos`; the first is the tokenizer's EOS."""
     arrival_time: float = 0.0
     deadline: float | None = None
-    """By when it must be finished, on the machine's monotonic clock."""
+    """By when it must be finished, in `time.monotonic()` seconds; None: no limit."""
     priority: int = 0
     cache_salt: str | None = None
     lora_name: str | None = None
-    """The adapter to serve with."""
+    """The LoRA adapter, or None."""
     encoder_prompt_token_ids: list[int] | None = None
-    """An encoder-decoder model's encoder prompt, in which the features lie; None for the others."""
+    """An encoder-decoder model's encoder prompt, with the placeholders; None for other models."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """Forget these requests, wherever they are; unknown ids are ignored."""
+    """Abort requests, waiting or running; unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Leave the loop and end the process."""
+    """End the engine process."""
 
 
 EngineMessage = EngineCoreRequest | AbortRequests | Shutdown
@@ -56,27 +56,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step added to one request."""
+    """What a step added to one request."""
 
     request_id: str
     new_token_ids: list[int]
     new_logprobs: list[TokenLogprobs] | None = None
-    """One entry per new token, where the request asked for them."""
+    """One entry per new token, if the request asked for them."""
     finish_reason: str | None = None
     """None while the request runs; "stop", "length" or "abort"."""
     stop_reason: int | None = None
-    """The token that ended the text, unless it is the tokenizer's own end."""
+    """The stop token that ended the text; None for the tokenizer's EOS."""
     num_cached_tokens: int = 0
 
 
 class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """What one engine step produced."""
+    """The outputs of one engine step."""
 
     deltas: list[RequestOutputDelta]
 
 
 class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """This request cannot be served; the others go on."""
+    """A request failed; the others continue."""
 
     request_id: str
     message: str
@@ -84,11 +84,11 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     status: int = 500
     code: str = InternalError.code
     retry_after_s: float | None = None
-    """When the same request may succeed, where that is known."""
+    """Seconds after which the same request may succeed, if known."""
 
     @classmethod
     def from_error(cls, request_id: str, error: RequestError) -> "RequestFailed":
-        """Tell of an error that `to_error` makes again on the other side."""
+        """Return the message of an error, which `to_error` restores."""
         return cls(
             request_id=request_id,
             message=error.message,
@@ -99,7 +99,7 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
         )
 
     def to_error(self) -> RequestError:
-        """Return the error as it was raised: class, status, code, field and time to wait."""
+        """Return the error: class, status, code, field and time to wait."""
         return make_request_error(
             self.code,
             self.message,
@@ -110,14 +110,14 @@ class RequestFailed(msgspec.Struct, tag=True, kw_only=True, frozen=True):
 
 
 class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """The request was not taken in: it names items that P1 does not hold. Send it with them."""
+    """A request was not admitted: P1 lacks the tensors of these items. Send it again with them."""
 
     request_id: str
     mm_hashes: list[str]
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """P1 has warmed up."""
+    """P1 has warmed up, and accepts requests."""
 
     num_kv_blocks: int
     num_programs: int
@@ -126,7 +126,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """P1's loop is alive; sent at least once a second."""
+    """P1 is alive, with its statistics; sent at least once a second."""
 
     num_running: int
     num_waiting: int
@@ -134,15 +134,15 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     num_compilations: int
     """Compilations since warm-up: 0 unless something is wrong."""
     time_s: float = 0.0
-    """When these figures held, on P1's monotonic clock."""
+    """Time of the statistics, in P1's `time.monotonic()` seconds."""
     num_prompt_tokens: int = 0
-    """Of all prompts that have given a token; those found in the prefix cache, too."""
+    """Of all requests with a first token, including tokens found in the prefix cache."""
     num_generation_tokens: int = 0
     prefix_cache_hits: int = 0
-    """Prompt tokens that were found, of `prefix_cache_queries`."""
+    """Prompt tokens found in the prefix cache, of `prefix_cache_queries`."""
     prefix_cache_queries: int = 0
     encoder_cache_hits: int = 0
-    """Items whose encoder output was found, of `encoder_cache_queries` that were needed."""
+    """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0
 
 

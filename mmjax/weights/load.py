@@ -1,6 +1,6 @@
-"""A checkpoint directory into sharded arrays, one slice of one tensor at a time.
+"""Load a checkpoint directory into sharded arrays, one slice of one tensor at a time.
 
-Validates before it reads: every missing, unexpected and misshapen tensor is in one report.
+Validates before reading: one error lists all missing, unexpected and misshapen tensors.
 """
 
 import itertools
@@ -24,20 +24,20 @@ _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
 _ROWS_COMPARED_AT_ONCE = 4096
 _MAX_LISTED = 20
-"""Names of a kind that a report shows; a wrong revision can miss thousands."""
+"""Tensors of a kind that an error lists; a wrong revision may lack thousands."""
 
 
 @dataclass(slots=True)
 class TensorProblems:
-    """What keeps a checkpoint from filling a tree; each entry is a line of the report."""
+    """Why a checkpoint does not match a tree; each entry is a line of the error."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
-    """Tensors with the wrong shape or dtype, or that claim another's place."""
+    """Tensors with the wrong shape or dtype, or that map to the same parameter as another."""
 
     def raise_if_any(self, source: str) -> None:
-        """Raise one CheckpointError that tells all."""
+        """Raise one CheckpointError with all problems."""
         kinds = (
             (self.missing, "missing"),
             (self.unexpected, "unexpected"),
@@ -103,9 +103,9 @@ def match_tensors(
     source: str,
     left_out: Sequence[str] = (),
 ) -> dict[str, StoredTensor]:
-    """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if it is no match.
+    """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if they differ.
 
-    A `lm_head` where the tree has none is the embedding once more (tied): it is compared and left.
+    A `lm_head` that the tree lacks is tied: it must equal the embedding, and is not loaded.
     """
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
@@ -174,7 +174,7 @@ def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:
 
 
 def _check_tied(head: StoredTensor, sources: Mapping[str, StoredTensor]) -> None:
-    """Compare with the embedding: a head of its own, dropped, would spoil answers in silence."""
+    """Raise unless the head equals the embedding: dropping another one would change outputs."""
     embedding = next((t for name, t in sources.items() if name.endswith(_EMBEDDING)), None)
     if embedding is not None and embedding.shape == head.shape:
         rows = head.shape[0]
@@ -193,7 +193,7 @@ def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> ja
     parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        # Devices that hold the same part (replicas over "data") ask for it one by one.
+        # Called once per device, also for replicas of the same slice.
         if index is None:
             raise RuntimeError(
                 f"`{name}` was asked for a part without bounds under {sharding}; weights are read "
@@ -208,5 +208,5 @@ def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> ja
         return parts[key]
 
     array = jax.make_array_from_callback(tensor.shape, sharding, read)
-    # Without this, reading would run ahead of the transfer and slices would pile up here.
+    # Else reading would run ahead of the transfer, and slices would accumulate in host memory.
     return jax.block_until_ready(array)

@@ -1,4 +1,4 @@
-"""How names in a checkpoint's files become names in a module's tree."""
+"""Rules from names in checkpoint files to names in a module's tree."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,4 @@
-"""A checkpoint directory's safetensors files as one lazy table of tensors.
-
-Reads headers when opened and slices when asked. Never opens a pickle. Knows nothing of jax.
-"""
+"""The tensors of a checkpoint directory's safetensors files, read lazily, by slices. No jax."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-"""The dtypes that are loaded; others (int8, float8) are quantised weights."""
+"""Supported dtypes and their bits; others (int8, float8) are quantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +28,22 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it: F32, BF16, ..."""
+    """In safetensors' notation: F32, BF16, ..."""
     slices: Any
 
     @property
     def is_floating(self) -> bool:
-        """Whether the dtype is one that weights may have."""
+        """Whether the dtype is supported."""
         return self.dtype in _BITS
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Size in bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * _BITS.get(self.dtype, 8) // 8
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return a slice in the file's dtype (bfloat16 as ml_dtypes has it)."""
-        # NOTE: a tensor without axes is read with an empty index, which gives a scalar.
+        """Return a slice in the file's dtype (bfloat16: of ml_dtypes)."""
+        # NOTE: a tensor without axes is read with `...`, which returns a scalar.
         return np.asarray(self.slices[index if self.shape else ...])
 
 

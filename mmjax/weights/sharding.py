@@ -1,7 +1,7 @@
-"""Where a parameter's slices lie on a mesh, decided by its name and shape.
+"""Shardings of parameters over a mesh, by name and shape.
 
-The plan is Megatron's (arXiv 1909.08053, section 3) and HF's `tp_plan`: a block's first product
-is cut by outputs, its second by inputs, so that one sum over the devices ends each half of a block.
+Tensor parallelism as in Megatron (arXiv 1909.08053, section 3) and HF's `tp_plan`: a block's first
+product is column-parallel, its second row-parallel, with one all-reduce after each.
 """
 
 import re
@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 DATA_AXIS = "data"
 MODEL_AXIS = "model"
 GROUP_AXIS = "group"
-"""Names of a mesh's axes. Parameters are replicated over "data" and cut over "model" and "group";
-the devices of one "group" have the same key-value heads, where there are fewer than devices."""
+"""Names of a mesh's axes. Parameters are replicated over "data" and sharded over "model" and
+"group"; the devices of a "group" have the same key-value heads, if these are fewer than devices."""
 
 _ALL = (MODEL_AXIS, GROUP_AXIS)
 _HEADS = (MODEL_AXIS,)
@@ -31,12 +31,12 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
 )
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
-"""What is cut. Towers and connectors lie whole on every device, which encodes pictures of its own:
-no sums within a picture, and a tower is small beside its language model."""
+"""Parameters that are sharded. Towers and connectors are replicated, and every device encodes other
+images: this needs no all-reduce, and a tower is small compared with its language model."""
 
 
 def partition_spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    """Return how the parameter `name` is cut; an axis that does not divide is replicated."""
+    """Return the parameter's PartitionSpec; an axis that does not divide evenly is replicated."""
     if not _LANGUAGE_MODEL.search(name):
         return PartitionSpec()
     for pattern, spec in _SPECS:

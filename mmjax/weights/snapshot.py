@@ -1,6 +1,6 @@
-"""Orbax snapshots of a loaded tree: a start from one renames nothing, and reads what it needs.
+"""Orbax snapshots of a loaded tree, under the tree's own names.
 
-A snapshot restores onto another mesh than it was saved from, or onto none, and in another dtype.
+A snapshot can be restored onto another mesh than it was saved from, or none, and in another dtype.
 """
 
 import json
@@ -18,7 +18,7 @@ from mmjax.weights.load import TensorProblems
 from mmjax.weights.sharding import param_sharding
 
 SCHEMA_VERSION = 1
-"""Raised when parameter names or layouts change; older snapshots are then refused."""
+"""Incremented when parameter names or layouts change; older snapshots are then refused."""
 
 _ARRAYS = "params"
 _METADATA = "mmjax_snapshot.json"
@@ -26,7 +26,7 @@ _METADATA = "mmjax_snapshot.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotMetadata:
-    """What a snapshot was made of."""
+    """Metadata of a snapshot."""
 
     source: str
     """The checkpoint: a directory or a hub id."""
@@ -49,7 +49,7 @@ def save_snapshot(
     architecture: str,
     revision: str | None = None,
 ) -> SnapshotMetadata:
-    """Write `params` and what they are into the new directory `path`."""
+    """Write `params` and their metadata into the directory `path`."""
     path = Path(path).absolute()
     leaves = flatten_params(params)
     dtypes = {str(leaf.dtype) for leaf in leaves.values()}
@@ -64,15 +64,10 @@ def save_snapshot(
     path.mkdir(parents=True, exist_ok=True)
     with _checkpointer() as checkpointer:
         checkpointer.save(path / _ARRAYS, args=_save_args(leaves))
-    # Written last: without it, the snapshot counts as unfinished.
+    # Written last: without it the snapshot is unfinished.
     shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
     (path / _METADATA).write_text(json.dumps({**asdict(metadata), "shapes": shapes}, indent=1))
     return metadata
-
-
-def read_snapshot_metadata(path: Path | str) -> SnapshotMetadata:
-    """Return what the snapshot says of itself."""
-    return _read(Path(path).absolute())[0]
 
 
 def load_snapshot(
@@ -82,16 +77,16 @@ def load_snapshot(
     mesh: Mesh | None = None,
     left_out: Sequence[str] = (),
 ) -> dict[Any, Any]:
-    """Restore a snapshot into the tree: sharded over `mesh`, in the dtypes of the tree.
+    """Restore a snapshot into a tree, sharded over `mesh`, in the tree's dtypes.
 
     Args:
         path: The directory.
-        abstract_params: The tree, with `ShapeDtypeStruct`s for leaves.
-        mesh: Where to shard over; None: the first device holds all.
-        left_out: Attributes of the model that the tree lacks: their arrays are not read.
+        abstract_params: The tree of `ShapeDtypeStruct`s.
+        mesh: As for `load_params`; None: everything on the first device.
+        left_out: Attributes of the model that the tree lacks, whose arrays are not read.
 
     Raises:
-        CheckpointError: Where it is none, or has other tensors than the tree: all in one report.
+        CheckpointError: If it is no snapshot, or has other tensors than the tree; lists them all.
     """
     path = Path(path).absolute()
     metadata, shapes = _read(path)
@@ -112,7 +107,7 @@ def load_snapshot(
 def _checkpointer() -> Any:
     from orbax.checkpoint import Checkpointer, PyTreeCheckpointHandler
 
-    # Weights hardly compress, and a start would wait for the decompression.
+    # Weights hardly compress, and decompression would slow down loading.
     return Checkpointer(PyTreeCheckpointHandler(use_compression=False))
 
 
@@ -126,7 +121,7 @@ def _restore_args(targets: dict[str, Any]) -> Any:
     from orbax.checkpoint.args import PyTreeRestore
     from orbax.checkpoint.checkpoint_utils import construct_restore_args
 
-    # The snapshot may hold more: the arrays of what is left out.
+    # The snapshot may hold more: the arrays of `left_out`.
     return PyTreeRestore(
         item=targets, restore_args=construct_restore_args(targets), partial_restore=True
     )

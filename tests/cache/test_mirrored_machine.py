@@ -1,8 +1,8 @@
-"""The mirrored caches under whatever can happen between two processes.
+"""The mirrored caches under random events of two processes.
 
 P0 prepares requests against a cache that others change meanwhile, commits them later or never;
-messages wait in a channel; P1 rejects some, is started anew, loses entries. Yet a request gets the
-items that it asked for, and no client ever hears of a miss.
+messages wait in a channel; P1 rejects some, is restarted, loses entries. Yet every request gets its
+items, and no client sees a cache miss.
 """
 
 import logging
@@ -160,7 +160,7 @@ class World:
         request = self.requests[index % len(self.requests)]
         request.is_aborted = True
 
-    def hear_of_miss(self) -> None:
+    def receive_miss(self) -> None:
         request, missing = self.misses.popleft()
         request.num_heals += 1
         self.num_heals += 1
@@ -199,7 +199,7 @@ class World:
     # ---- disturbances --------------------------------------------------------------------------
 
     def restart(self, *, is_drained: bool) -> None:
-        """P1 dies with all that it holds; P0 hears of it later, and sends meanwhile."""
+        """P1 dies with all that it holds; P0 learns of it later, and sends meanwhile."""
         self.is_disturbed = self.must_clear = True
         self.receiver = MultiModalReceiverCache(CAPACITY)
         if is_drained:
@@ -208,12 +208,12 @@ class World:
             self.channel.clear()
 
     def clear_sender(self) -> None:
-        """P0 has heard of the restart."""
+        """P0 learns of the restart."""
         self.must_clear = False
         self.sender.reset_readers()
 
     def drop(self, mm_hash: str, *, from_sender: bool) -> None:
-        """One side loses an entry, by a fault of ours that nobody knows yet."""
+        """One side loses an entry, by an unknown bug."""
         self.is_disturbed = True
         if from_sender:
             self.sender.invalidate(mm_hash)
@@ -230,7 +230,7 @@ class World:
             while self.channel:
                 self.deliver()
             while self.misses:
-                self.hear_of_miss()
+                self.receive_miss()
         for request in self.requests:
             assert request.is_done or request.is_aborted, request
         self.requests.clear()
@@ -288,8 +288,8 @@ class MirroredMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.misses)
     @rule()
-    def hear_of_miss(self) -> None:
-        self.world.hear_of_miss()
+    def receive_miss(self) -> None:
+        self.world.receive_miss()
 
     @rule(is_drained=st.booleans())
     def restart(self, is_drained: bool) -> None:
@@ -334,7 +334,7 @@ TestCalmMachine = CalmMachine.TestCase
 TestCalmMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-CALM = {"prepare": 30, "commit": 28, "deliver": 28, "hear_of_miss": 20, "abort": 3, "settle": 1}
+CALM = {"prepare": 30, "commit": 28, "deliver": 28, "receive_miss": 20, "abort": 3, "settle": 1}
 STORMY = CALM | {"restart": 1, "clear_sender": 2, "drop": 4, "agree_anew": 1}
 
 
@@ -363,8 +363,8 @@ def apply_operation(world: World, name: str, rng: random.Random) -> bool:
             world.commit(number)
         case "deliver" if world.channel:
             world.deliver(is_rejected=number < 50)
-        case "hear_of_miss" if world.misses:
-            world.hear_of_miss()
+        case "receive_miss" if world.misses:
+            world.receive_miss()
         case "abort" if world.requests:
             world.abort(-1 - number % 10)
         case "settle" if number < 100:

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.cache import MultiModalCacheMissError
 from mmjax.cache.media.shm.handle import ShmHandleError
-from mmjax.cache.media.shm.receiver import MIN_NUM_READINGS, ShmObjectStoreReceiverCache
+from mmjax.cache.media.shm.receiver import MIN_NUM_LEASES, ShmObjectStoreReceiverCache
 from mmjax.cache.media.shm.segment import HEADER, PAGE
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import MMJaxError
@@ -109,9 +109,9 @@ def test_a_handle_counts_once(sender, receiver):
 
 def test_records_of_what_is_gone_are_dropped(sender, receiver):
     live = read(receiver, put(sender, "live"))
-    for number in range(2 * MIN_NUM_READINGS):
+    for number in range(2 * MIN_NUM_LEASES):
         read(receiver, put(sender, str(number), num_bytes=1))
-    assert len(receiver._readings) <= MIN_NUM_READINGS
+    assert len(receiver._leases) <= MIN_NUM_LEASES
     del live
     assert sender.num_in_use == 0
 

@@ -1,4 +1,4 @@
-"""What no step could serve is refused at the door, with the field and the mend."""
+"""Requests that no step can compute are refused on arrival, naming the field and a fix."""
 
 from typing import Any
 

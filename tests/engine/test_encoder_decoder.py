@@ -51,7 +51,7 @@ def all_returns(core: EngineCore, cramped: EngineCore) -> Iterator[None]:
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0.0)
         assert engine.encoder_usage() == 0
-        assert engine.prefix_cache_info.hits == 0
+        assert engine.stats().prefix_cache_hits == 0
 
 
 def text(seed: int, length: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The host prepares a step while the device computes the one before; answers do not tell."""
+"""Async scheduling does not change outputs."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

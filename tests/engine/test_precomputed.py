@@ -121,15 +121,15 @@ def test_pictures_and_embeddings_share_a_batch(core: EngineCore):
 def test_a_prefix_with_embeddings_is_found(core: EngineCore):
     parts = (text(20, 20), (6, 1), text(21, 20))
     first = report(core, with_own_embeds(message("first", parts, logprobs=5)))
-    hits = core.prefix_cache_info.hits
+    hits = core.stats().prefix_cache_hits
     again = with_own_embeds(message("again", parts, logprobs=5))
     assert report(core, again) == first
-    assert core.prefix_cache_info.hits > hits + 20
-    hits = core.prefix_cache_info.hits
+    assert core.stats().prefix_cache_hits > hits + 20
+    hits = core.stats().prefix_cache_hits
     report(
         core, with_own_embeds(message("other", (text(20, 20), (7, 1), text(21, 20)), logprobs=5))
     )
-    assert core.prefix_cache_info.hits <= hits + 20, "not beyond other embeddings"
+    assert core.stats().prefix_cache_hits <= hits + 20, "not beyond other embeddings"
 
 
 @lru_cache

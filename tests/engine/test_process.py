@@ -15,7 +15,13 @@ from transformers import AutoConfig
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.process import HEARTBEAT_INTERVAL_S, EngineLoop, Heart, _start, run_engine
+from mmjax.engine.process import (
+    HEARTBEAT_INTERVAL_S,
+    EngineLoop,
+    HeartbeatThread,
+    _start,
+    run_engine,
+)
 from mmjax.logger import get_logger
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
@@ -55,7 +61,7 @@ class Frontend:
         def loop() -> None:
             try:
                 loop = EngineLoop(core, receiver, sender)
-                with Heart(loop, self.addresses[1]):
+                with HeartbeatThread(loop, self.addresses[1]):
                     loop.run()
             finally:
                 receiver.close()

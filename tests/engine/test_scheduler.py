@@ -171,11 +171,11 @@ def test_an_item_is_encoded_whole_when_its_first_embedding_comes() -> None:
     first = step(scheduler)
     assert windows(first) == {"a": (0, 16)}
     assert encoded(first) == ["item at 10"]
-    assert scheduler.encoder_cache.get_cached_identifiers("a") == {"item at 10"}
+    assert scheduler.encoder_cache.cached == {"item at 10": {"a"}}
     second = step(scheduler)
     assert windows(second) == {"a": (16, 30)}
     assert encoded(second) == []
-    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+    assert not any(scheduler.encoder_cache.cached.values())
 
 
 def test_a_span_in_both_directions_is_never_cut() -> None:
@@ -196,7 +196,7 @@ def test_marks_around_a_span_may_go_in_other_steps() -> None:
     outputs = [step(scheduler) for _ in range(3)]
     assert [windows(output)["a"] for output in outputs] == [(0, 9), (9, 25), (25, 30)]
     assert [encoded(output) for output in outputs] == [[], ["item at 6"], []]
-    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+    assert not any(scheduler.encoder_cache.cached.values())
 
 
 def test_an_item_is_cut_between_its_spans() -> None:
@@ -244,9 +244,9 @@ def test_a_picture_twice_in_a_prompt_is_encoded_once_where_there_is_room() -> No
     items = (make_item(0, 6, "same"), make_item(12, 6, "same"))
     scheduler.add_request(make_request("a", 30, items))
     assert encoded(step(scheduler)) == ["same"]
-    assert scheduler.encoder_cache.get_cached_identifiers("a") == {"same"}
+    assert scheduler.encoder_cache.cached == {"same": {"a"}}
     assert encoded(step(scheduler)) == []
-    assert scheduler.encoder_cache.get_cached_identifiers("a") == set()
+    assert not any(scheduler.encoder_cache.cached.values())
 
 
 def test_a_picture_that_comes_again_does_not_lock_out_the_one_between() -> None:

@@ -188,7 +188,7 @@ class Bench:
             assert idle_steps < 60, "nobody gets anything"
         assert core.step() == []
         self.num_preemptions += core.num_preemptions - preemptions
-        self.num_prefix_hits += core.prefix_cache_info.hits
+        self.num_prefix_hits += core.stats().prefix_cache_hits
 
     def _answer_alone(self, parts: Parts, is_causal: bool) -> Answer:
         """Return what the engine answers with nothing else to do, and nothing in its caches."""

@@ -58,7 +58,7 @@ class TinyLayer(nnx.Module):
         query, key, value = (_heads(project(hidden)) for project in (self.q, self.k, self.v))
         own, cache = attention(query, key, value, cache, metadata, scale=SCALE)
         hidden = hidden + self.o(own.reshape(-1, WIDTH))
-        states = metadata.cross.states
+        states = metadata.cross.encoder_hidden_states
         if len(states):
             key, value = _heads(self.cross_k(states)), _heads(self.cross_v(states))
             cache = write_encoder(key, value, cache, metadata)

@@ -1,4 +1,4 @@
-"""One tiny model's input side, shared by the tests of the doors."""
+"""A tiny model's input processor, for tests of the frontend and the server."""
 
 from pathlib import Path
 

@@ -37,8 +37,9 @@ def with_parts(parser: ChatParser, **changes: Any) -> ChatParser:
 
 
 @pytest.fixture
-def parser(input_processor: InputProcessor) -> ChatParser:
-    return with_parts(ChatParser.for_model(input_processor), limits={"image": 3})
+def parser(input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> ChatParser:
+    monkeypatch.setitem(input_processor.allowed_mm_limits, "image", 3)
+    return ChatParser.for_model(input_processor)
 
 
 @pytest.fixture
@@ -123,6 +124,17 @@ def test_images_count_over_all_messages(parser: ChatParser) -> None:
     with pytest.raises(RequestError, match="At most 3") as caught:
         parser.parse(conversation)
     assert caught.value.param == "messages[2].content[2]"
+
+
+def test_the_limit_is_that_of_any_prompt(
+    parser: ChatParser, input_processor: InputProcessor
+) -> None:
+    with pytest.raises(RequestError) as of_prompt:
+        input_processor.check_mm_data({"image": [None] * 4})
+    with pytest.raises(RequestError) as of_chat:
+        parser.parse(user(*[image_part() for _ in range(4)]))
+    assert str(of_prompt.value) in str(of_chat.value)
+    assert "Got 4" in str(of_chat.value)
 
 
 def test_the_limit_comes_before_the_decoder(

@@ -350,7 +350,7 @@ class Storm:
     async def _persist(
         self, ask: Callable[..., Awaitable[None]], *args: Any, **kwargs: Any
     ) -> None:
-        """Come again where the door is shut: that is no answer, and not the caches' doing."""
+        """Retry after a CapacityError, which has nothing to do with the caches."""
         while True:
             while self.run.supervisor.state != "ready":
                 await asyncio.sleep(0.005)

@@ -9,6 +9,7 @@ from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
+from mmjax.processing.items import uuids
 from mmjax.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 from tests.processing.families.family import GOLDEN
@@ -152,6 +153,25 @@ def test_too_many_images(tiny_gemma3: Path) -> None:
     }
     with pytest.raises(RequestError, match="1"):
         processor.process("r", prompt, GREEDY)
+
+
+@pytest.mark.parametrize("family", ["llava", "florence2"])
+def test_uuids_are_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    to_list = uuids._to_list
+    monkeypatch.setattr(
+        uuids, "_to_list", lambda modality, given: read.append(modality) or to_list(modality, given)
+    )
+    processor = InputProcessor(load_model_config(str(GOLDEN / family)))
+    text = {"llava": "<image>", "florence2": "<CAPTION>"}[family]
+    prompt: Any = {
+        "prompt": text,
+        "multi_modal_data": {"image": draw(8, 8)},
+        "multi_modal_uuids": {"image": ["a"]},
+    }
+    request = processor.process("r", prompt, GREEDY)
+    assert request.messages[0].mm_features[0].identifier == "a"
+    assert read == ["image"]
 
 
 def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:

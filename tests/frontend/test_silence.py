@@ -1,4 +1,4 @@
-"""Silence counts while somebody is awake to hear it."""
+"""Silence counts only while this process was able to receive."""
 
 import pytest
 

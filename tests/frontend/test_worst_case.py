@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config import CacheConfig, EngineConfig, MultiModalConfig, SchedulerConfig
 from mmjax.errors import ConfigError
-from mmjax.frontend.encoder_budget import with_encoder_budget
+from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.model_source import load_model_config
 
 

@@ -108,7 +108,7 @@ def test_neighbours_never_matter_when_decoding(seed: int):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_before_the_window_are_not_read(seed: int):
-    """A walk over 6 tokens reads one group of blocks, or two, of a long context; NaN shows it."""
+    """Attention to 6 tokens reads one group of blocks, or two, of a long context; NaN shows it."""
     generator = np.random.default_rng(seed)
     chunks = [draw_chunk(generator, start, 1) for start in (3, 100, 132, 133, 160, 190)]
     batch = lay_out_decoding(chunks)

@@ -1,4 +1,4 @@
-"""The TPU kernel's side: our layout through its shipped reference equals our own walk.
+"""The TPU kernel's side: our layout through its shipped reference equals our attention in XLA.
 
 The kernel itself runs on TPUs alone; what it is given is what is tested here.
 """
@@ -142,7 +142,7 @@ def by_hand(batch: Batch, chunks: list[Chunk]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("first", range(0, NUM_CASES, 25))
-def test_the_walk_and_our_arguments_are_the_reference(first: int):
+def test_xla_and_our_arguments_are_the_reference(first: int):
     for seed in range(first, first + 25):
         batch, chunks, options = draw_case(seed)
         rows = np.concatenate(batch.rows)
@@ -171,7 +171,7 @@ def test_the_reference_over_numpy_is_the_reference(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_walk_reads_both_layouts_alike(seed: int):
+def test_xla_reads_both_layouts_alike(seed: int):
     batch, _, options = draw_case(seed)
     outputs = [
         run(x.query, x.key, x.value, x.cache, x.metadata, **options)[0]
@@ -279,8 +279,6 @@ def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: st
 
 
 def test_padded_heads_are_counted():
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=72)
-    sizes = {"block_size": 16, "dtype": jnp.float32}
-    cache = InterleavedCache.zeros(spec, num_blocks=5, **sizes)
+    cache = InterleavedCache.zeros((5, 16, 2, 72), jnp.float32, None)
     assert cache.pages.shape == (5, 16, 4, 128)
     assert (cache.num_kv_heads, cache.block_size) == (2, 16)

@@ -1,4 +1,4 @@
-"""Attention in a pack: each image's is the one it has alone, whoever stands beside it."""
+"""Attention of packed images equals that of each image alone."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     if request.param == "squares":
         return jax.jit(partial(segment_attention, scale=SCALE))
     monkeypatch.setattr(attention_segments, "MAX_SCORES", 256)
-    return jax.jit(partial(attention_segments._in_whole_rows, scale=SCALE))
+    return jax.jit(partial(attention_segments._masked_attention, scale=SCALE))
 
 
 def draw(num_rows: int, seed: int = 0) -> np.ndarray:
@@ -104,7 +104,7 @@ def test_padding_stays_finite(attend: Callable[..., Any], loudness: float) -> No
         assert np.isfinite(attend(*rows, ids_of(sizes, 600))).all()
 
 
-def test_the_walk_leaves_padding_alone() -> None:
+def test_padding_is_not_attended_to() -> None:
     """Also where it shares a block with an image, whose values never enter its sums."""
     rows = draw(600)
     out = np.asarray(jax.jit(partial(segment_attention, scale=SCALE))(*rows, ids_of([100], 600)))
@@ -121,9 +121,9 @@ def test_ids_in_any_order_are_right(attend: Callable[..., Any]) -> None:
         np.testing.assert_allclose(out[mine], alone(rows[:, mine]), atol=TOLERANCE)
 
 
-def test_only_blocks_of_the_own_segments_are_walked() -> None:
+def test_only_blocks_of_its_own_segments_are_computed() -> None:
     ids = np.array([[0, 0], [0, 1], [2, 2], [2, -1], [-1, -1]], np.int32)
-    first, end = attention_segments._blocks_to_walk(jnp.asarray(ids))
+    first, end = attention_segments._block_range(jnp.asarray(ids))
     assert first.tolist()[:4] == [0, 0, 2, 2]
     assert (end - first).tolist() == [2, 2, 2, 2, 0]
 

@@ -119,7 +119,9 @@ class TestMarks:
         class Unmarked(nnx.Module, SupportsMultiModal):
             pass
 
-        with pytest.raises(NotImplementedError, match=r"`Unmarked` has no `language_model`.*override"):
+        with pytest.raises(
+            NotImplementedError, match=r"`Unmarked` has no `language_model`.*override"
+        ):
             Unmarked().get_language_model()
 
 

@@ -15,7 +15,7 @@ import pytest
 from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
 from mmjax.errors import ConfigError, RequestCancelledError, RequestValueError
-from mmjax.processing import MediaLimits, item_processing
+from mmjax.processing import MediaLimits, missing_items, processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import (
     Cancellation,
@@ -59,8 +59,8 @@ def set_batch_bytes(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
     def split(sizes: Any) -> Any:
         return split_by_bytes(sizes, max_bytes)
 
-    monkeypatch.setattr(item_processing, "split_by_bytes", split)
-    monkeypatch.setattr(item_processing, "MAX_BATCH_BYTES", max_bytes)
+    monkeypatch.setattr(missing_items, "split_by_bytes", split)
+    monkeypatch.setattr(processor, "MAX_BATCH_BYTES", max_bytes)
 
 
 def test_batches_keep_the_order_and_the_bound():

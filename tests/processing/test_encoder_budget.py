@@ -81,7 +81,6 @@ def test_items_of_a_prompt_and_of_a_step():
     assert budget.mm_max_toks_per_item == {"image": 10, "video": 40}
     assert budget.mm_max_items_per_prompt == {"image": 3, "video": 2}  # 100 // 40
     assert budget.mm_max_items_per_batch == {"image": 10, "video": 2}
-    assert budget.get_modality_with_max_tokens() == "video"
 
 
 @pytest.mark.parametrize(
@@ -98,11 +97,6 @@ def test_what_bounds_the_items(changes: dict[str, Any], expected: tuple[int, int
     budget = make_budget({"image": 10}, {"image": 3}, **changes)
     per_prompt, per_batch = budget.mm_max_items_per_prompt, budget.mm_max_items_per_batch
     assert (per_prompt["image"], per_batch["image"]) == expected
-
-
-def test_a_tie_goes_to_the_later_name():
-    budget = make_budget({"video": 10, "audio": 10, "image": 10}, {})
-    assert budget.get_modality_with_max_tokens() == "video"
 
 
 def test_a_modality_of_embeddings_alone_fills_the_cache_and_runs_no_tower():

@@ -25,7 +25,8 @@ from PIL import ExifTags, Image
 
 from mmjax.errors import RequestError
 from mmjax.processing import MediaLimits, MediaWithBytes, MultiModalHasher
-from mmjax.processing.hashing.hasher import LARGE_CHUNK, ContentHasher, has_parsed_exif
+from mmjax.processing.hashing.hasher import LARGE_CHUNK, ContentHasher
+from mmjax.processing.media.decode import has_parsed_exif
 from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.test_media import encode
@@ -454,7 +455,7 @@ def test_an_io_config_that_says_nothing_counts_as_none():
 def test_pillow_still_keeps_parsed_exif_where_we_look():
     """`has_parsed_exif` reads a private attribute: a Pillow without it must be looked at."""
     image = draw(2, 2)
-    assert "_exif" in vars(image), "Pillow keeps EXIF elsewhere: mend hasher.has_parsed_exif"
+    assert "_exif" in vars(image), "Pillow keeps EXIF elsewhere: mend has_parsed_exif"
     assert not has_parsed_exif(image)
     image.getexif()
     assert has_parsed_exif(image), "Pillow keeps parsed EXIF elsewhere: mend has_parsed_exif"

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmjax.processing import (
-    MultiModalFeatureSpec,
     MultiModalFieldConfig,
     MultiModalInputs,
     MultiModalKwargsItem,
@@ -123,7 +122,7 @@ class TestKwargsItems:
         with pytest.raises(KeyError, match=r"`video` not found; available: `image`"):
             items["video"]
         with pytest.raises(RuntimeError, match=r"Found empty mm_items\['image'\]\[0\]"):
-            items.require_data()
+            items.get_item("image", 0)
 
     def test_own_arrays_lets_go_of_the_batch(self):
         batched = MultiModalFieldConfig.batched("image")
@@ -196,6 +195,5 @@ def test_features_are_sorted_by_position():
         ("audio", "c"),
         ("image", "a"),
     ]
-    gathered = MultiModalFeatureSpec.gather_kwargs(features, ["dummy", "other"])
-    assert [len(tensor) for tensor in gathered["dummy"]] == [3]
-    assert gathered["other"] == []
+    tensors = [one.tensors for one in features]
+    assert [item and len(item["dummy"].data) for item in tensors] == [None, None, 3]

@@ -41,6 +41,14 @@ def images(*items: Any) -> MultiModalDataItems:
     )
 
 
+def hash_items(
+    hasher: ItemHasher, items: MultiModalDataItems, mm_uuids: Any = None, **kwargs: Any
+) -> dict[str, list[str]]:
+    hashed = hasher.identify(items, mm_uuids or {}, kwargs.pop("mm_kwargs", {}), **kwargs)
+    hasher.bind(hashed)
+    return hashed.by_modality
+
+
 def hash_images(
     hasher: ItemHasher,
     *items: Any,
@@ -49,7 +57,9 @@ def hash_images(
     **kwargs: Any,
 ) -> list[str]:
     mm_uuids = {} if uuids is None else {"image": uuids}
-    return hasher.hash_items(images(*items), mm_uuids, mm_kwargs or {}, **kwargs)["image"]
+    return hash_items(hasher, images(*items), mm_uuids, mm_kwargs=mm_kwargs or {}, **kwargs)[
+        "image"
+    ]
 
 
 @pytest.fixture
@@ -96,7 +106,7 @@ class TestContents:
         items = MultiModalDataItems(
             image=ImageProcessorItems([frames]), video=VideoProcessorItems([frames])
         )
-        hashes = hasher.hash_items(items, {}, {})
+        hashes = hash_items(hasher, items)
         assert hashes["image"] != hashes["video"]
 
     def test_a_videos_metadata_counts(self, hasher: ItemHasher) -> None:
@@ -104,7 +114,7 @@ class TestContents:
 
         def hash_video(metadata: Any) -> list[str]:
             items = MultiModalDataItems(video=VideoProcessorItems([frames], metadata))
-            return hasher.hash_items(items, {}, {})["video"]
+            return hash_items(hasher, items)["video"]
 
         known = [hash_video(metadata) for metadata in (None, {"fps": 1}, {"fps": 2})]
         assert len({mm_hash for (mm_hash,) in known}) == 3

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmjax.errors import ConfigError, RequestError, RequestValueError
-from mmjax.processing.known_kwargs import (
+from mmjax.processing.hf_call import (
     check_ceilings,
     check_known_kwargs,
     find_unknown,

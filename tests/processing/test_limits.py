@@ -69,6 +69,16 @@ class TestCounts:
             info.validate_num_items("image", 6)
         assert "--limit-mm-per-prompt" not in str(caught.value)
 
+    def test_items_are_counted_once(self, monkeypatch: pytest.MonkeyPatch):
+        info = make(mm={"enable_mm_embeds": True}).info
+        counted: list[int] = []
+        monkeypatch.setattr(
+            info, "validate_num_items", lambda modality, number, **kwargs: counted.append(number)
+        )
+        info.parse_mm_data({"image": [draw(2, 2), draw(2, 2)]})
+        info.parse_mm_data({"image": jnp.ones((3, 4, 6))})
+        assert counted == [2, 3]
+
     def test_a_modality_that_the_model_lacks(self):
         for data in ("x", [], {"frames": 1}):
             with pytest.raises(ValueError, match="Unsupported modality: audio; this model takes"):

@@ -13,7 +13,13 @@ from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId
 from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
-from tests.processing.test_item_hashes import FILES, LIMITS, forbid_decoding, hash_images
+from tests.processing.test_item_hashes import (
+    FILES,
+    LIMITS,
+    forbid_decoding,
+    hash_images,
+    hash_items,
+)
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ class TestClaims:
         hash_images(hasher, FILES[0], uuids=["0"], id_domain="d")
         frames = np.zeros((2, 4, 4, 3), np.uint8)
         items = MultiModalDataItems(video=VideoProcessorItems([frames]))
-        hasher.hash_items(items, {"video": ["0"]}, {}, id_domain="d")
+        hash_items(hasher, items, {"video": ["0"]}, id_domain="d")
 
     def test_only_so_many_ids_are_remembered(self) -> None:
         hasher = ItemHasher("model", max_remembered=2)

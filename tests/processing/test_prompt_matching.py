@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.processing import (
+    PromptIndex,
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,
@@ -20,6 +21,7 @@ from mmjax.processing import (
     apply_token_matches,
     find_mm_placeholders,
 )
+from mmjax.processing.prompt_updates.updates import Match
 from tests.kit import ByteTokenizer
 from tests.processing.test_prompt_updates import seconds
 
@@ -46,8 +48,20 @@ def first_match(
 ) -> Any:
     for index, update in enumerate(updates):
         if mode in (None, update.mode):
-            for match in update.iter_token_matches(prompt, tokenizer, start_idx=cursor):
+            match = find_target(prompt, update.target, cursor)
+            if match is not None:
                 return index, match
+    return None
+
+
+def find_target(prompt: list[int], target: Any, cursor: int) -> Match | None:
+    if isinstance(target, PromptIndex):
+        place = target.get_match_index(tokenizer, prompt, cursor)
+        return None if place is None else Match(place, place)
+    wanted = tokenizer.encode(target) if isinstance(target, str) else target
+    for start in range(cursor, len(prompt) + 1 - len(wanted)):
+        if wanted and prompt[start : start + len(wanted)] == wanted:
+            return Match(start, start + len(wanted))
     return None
 
 

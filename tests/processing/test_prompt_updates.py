@@ -1,7 +1,8 @@
 """Updates, their targets and contents, and matching tokens."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ from mmjax.processing import (
     PromptIndexTargets,
     PromptInsertion,
     PromptReplacement,
+    PromptUpdate,
     PromptUpdateDetails,
     UpdateMode,
+    apply_text_matches,
+    apply_token_matches,
     iter_token_matches,
     replace_token_matches,
 )
-from mmjax.processing.prompt_updates.updates import UpdateTarget
+from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates, UpdateTarget
 from tests.kit import ByteTokenizer
 
 tokenizer = ByteTokenizer()
@@ -78,6 +82,18 @@ def test_matching_is_linear_even_in_its_worst_case():
     assert search(80_000) < 10 * search(20_000) + 1e-3
 
 
+def resolve_for(places: Sequence[object], update: PromptUpdate) -> MultiModalPromptUpdates:
+    """An item for each place where the update's target is; one where it is nowhere."""
+    return {"image": [[update.resolve(index)] for index in range(max(1, len(places)))]}
+
+
+def splice(prompt: Any, places: Sequence[Any], new: Any) -> Any:
+    """Return the prompt with `new` at each (start, end)."""
+    for start, end in reversed(places):
+        prompt = prompt[:start] + new + prompt[end:]
+    return prompt
+
+
 @pytest.mark.parametrize(
     ("target", "prompt", "expected"),
     [
@@ -93,9 +109,10 @@ def test_matching_is_linear_even_in_its_worst_case():
     ],
 )
 def test_targets_in_tokens(target: UpdateTarget, prompt: list[int], expected: list[object]):
-    update = PromptReplacement("image", target, [9]).resolve(0)
-    assert list(update.iter_token_matches(prompt, tokenizer)) == expected
-    assert list(update.iter_matches(prompt, tokenizer)) == expected
+    updates = resolve_for(expected, PromptReplacement("image", target, [9]))
+    written, applied = apply_token_matches(prompt, updates, tokenizer)
+    assert written == splice(prompt, expected, [9])
+    assert applied["image"] == ([0] * len(expected) or [None])
 
 
 @pytest.mark.parametrize(
@@ -111,22 +128,23 @@ def test_targets_in_tokens(target: UpdateTarget, prompt: list[int], expected: li
     ],
 )
 def test_targets_in_text(target: UpdateTarget, prompt: str, expected: list[object]):
-    update = PromptInsertion("image", target, "x").resolve(0)
-    assert list(update.iter_matches(prompt, tokenizer)) == expected
+    updates = resolve_for(expected, PromptReplacement("image", target, "x"))
+    written, applied = apply_text_matches(prompt, updates, tokenizer)
+    assert written == splice(prompt, expected, "x")
+    assert applied["image"] == ([0] * len(expected) or [None])
 
 
 def test_a_place_is_only_at_its_place():
     for target in (PromptIndexTargets.start(), PromptIndexTargets.prefix([1])):
-        update = PromptInsertion("image", target, [9]).resolve(0)
-        assert list(update.iter_token_matches([1, 2], start_idx=1)) == []
+        assert target.get_match_index(tokenizer, [1, 2], 1) is None
 
 
 def test_text_without_a_tokenizer_is_refused():
-    update = PromptInsertion("image", "a", "b").resolve(0)
+    in_text, in_tokens = PromptInsertion("image", "a", "b"), PromptInsertion("image", [97], "b")
     with pytest.raises(ValueError, match="pass `tokenizer`"):
-        list(update.iter_token_matches([97]))
+        apply_token_matches([97], {"image": [[in_text.resolve(0)]]})
     with pytest.raises(ValueError, match="pass `tokenizer`"):
-        list(PromptInsertion("image", [97], "b").resolve(0).iter_text_matches("a"))
+        apply_text_matches("a", {"image": [[in_tokens.resolve(0)]]})
 
 
 def test_targets_and_contents_may_depend_on_the_item():
@@ -135,7 +153,6 @@ def test_targets_and_contents_may_depend_on_the_item():
     assert (resolved.modality, resolved.item_idx) == ("image", 2)
     assert (resolved.mode, resolved.target) == (UpdateMode.REPLACE, "<2>")
     assert resolved.content == PromptUpdateDetails([5, 5])
-    assert resolved.with_target([1]).target == [1]
     assert resolved.with_content("ab").content == PromptUpdateDetails.from_seq("ab")
     insertion = PromptInsertion("audio", [1], "x").resolve(0)
     assert (insertion.mode, insertion.mode.value) == (UpdateMode.INSERT, "insert")

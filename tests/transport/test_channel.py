@@ -1,4 +1,4 @@
-"""Pipes carry messages in order, in a directory that is nobody else's."""
+"""Channels deliver messages in order, in a private directory."""
 
 import asyncio
 import stat

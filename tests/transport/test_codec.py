@@ -20,7 +20,7 @@ from mmjax.processing.tensors.inputs import (
     PlaceholderRange,
 )
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
+from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,
@@ -199,7 +199,7 @@ def test_strided_and_bfloat16_arrays() -> None:
     "dtype", [np.dtype("O"), np.dtype("U3"), np.dtype("complex64"), np.dtype(">i4")]
 )
 def test_other_dtypes_are_not_sent(dtype: np.dtype) -> None:
-    with pytest.raises(FrameError, match="no wire form"):
+    with pytest.raises(WireError, match="no wire form"):
         encode(_request(np.zeros(2, dtype)))
 
 
@@ -221,7 +221,7 @@ def test_other_dtypes_are_not_sent(dtype: np.dtype) -> None:
     ],
 )
 def test_malformed_frames_are_named(frames: list[bytes], match: str) -> None:
-    with pytest.raises(FrameError, match=match):
+    with pytest.raises(WireError, match=match):
         decode(frames)
 
 
@@ -236,9 +236,9 @@ def _header_of(message: Message) -> dict:
         ({"dtype": "float64"}, "frame of 48 bytes"),
         ({"shape": [10**9, 10**9]}, "frame of 48 bytes"),
         ({"shape": [-3, -4]}, "shape"),
-        ({"frame": 0}, "frame 0 of 2"),
-        ({"frame": -1}, "frame -1 of 2"),
-        ({"frame": 2}, "frame 2 of 2"),
+        ({"place": 0}, "frame 0 of 2"),
+        ({"place": -1}, "frame -1 of 2"),
+        ({"place": 2}, "frame 2 of 2"),
     ],
 )
 def test_forged_arrays_are_refused(change: dict, match: str) -> None:
@@ -246,7 +246,7 @@ def test_forged_arrays_are_refused(change: dict, match: str) -> None:
     header = _header_of(request)
     header["mm_features"][0]["data"]["pixel_values"]["data"].update(change)
     frames = [bytes([VERSION]) + msgspec.msgpack.encode(header), bytes(encode(request)[1])]
-    with pytest.raises(FrameError, match=match):
+    with pytest.raises(WireError, match=match):
         decode(frames)
 
 
@@ -257,20 +257,20 @@ def test_a_mask_must_fit_its_placeholder() -> None:
         "type": "array",
         "dtype": "bool",
         "shape": [3],
-        "frame": 2,
+        "place": 2,
     }
     frames = [
         bytes([VERSION]) + msgspec.msgpack.encode(header),
         bytes(encode(request)[1]),
         b"\x01\x00\x01",
     ]
-    with pytest.raises(FrameError, match="is_embed"):
+    with pytest.raises(WireError, match="is_embed"):
         decode(frames)
 
 
 def test_a_bool_is_0_or_1() -> None:
     frames = encode(_request(np.array([True, False, True])))
-    with pytest.raises(FrameError, match="bools"):
+    with pytest.raises(WireError, match="bools"):
         decode([frames[0], b"\x01\x00\x02"])
 
 
@@ -281,12 +281,12 @@ def test_a_bool_is_0_or_1() -> None:
 )
 def test_what_cannot_be_written_is_a_frame_error(change: dict) -> None:
     request = msgspec.structs.replace(_request(np.zeros(2)), **change)
-    with pytest.raises(FrameError, match="cannot be encoded"):
+    with pytest.raises(WireError, match="cannot be encoded"):
         encode(request)
 
 
 def test_bad_sampling_values_are_a_frame_error() -> None:
     header = _header_of(_request(np.zeros(2, np.float32)))
     header["sampling_params"]["temperature"] = -1.0
-    with pytest.raises(FrameError, match="temperature"):
+    with pytest.raises(WireError, match="temperature"):
         decode([bytes([VERSION]) + msgspec.msgpack.encode(header), b"\x00" * 8])

@@ -1,4 +1,4 @@
-"""Whatever happens to frames on their way: a FrameError, and nothing worse."""
+"""Whatever happens to frames on their way: a WireError, and nothing else."""
 
 import random
 
@@ -19,7 +19,7 @@ from mmjax.processing.tensors.inputs import (
     PlaceholderRange,
 )
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.codec import VERSION, FrameError, Message, decode, encode
+from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,
@@ -109,10 +109,10 @@ def _damage(frames: list[bytes], rng: random.Random) -> list[bytes]:
 
 
 def _decode_or_frame_error(frames: list[bytes]) -> bool:
-    """Return whether the frames were a message; any exception but FrameError fails the test."""
+    """Return whether the frames were a message; any exception but WireError fails the test."""
     try:
         decode(frames)
-    except FrameError as error:
+    except WireError as error:
         assert str(error)  # noqa: PT017 (any other exception fails the test, and must)
         return False
     return True

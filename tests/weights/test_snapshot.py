@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.weights.sharding import param_sharding
-from mmjax.weights.snapshot import load_snapshot, read_snapshot_metadata, save_snapshot
+from mmjax.weights.snapshot import load_snapshot, save_snapshot
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors
 
 
@@ -57,8 +57,8 @@ def test_bfloat16_stays_bfloat16(tmp_path: Path):
 
 
 def test_it_says_what_it_was_made_of(snapshot: Path):
-    metadata = read_snapshot_metadata(snapshot)
-    assert (metadata.source, metadata.revision, metadata.dtype) == ("a/b", "main", "float32")
+    metadata = json.loads((snapshot / "mmjax_snapshot.json").read_text())
+    assert [metadata[key] for key in ("source", "revision", "dtype")] == ["a/b", "main", "float32"]
 
 
 def test_it_is_never_written_over(snapshot: Path):

@@ -1,11 +1,11 @@
-"""What makes a block of the KV cache the one that is wanted: all that its keys depend on.
+"""Hashes of KV-cache blocks for prefix caching: everything that a block's keys depend on.
 
-A block's hash covers its tokens, everything before it (through its parent's hash), and what the
-token ids do not say: the adapter, the items whose placeholders it overlaps, the caller's salt.
-Tokens and identifiers in, bytes out; knows neither blocks nor requests' states.
+A block's hash covers its tokens, all blocks before it (by its parent's hash), and what token ids do
+not say: the adapter, the items whose placeholders it overlaps, the request's cache salt.
+Tokens and identifiers in, bytes out.
 
-NOTE: features lie in the prompt whose blocks are hashed. An encoder-decoder model's lie in the
-other one, and its decoder's blocks depend on all of them: those must not be shared by these hashes.
+NOTE: the features must be in the prompt whose blocks are hashed. An encoder-decoder model's are in
+the encoder prompt, and every block of its decoder depends on them: do not share those by hash.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from blake3 import blake3
 from mmjax.processing.tensors.inputs import PlaceholderRange
 
 BlockHash = bytes
-"""32 bytes, which stand for a full block and all before it."""
+"""32 bytes, which identify a full block and all blocks before it."""
 
 BlockHashAlgorithm = Literal["sha256", "blake3"]
 
@@ -36,7 +36,7 @@ _HASHERS: Mapping[BlockHashAlgorithm, Callable[[bytes], Any]] = {
 
 @runtime_checkable
 class PlacedItem(Protocol):
-    """An item of a prompt: a `MultiModalFeatureSpec`, or what an engine makes of one."""
+    """An item of a prompt: a `MultiModalFeatureSpec` or the engine's `EncoderItem`."""
 
     @property
     def identifier(self) -> str:
@@ -45,7 +45,7 @@ class PlacedItem(Protocol):
 
     @property
     def mm_position(self) -> PlaceholderRange:
-        """Where its placeholder stands."""
+        """Where its placeholder is in the prompt."""
         ...
 
 
@@ -63,45 +63,44 @@ class HashableRequest(Protocol):
 
     @property
     def cache_salt(self) -> str | None:
-        """Keeps apart the blocks of callers that must not learn of each other."""
+        """Only requests of the same salt share blocks."""
         ...
 
 
 @runtime_checkable
 class HashablePrompt(HashableRequest, Protocol):
-    """A request that knows its tokens."""
+    """A request with its tokens."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """With every placeholder in place."""
+        """Token ids, placeholders expanded."""
         ...
 
 
 def make_none_hash(seed: str = "") -> BlockHash:
-    """Return the parent of a first block; caches of different seeds share no hash."""
+    """Return the parent hash of first blocks; caches of different seeds share no hash."""
     return sha256(_ENCODER.encode(("mmjax.block_hash", 1, seed))).digest()
 
 
 NONE_HASH: BlockHash = make_none_hash()
-"""The parent of a request's first block, unless a seed is given."""
+"""The parent hash of a request's first block, unless a seed is given."""
 
 
 def generate_block_hash_extra_keys(
     request: HashableRequest, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[tuple[ExtraKey, ...] | None, int]:
-    """Return what a block's hash covers besides tokens, and where to look for the next block's.
+    """Return what a block's hash covers besides tokens, and `start_mm_idx` of the next block.
 
     An image whose placeholder begins 3 tokens before the block gives `("mm", identifier, -3)`.
 
     Args:
-        request: Its features are sorted by their place in the prompt.
+        request: Its features are sorted by offset.
         start_token_idx: The block's first token.
         end_token_idx: The token after the block.
-        start_mm_idx: No feature before this one overlaps the block; -1: only the last one may.
+        start_mm_idx: First feature that may overlap the block; -1: the last one.
 
     Returns:
-        The keys, or None where there are none; and the first feature that a later block may
-        overlap.
+        The keys, or None if there are none; the first feature that a later block may overlap.
     """
     mm_keys, next_mm_idx = _mm_keys(
         request.mm_features or (), start_token_idx, end_token_idx, start_mm_idx
@@ -116,9 +115,9 @@ def hash_block_tokens(
     extra_keys: tuple[ExtraKey, ...] | None = None,
     algorithm: BlockHashAlgorithm = "sha256",
 ) -> BlockHash:
-    """Return the hash of a full block; `parent` is that of the block before it, None at first."""
+    """Return the hash of a full block; `parent` is the previous block's (None: it is the first)."""
     tokens = token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(token_ids)
-    # msgpack tells bytes, text, ints and lists apart, and says how long each is.
+    # msgpack frames types and lengths, so different inputs never encode alike.
     framed = _ENCODER.encode((parent or NONE_HASH, tokens, extra_keys))
     return _HASHERS[algorithm](framed).digest()
 
@@ -132,9 +131,9 @@ def iter_block_hashes(
     algorithm: BlockHashAlgorithm = "sha256",
     none_hash: BlockHash = NONE_HASH,
 ) -> Iterator[BlockHash]:
-    """Yield the hashes of the full blocks of a request, after the `previous` ones.
+    """Yield the hashes of a request's full blocks after the `previous` ones.
 
-    `token_ids` are all of its tokens, where they are more than its prompt.
+    `token_ids`: prompt and output tokens; None: the prompt's.
     """
     if token_ids is None:
         token_ids = request.prompt_token_ids
@@ -174,5 +173,5 @@ def _lora_keys(request: HashableRequest) -> list[ExtraKey]:
 
 
 def _salt_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
-    # Later blocks have it through their parents.
+    # Later blocks depend on it through their parents.
     return [("cache_salt", request.cache_salt)] if start == 0 and request.cache_salt else []

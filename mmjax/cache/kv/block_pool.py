@@ -1,7 +1,7 @@
-"""Which blocks of the paged KV cache are free, and what each holds: block ids in, block ids out.
+"""The pool of KV-cache blocks: free blocks, reference counts, hashes. Block ids only; no arrays.
 
-A full block keeps its hash after its last holder has let it go: it can be taken back until its room
-is needed. Knows no device.
+A full block keeps its hash after its last reference is dropped: it can be shared again until it is
+allocated for something else.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from mmjax.cache.kv.block_hash import BlockHash
 
 
 class BlockPool:
-    """Hands out block ids, counts references, and finds blocks by their hash.
+    """Allocates block ids, counts references, and finds blocks by hash.
 
-    Reused first is a block that nobody can ask for again, then the one that was freed longest ago.
+    Free blocks without a hash are reused first, then those that were freed longest ago.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -25,17 +25,17 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks nobody holds."""
+        """Blocks without a reference."""
         return len(self._free)
 
     @property
     def num_cached_blocks(self) -> int:
-        """How many blocks can be found by a hash, held or not."""
+        """Blocks that can be found by a hash, referenced or free."""
         return len(self._by_hash)
 
     @property
     def usage(self) -> float:
-        """The held share of the pool, between 0 and 1."""
+        """The referenced share of the pool, between 0 and 1."""
         return 1.0 - len(self._free) / self.num_blocks
 
     def find_prefix(self, block_hashes: Sequence[BlockHash]) -> list[int]:
@@ -49,14 +49,14 @@ class BlockPool:
         return found
 
     def cache(self, block_id: int, block_hash: BlockHash) -> None:
-        """Let a held, full block be found by its hash; an equal one that is known stays instead."""
+        """Register a full block's hash, unless another block has the same hash already."""
         assert self._ref_counts[block_id] > 0, f"{block_id=} is free"
         if block_hash not in self._by_hash and block_id not in self._hash_of:
             self._by_hash[block_hash] = block_id
             self._hash_of[block_id] = block_hash
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` free blocks, which lose what they held; there must be room."""
+        """Take `num_blocks` free blocks and drop their hashes; as many must be free."""
         assert num_blocks <= len(self._free), f"{num_blocks=} {len(self._free)=}"
         block_ids = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
         for block_id in block_ids:
@@ -65,7 +65,7 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add one reference to each block, also to one that waits in the free queue."""
+        """Add one reference to each block; free ones leave the free queue."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._free[block_id]
@@ -85,7 +85,7 @@ class BlockPool:
             self._free.move_to_end(block_id, last=False)
 
     def forget_all(self) -> None:
-        """Let no block be found any more; references stay."""
+        """Drop all hashes; references stay."""
         self._by_hash.clear()
         self._hash_of.clear()
 

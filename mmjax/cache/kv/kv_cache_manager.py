@@ -1,7 +1,6 @@
-"""Which KV blocks each request holds. Ids and counts only: no requests, no device arrays.
+"""The block tables of requests. Ids and counts only: no requests, no device arrays.
 
-Requests that begin alike share the blocks of their beginning: those that are full, computed, and
-equal by hash.
+Requests with a common prefix share its full, computed blocks by hash.
 """
 
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ from mmjax.rounding import cdiv
 
 
 class KVCacheManager:
-    """Grows, shows and frees the block table of every request.
+    """Allocates and frees the block table of every request.
 
-    A request of an encoder-decoder has a second table, of the encoder's keys and values: whole from
-    its start, never shared. Both tables hold blocks of one pool.
+    A request of an encoder-decoder model has a second table, for cross-attention's keys and values:
+    allocated at once, never shared, from the same pool.
     """
 
     def __init__(
@@ -33,31 +32,31 @@ class KVCacheManager:
         """request_id -> int32[max_blocks]; unused entries are 0."""
         self._encoder_block_ids: dict[str, list[int]] = {}
         self._encoder_tables: dict[str, np.ndarray] = {}
-        """request_id -> int32[max_encoder_blocks], of requests that have an encoder's states."""
+        """request_id -> int32[max_encoder_blocks], of an encoder-decoder model's requests."""
         self._num_hashed: dict[str, int] = {}
-        """request_id -> blocks from the beginning that can be found by their hash, or are known."""
+        """request_id -> number of its first blocks whose hashes are registered."""
         self.prefix_info = CacheInfo(0, 0)
-        """Prompt tokens that were found, and that were asked for, over all admitted requests."""
+        """Prompt tokens found in the prefix cache, and looked up, of all admitted requests."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that exist."""
+        """Blocks of the pool."""
         return self._pool.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Blocks without a reference."""
         return self._pool.num_free_blocks
 
     @property
     def usage(self) -> float:
-        """The held share of all blocks, between 0 and 1."""
+        """The referenced share of all blocks, between 0 and 1."""
         return self._pool.usage
 
     def count_cached_tokens(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> int:
-        """Return how many of a request's first tokens lie in cached blocks; changes nothing.
+        """Return how many of a request's first tokens are in cached blocks; changes nothing.
 
-        The last of its `num_tokens` never counts: its logits are wanted, so it must be computed.
+        The last of its `num_tokens` never counts: its logits are needed, so it must be computed.
         """
         limit = max(0, num_tokens - 1) // self.block_size
         return len(self._pool.find_prefix(block_hashes[:limit])) * self.block_size
@@ -66,7 +65,7 @@ class KVCacheManager:
         """Open a request's block table with the cached blocks of `block_hashes`.
 
         Returns:
-            How many of its tokens they hold: all, where `count_cached_tokens` said so just before.
+            How many tokens these blocks hold.
         """
         assert request_id not in self._tables, f"{request_id=} holds blocks already"
         shared = self._pool.find_prefix(block_hashes)
@@ -78,14 +77,14 @@ class KVCacheManager:
         return len(shared) * self.block_size
 
     def note_prefix(self, num_found: int, num_asked: int) -> None:
-        """Count an admitted request's prompt tokens into `prefix_info`."""
+        """Add an admitted request's prompt tokens to `prefix_info`."""
         info = self.prefix_info
         self.prefix_info = CacheInfo(info.hits + num_found, info.total + num_asked)
 
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[BlockHash], num_computed: int
     ) -> None:
-        """Let the full blocks of a request's first `num_computed` tokens be found by others."""
+        """Register the hashes of the full blocks of a request's first `num_computed` tokens."""
         full = min(num_computed // self.block_size, len(block_hashes))
         block_ids = self._block_ids[request_id]
         for index in range(self._num_hashed[request_id], full):
@@ -93,7 +92,7 @@ class KVCacheManager:
         self._num_hashed[request_id] = max(full, self._num_hashed[request_id])
 
     def reset_prefix_cache(self) -> None:
-        """Let no block be found by its hash any more; what requests hold stays theirs."""
+        """Drop all hashes; requests keep their blocks."""
         self._pool.forget_all()
 
     def has_room(self, request_id: str, num_tokens: int) -> bool:
@@ -102,7 +101,7 @@ class KVCacheManager:
         return num_new <= self._pool.num_free_blocks
 
     def allocate_slots(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for a request's first `num_tokens` tokens; change nothing where it lacks."""
+        """Allocate blocks for the first `num_tokens` tokens; False, without change, if full."""
         block_ids = self._block_ids[request_id]
         num_new = cdiv(num_tokens, self.block_size) - len(block_ids)
         if num_new <= 0:
@@ -115,7 +114,7 @@ class KVCacheManager:
         return True
 
     def start_encoder(self, request_id: str, num_tokens: int) -> bool:
-        """Make room for all of an encoder's states; change nothing where it lacks."""
+        """Allocate blocks for all encoder hidden states; False: full, nothing changed."""
         assert request_id in self._tables, f"{request_id=} was not started"
         assert request_id not in self._encoder_block_ids, f"{request_id=} has its encoder's blocks"
         num_new = cdiv(num_tokens, self.block_size)
@@ -128,7 +127,7 @@ class KVCacheManager:
         return True
 
     def get_encoder_block_table(self, request_id: str) -> np.ndarray:
-        """Return the table of a request's encoder states, int32[max_encoder_blocks]; to be read."""
+        """Return a request's cross-attention table, int32[max_encoder_blocks]; read-only."""
         table = self._encoder_tables.get(request_id)
         return np.zeros(self.max_encoder_blocks, np.int32) if table is None else table
 
@@ -137,11 +136,11 @@ class KVCacheManager:
         return list(self._block_ids[request_id])
 
     def get_block_table(self, request_id: str) -> np.ndarray:
-        """Return the live table of a request, int32[max_blocks]; only to be read."""
+        """Return a request's table, int32[max_blocks]; read-only, and changed by later calls."""
         return self._tables[request_id]
 
     def free(self, request_id: str) -> None:
-        """Return a request's blocks, last first, so that its beginning is evicted last."""
+        """Free a request's blocks, last first, so that its prefix is evicted last."""
         self._tables.pop(request_id, None)
         self._num_hashed.pop(request_id, None)
         self._encoder_tables.pop(request_id, None)

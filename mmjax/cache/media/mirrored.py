@@ -1,112 +1,52 @@
-"""Two caches with the same keys in the same order: P0 keeps sizes, P1 keeps tensors.
+"""The processor cache `lru`: a sender cache in P0 (sizes) mirrors a receiver cache in P1 (tensors).
 
-P0 knows by its own half what P1 holds, and sends nothing but the hash. Both halves see the same
-requests in the same order, and make the same changes for each:
+The sender cache says what P1 holds, so that P0 sends only the hash of such items. Both caches see
+the same requests in the same order, and make the same changes for each, in the prompt's order:
 
-    touch every item    | in the order of the prompt
-    resolve what is held | likewise
-    store what is fresh | likewise, the first of equal ones
-    evict               | the same items, since the sizes are equal on both sides
+    touch every item
+    resolve the items that are cached
+    store the new ones  (the first of equal ones)
+    evict               (the same items: sizes are equal on both sides)
 
-Where they differ all the same (P1 was started anew, a message was lost), P1 names the hashes that
-it lacks; P0 forgets those and sends their tensors again.
+If they differ (P1 was restarted, a message was lost), P1 reports the hashes that it lacks; P0
+invalidates those and sends their tensors again.
 """
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from mmjax.cache.lru import CacheInfo, LRUCache
+from mmjax.cache.lru import LRUCache
 from mmjax.cache.media.processor_cache import (
-    BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
+    LRUProcessorCache,
     OversizeNotice,
     SentItem,
     get_item_size,
 )
 from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.prepared import ProcessedItem
-from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 
 
-class MultiModalProcessorCacheItemMetadata(NamedTuple):
-    """What P0 keeps of an item whose tensors P1 keeps."""
+class MultiModalProcessorSenderCache(LRUProcessorCache):
+    """The sender cache: hashes, sizes and prompt updates of the items that P1 holds.
 
-    item_size: int
-    prompt_updates: Sequence[ResolvedPromptUpdate]
-
-
-class MultiModalProcessorSenderCache(BaseMultiModalProcessorCache):
-    """P0's half: says what P1 holds, without asking it.
-
-    True as long as every request that changes it reaches P1, in the order of the changes
+    Right as long as every request that changes it reaches P1, in the order of the changes
     (`mmjax.processing.commit` makes those of one request).
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__()
-        self._cache: LRUCache[str, MultiModalProcessorCacheItemMetadata] = LRUCache(
-            capacity_bytes, getsizeof=lambda metadata: metadata.item_size
-        )
-        self._oversize = OversizeNotice()
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Hashes, the next to be evicted first."""
-        return self._cache.order
-
-    @property
-    def currsize(self) -> int:
-        """Bytes that the tensors of the held items take in P1."""
-        return self._cache.currsize
-
-    def is_cached_item(self, mm_hash: str) -> bool:
-        return mm_hash in self._cache
-
-    def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
-        metadata = self._cache.cache.get(mm_hash)
-        return None if metadata is None else metadata.prompt_updates
-
-    def touch_sender_cache_item(self, mm_hash: str) -> None:
-        with self._lock:
-            self._cache.touch(mm_hash)
-
-    def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
-        """Return no tensors where P1 holds them; else note `mm_item` and return it."""
-        with self._lock:
-            metadata = self._cache.get(mm_hash)
-            if metadata is not None:
-                return None, metadata.prompt_updates
-            if mm_item is None:
-                raise MultiModalCacheMissError([mm_hash])
-            item, updates = mm_item
-            metadata = MultiModalProcessorCacheItemMetadata(get_item_size(item), updates)
-            if not self._cache.put_if_fits(mm_hash, metadata):
-                self._oversize.give(metadata.item_size, self._cache.capacity)
-            return mm_item
-
-    def invalidate(self, mm_hash: str) -> None:
-        with self._lock:
-            self._cache.pop(mm_hash, None)
-
-    def clear_cache(self) -> None:
-        with self._lock:
-            self._cache.clear()
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        return None, mm_item[1]
 
     def reset_readers(self) -> None:
         self.clear_cache()
 
-    def make_stats(self, *, delta: bool = False) -> CacheInfo:
-        with self._lock:
-            return self._cache.stat(delta=delta)
-
 
 class MultiModalReceiverCache(BaseMultiModalReceiverCache):
-    """P1's half: keeps the tensors.
+    """The receiver cache: keeps the tensors.
 
-    They stay the read-only views of the message parts in which they came: one part holds one
-    tensor, so that a part lives exactly as long as its item.
+    They are read-only views of the frames in which they were received: one frame is one tensor, so
+    that its memory is freed with its item.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -123,7 +63,7 @@ class MultiModalReceiverCache(BaseMultiModalReceiverCache):
 
     @property
     def currsize(self) -> int:
-        """Bytes of the held tensors."""
+        """Bytes of the cached tensors."""
         return self._cache.currsize
 
     def get_and_update_features(
@@ -137,7 +77,7 @@ class MultiModalReceiverCache(BaseMultiModalReceiverCache):
         with self._lock:
             resolved, missing = self._touch_and_resolve(keys, fresh)
             for key, item in fresh.items():
-                # Always the newest: P0 sends tensors only where it holds ours for absent.
+                # Replaces an older entry: P0 sends tensors only if it believes that we lack them.
                 if not self._cache.put_if_fits(key, item):
                     self._oversize.give(get_item_size(item), self._cache.capacity)
         for key, feature in zip(keys, features, strict=True):

@@ -1,13 +1,13 @@
-"""What P0 and P1 keep of processed items, so that a picture is processed and sent once.
+"""Processor caches of P0 and P1: an image is processed, and sent to P1, once.
 
-Bookkeeping over hashes and sizes; satisfies `ProcessorCache` of the processing floor.
+P0's satisfy the protocol `ProcessorCache` of `mmjax.processing`.
 """
 
 import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,14 +23,14 @@ from mmjax.processing.tensors.inputs import ItemData, MultiModalFeatureSpec
 logger = get_logger(__name__)
 
 SentItem = tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]
-"""What goes to P1 in place of the tensors (None: P1 holds them), and the prompt update."""
+"""What is sent to P1 (None: P1 has the tensors), and the prompt updates."""
 
 
 def get_item_size(value: Any) -> int:
     """Return the bytes of a value's tensors.
 
-    The same in P0 and P1, before and after the bridge: a number counts as the array that it
-    becomes there. What cannot cross the bridge counts as Python holds it.
+    Equal in P0 and P1, before and after the transport: a number counts as the array that it is
+    sent as. Other objects, which cannot be sent, count by `sys.getsizeof`.
     """
     if value is None:
         return 0
@@ -47,7 +47,7 @@ def get_item_size(value: Any) -> int:
 
 
 def get_item_complexity(value: Any) -> int:
-    """Return the number of a value's leaves: tensors, numbers, texts."""
+    """Return the number of a value's leaves: tensors, numbers, strings."""
     if value is None:
         return 0
     if isinstance(value, MultiModalFieldElem):
@@ -60,59 +60,59 @@ def get_item_complexity(value: Any) -> int:
 
 
 class BaseMultiModalProcessorCache(ABC):
-    """A cache of processed items in P0. Safe to use from several threads."""
+    """A cache of processed items in P0. Thread-safe."""
 
     def __init__(self) -> None:
-        # Re-entrant: `get_and_update` holds it over the questions for its single items.
+        # Re-entrant: `get_and_update` holds it while it calls the methods of single items.
         self._lock = threading.RLock()
 
     @abstractmethod
     def is_cached_item(self, mm_hash: str) -> bool:
-        """Whether an item is held; changes neither order nor statistics."""
+        """Whether an item is cached; changes neither order nor statistics."""
 
     @abstractmethod
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
-        """Return a held item's prompt update; changes neither order nor statistics."""
+        """Return a cached item's prompt updates; changes neither order nor statistics."""
 
     @abstractmethod
     def touch_sender_cache_item(self, mm_hash: str) -> None:
-        """Mark an item as used, if it is held; statistics stay."""
+        """Mark an item as used, if it is cached; statistics stay."""
 
     @abstractmethod
     def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
-        """Return the held item; else store `mm_item`; else raise MultiModalCacheMissError."""
+        """Return the cached item; else store `mm_item`; if it is None, MultiModalCacheMissError."""
 
     @abstractmethod
     def invalidate(self, mm_hash: str) -> None:
-        """Forget one item, if it is held."""
+        """Remove an item, if it is cached."""
 
     @abstractmethod
     def clear_cache(self) -> None:
-        """Forget every item; statistics stay."""
+        """Remove all items; statistics stay."""
 
     @abstractmethod
     def reset_readers(self) -> None:
-        """Learn that P1 died, and that a new one holds nothing of what it held."""
+        """Adapt to a restarted P1, which holds nothing."""
 
     @abstractmethod
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
-        """Return hits and questions, ever or since the last call with `delta`."""
+        """Return hits and look-ups: all, or those since the last call with `delta`."""
 
     def close(self) -> None:
-        """Forget every item, and give back what is held outside of Python. Idempotent."""
+        """Remove all items, and free resources outside of Python. Idempotent."""
         self.clear_cache()
 
     def is_cached(self, mm_hashes: Sequence[str]) -> list[bool]:
-        """Whether each item is held; changes neither order nor statistics."""
+        """Return `is_cached_item` of each hash."""
         return [self.is_cached_item(mm_hash) for mm_hash in mm_hashes]
 
     def get_and_update(
         self, mm_items: Sequence[ProcessedItem | None], mm_hashes: Sequence[str]
     ) -> list[SentItem]:
-        """Look up and store the items of one request, in the order of the prompt, as one change.
+        """Look up and store the items of one request, in the prompt's order, atomically.
 
-        An item that another thread has stored by now is a held one. Before any change,
-        MultiModalCacheMissError names all that are neither held nor given.
+        An item that another thread has stored meanwhile is a hit. Raises MultiModalCacheMissError,
+        before any change, with all hashes that are neither cached nor given.
         """
         fresh: dict[str, ProcessedItem] = {}
         for item, mm_hash in zip(mm_items, mm_hashes, strict=True):
@@ -129,35 +129,34 @@ class BaseMultiModalProcessorCache(ABC):
 
 
 class BaseMultiModalReceiverCache(ABC):
-    """P1's part of a cache whose sender is in P0."""
+    """A receiver cache: P1's side of a cache whose sender is in P0."""
 
     @abstractmethod
     def get_and_update_features(
         self, features: Sequence[MultiModalFeatureSpec]
     ) -> list[MultiModalFeatureSpec]:
-        """Fill in the tensors of one request's features, which are in the order of the prompt.
+        """Fill in the tensors of one request's features, which are in the prompt's order.
 
-        Keeps what came with data. Afterwards raises one MultiModalCacheMissError with every hash
-        whose tensors are not here; the other features are filled in by then.
+        Stores the items that came with data. Then raises MultiModalCacheMissError with all hashes
+        whose tensors are missing; the other features are filled in by then.
         """
 
     @abstractmethod
     def clear_cache(self) -> None:
-        """Forget every item."""
+        """Remove all items."""
 
     def close(self) -> None:
-        """Forget every item, and give back what is held outside of Python. Idempotent."""
+        """Remove all items, and free resources outside of Python. Idempotent."""
         self.clear_cache()
 
 
 class OversizeNotice:
-    """Says once that items are larger than their cache, and served without it."""
+    """Warns once of items that are larger than their cache, which serves without them."""
 
     def __init__(self) -> None:
         self._is_given = False
 
     def give(self, num_bytes: int, capacity_bytes: int) -> None:
-        """Log a warning, the first time."""
         if self._is_given:
             return
         self._is_given = True
@@ -169,23 +168,42 @@ class OversizeNotice:
         )
 
 
-class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
-    """Keeps tensors and prompt updates in P0; the engine gets the tensors every time."""
+class _Entry(NamedTuple):
+    item_size: int
+    """Bytes of the tensors. Prompt updates are small, and share contents among items."""
+    hit: SentItem
+
+
+class LRUProcessorCache(BaseMultiModalProcessorCache):
+    """A processor cache with LRU eviction, by the bytes of the items' tensors."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
-        # Prompt updates share their contents among items and weigh little: the tensors count.
-        self._cache: LRUCache[str, ProcessedItem] = LRUCache(
-            capacity_bytes, getsizeof=lambda cached: get_item_size(cached[0])
+        self._cache: LRUCache[str, _Entry] = LRUCache(
+            capacity_bytes, getsizeof=lambda entry: entry.item_size
         )
         self._oversize = OversizeNotice()
+
+    @abstractmethod
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        """Return what further look-ups of a new item return."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Hashes, the next to be evicted first."""
+        return self._cache.order
+
+    @property
+    def currsize(self) -> int:
+        """Bytes of the cached items' tensors."""
+        return self._cache.currsize
 
     def is_cached_item(self, mm_hash: str) -> bool:
         return mm_hash in self._cache
 
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
-        cached = self._cache.cache.get(mm_hash)
-        return None if cached is None else cached[1]
+        entry = self._cache.cache.get(mm_hash)
+        return None if entry is None else entry.hit[1]
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
         with self._lock:
@@ -193,13 +211,14 @@ class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
 
     def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
         with self._lock:
-            cached = self._cache.get(mm_hash)
-            if cached is not None:
-                return cached
+            entry = self._cache.get(mm_hash)
+            if entry is not None:
+                return entry.hit
             if mm_item is None:
                 raise MultiModalCacheMissError([mm_hash])
-            if not self._cache.put_if_fits(mm_hash, mm_item):
-                self._oversize.give(get_item_size(mm_item[0]), self._cache.capacity)
+            entry = _Entry(get_item_size(mm_item[0]), self._make_hit(mm_item))
+            if not self._cache.put_if_fits(mm_hash, entry):
+                self._oversize.give(entry.item_size, self._cache.capacity)
             return mm_item
 
     def invalidate(self, mm_hash: str) -> None:
@@ -210,9 +229,16 @@ class MultiModalProcessorOnlyCache(BaseMultiModalProcessorCache):
         with self._lock:
             self._cache.clear()
 
-    def reset_readers(self) -> None:
-        """Change nothing: P1 gets the tensors every time."""
-
     def make_stats(self, *, delta: bool = False) -> CacheInfo:
         with self._lock:
             return self._cache.stat(delta=delta)
+
+
+class MultiModalProcessorOnlyCache(LRUProcessorCache):
+    """Keeps tensors and prompt updates in P0; P1 is sent the tensors every time."""
+
+    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+        return mm_item
+
+    def reset_readers(self) -> None:
+        """Do nothing: P1 is sent the tensors every time."""

@@ -1,4 +1,4 @@
-"""Which caches a configuration asks for: P0's half and P1's."""
+"""Make the processor caches that a configuration asks for: P0's and P1's."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ _MIB, _GIB = 2**20, 2**30
 def processor_cache_from_config(
     config: MultiModalConfig, *, num_api_processes: int = 1
 ) -> BaseMultiModalProcessorCache | None:
-    """Return P0's cache, or None where there is none; the type shm makes its segment here."""
+    """Return P0's cache, or None if it is off; the type shm creates its segment here."""
     match _get_cache_type(config, num_api_processes):
         case "processor_only":
             return MultiModalProcessorOnlyCache(_capacity_bytes(config))
@@ -38,7 +38,7 @@ def processor_cache_from_config(
 def engine_receiver_cache_from_config(
     config: MultiModalConfig, *, num_api_processes: int = 1
 ) -> BaseMultiModalReceiverCache | None:
-    """Return P1's cache, or None where requests bring their tensors themselves."""
+    """Return P1's cache, or None if every request brings its tensors."""
     match _get_cache_type(config, num_api_processes):
         case "lru":
             return MultiModalReceiverCache(_capacity_bytes(config))
@@ -56,7 +56,7 @@ def engine_receiver_cache_from_config(
 def config_with_segment(
     config: MultiModalConfig, cache: BaseMultiModalProcessorCache | None
 ) -> MultiModalConfig:
-    """Return P1's configuration: it names the segment, where P0's `cache` has made one."""
+    """Return P1's configuration, with the name of the segment of P0's `cache`, if it has one."""
     is_shared = isinstance(cache, ShmObjectStoreSenderCache)
     return replace(config, mm_shm_name=cache.name) if is_shared else config
 
@@ -64,7 +64,7 @@ def config_with_segment(
 def _get_cache_type(config: MultiModalConfig, num_api_processes: int) -> ProcessorCacheType | None:
     if config.mm_processor_cache_gb <= 0:
         return None
-    # Several senders cannot keep one receiver's order.
+    # With several senders, no sender cache can mirror the receiver's order.
     return "processor_only" if num_api_processes > 1 else config.mm_processor_cache_type
 
 

@@ -1,7 +1,7 @@
-"""From scheduled windows to the arrays of one step: packed on the host, unpacked under jit.
+"""The arrays of one step from scheduled windows: packed on the host, unpacked under jit.
 
-All fields are int32 and share one flat buffer, so that a step is one transfer; floats travel as
-their bits. `Layout` knows where each field lies, on both sides.
+All fields are int32 (floats as their bits) in one flat buffer, so that a step is one transfer.
+`Layout` says where each field is, on both sides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMet
 from mmjax.rounding import cdiv
 
 NO_TOKEN = np.iinfo(np.int32).max
-"""Pads lists of token ids: beyond every vocabulary, so a scatter drops it."""
+"""Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
 
 _CROSS = "cross_"
 
@@ -30,26 +30,26 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class StepBatch(NamedTuple):
-    """The input of `step`, beside parameters and caches."""
+    """The input of `step`, besides parameters and caches."""
 
     token_ids: Int[Array, " T"]
     token_from: Int[Array, " T"]
-    """Row of the previous sample that holds the token instead, or -1."""
+    """Row of the previous sample that is the token, or -1."""
     positions: Int[Array, "3 T"]
     src_index: Int[Array, " T"]
-    """Row of the encoder-output pool, or -1 for text."""
+    """Row of the encoder-output pool; -1 for text."""
     metadata: PagedAttentionMetadata
     cross_src: Int[Array, " S"] | None = None
-    """Row of the pool that an encoder state to be written is; None for a decoder alone."""
+    """Row of the pool of each encoder hidden state to write; None for a decoder-only model."""
 
 
 class SampleBatch(NamedTuple):
-    """The input of `sample`, beside parameters and hidden states."""
+    """The input of `sample`, besides parameters and hidden states."""
 
     rows: Int[Array, " R"]
     """Rows of the hidden states; padding: 0."""
     positions: Int[Array, " R"]
-    """The place in the sequence that the new token gets."""
+    """Position of the new token in its sequence."""
     seeds: UInt32[Array, "R 2"]
     top_k: Int[Array, " R"]
     """0 or below: all."""
@@ -58,7 +58,7 @@ class SampleBatch(NamedTuple):
     top_p: Float[Array, " R"]
     min_p: Float[Array, " R"]
     masked_token_ids: Int[Array, "R _masked"]
-    """Ids that may not come yet (`min_tokens`); padding: `NO_TOKEN`."""
+    """Ids masked by `min_tokens`; padding: `NO_TOKEN`."""
     has_filters: Int[Array, ""]
     """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
     has_logprobs: Int[Array, ""]
@@ -66,13 +66,13 @@ class SampleBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of named int32 fields in one flat buffer."""
+    """Offsets of named int32 fields in one flat buffer."""
 
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
 
     @cached_property
     def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Field -> its part of the buffer, its shape."""
+        """Field -> (its slice of the buffer, its shape)."""
         slices, start = {}, 0
         for name, shape in self.shapes:
             slices[name] = (slice(start, start + prod(shape)), shape)
@@ -81,7 +81,7 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """Numbers in the buffer."""
+        """Length of the buffer."""
         return sum(prod(shape) for _, shape in self.shapes)
 
     def views(self, flat: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Layout:
 def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
     """Return the fields of a `StepBatch` of one bucket.
 
-    An encoder-decoder's have those of `CrossAttentionMetadata` as well, named `cross_...`.
+    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`.
     """
     tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
     shapes: dict[str, tuple[int, ...]] = {
@@ -140,7 +140,7 @@ def sample_layout(num_requests: int) -> Layout:
 
 
 def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
-    """Return the traced batch of a packed buffer."""
+    """Return the batch of a packed buffer, under jit."""
     fields = layout.views(flat)
     names = ("token_ids", "token_from", "positions", "src_index")
     head = {name: fields.pop(name) for name in names}
@@ -153,7 +153,7 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
 
 
 def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
-    """Return the first rows of a packed batch, floats and seeds restored from their bits."""
+    """Return the first rows of a packed batch, floats and seeds restored, under jit."""
     fields = {
         name: value[:num_rows] if value.ndim else value
         for name, value in layout.views(flat).items()
@@ -182,14 +182,14 @@ class BatchBuilder:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self.sample_layout = sample_layout(max_num_seqs)
-        """Of what follows every packed step: one size, whatever the bucket."""
+        """Layout of the sample that follows every packed step; the same for all buckets."""
         self.rows_of = rows_of
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
         self.has_spans = has_spans
         self.max_encoder_blocks = max_encoder_blocks
 
     def empty_step(self, bucket: StepBucket) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return a buffer of nothing but padding, and its fields."""
+        """Return a buffer of padding, and views of its fields."""
         layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
         flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
@@ -202,13 +202,13 @@ class BatchBuilder:
         return flat, fields
 
     def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
-        """Return the encoder states that the step's bucket must have room for."""
+        """Return how many encoder hidden states the step writes."""
         if not self.max_encoder_blocks:
             return 0
         return sum(scheduled.num_new_states for scheduled in requests)
 
     def needs_spans(self, requests: Sequence[ScheduledRequest]) -> bool:
-        """Return whether the step's bucket must have spans: it holds a part of an image."""
+        """Return whether the step's bucket must have spans: whether it computes image tokens."""
         return self.has_spans and any(
             scheduled.start < scheduled.request.items_end
             and scheduled.request.items_between(scheduled.start, scheduled.end)
@@ -218,7 +218,7 @@ class BatchBuilder:
     def build(
         self, requests: Sequence[ScheduledRequest], bucket: StepBucket
     ) -> tuple[np.ndarray, bool]:
-        """Return the packed step and its sample; whether greedy is all that is asked of that."""
+        """Return the packed step and its sample, and whether the sample is plain greedy."""
         flat, last_rows = self.build_step(requests, bucket)
         sampled = [one for one in requests if one.samples]
         if len(sampled) < len(requests):
@@ -228,7 +228,7 @@ class BatchBuilder:
     def build_step(
         self, requests: Sequence[ScheduledRequest], bucket: StepBucket
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the packed step, and each request's last row in it, int32[requests]."""
+        """Return the packed step, and each request's last row, int32[requests]."""
         flat, fields = self.empty_step(bucket)
         counts = np.fromiter((item.num_tokens for item in requests), np.int32, len(requests))
         ends = np.cumsum(counts, dtype=np.int32)
@@ -270,7 +270,7 @@ class BatchBuilder:
         counts: np.ndarray,
         place: np.ndarray,
     ) -> None:
-        """Cut each request's rows into tiles: 70 and 3 rows in tiles of 64 give 64, 6, 3."""
+        """Split each request's rows into tiles: 70 and 3 rows in tiles of 64 give 64, 6, 3."""
         size = bucket.tile_size
         tiles = cdiv(counts, size)
         first_tile = np.cumsum(tiles, dtype=np.int32) - tiles
@@ -288,7 +288,7 @@ class BatchBuilder:
         requests: Sequence[ScheduledRequest],
         first_rows: np.ndarray,
     ) -> None:
-        """Point the rows of embeddings at the pool, and at the end of their picture."""
+        """Set `src_index` and `span_end` of rows that are embeddings."""
         for scheduled, first_row in zip(requests, first_rows, strict=True):
             if scheduled.start >= scheduled.request.items_end:
                 continue
@@ -303,7 +303,7 @@ class BatchBuilder:
                     inside.start, inside.stop
                 )
                 if first == last:
-                    continue  # marks alone, for which the item was not encoded
+                    continue  # no embeddings in the window: the item may not be encoded
                 rows = self.rows_of(item.identifier)[first:last]
                 mask = item.mm_position.is_embed
                 chosen = slice(None) if mask is None else np.asarray(mask[inside], bool)
@@ -316,7 +316,7 @@ class BatchBuilder:
     def _fill_cross(
         self, fields: dict[str, np.ndarray], requests: Sequence[ScheduledRequest]
     ) -> None:
-        """Show every request its encoder's states, and say where those of new ones come from."""
+        """Set the cross-attention tables, and the pool rows of new requests' hidden states."""
         start = 0
         for row, scheduled in enumerate(requests):
             encoder, table = scheduled.request.encoder, scheduled.encoder_table
@@ -336,7 +336,7 @@ class BatchBuilder:
     def fill_sample(
         self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray
     ) -> bool:
-        """Pack the sample of the requests' next tokens; return whether greedy is all they ask."""
+        """Pack the sample of the requests' next tokens; return whether it is plain greedy."""
         fields = self.sample_layout.views(flat)
         fields["rows"][: len(rows)] = rows
         is_plain = True

@@ -1,4 +1,4 @@
-"""Compiled programs: made in parallel, kept between runs, and whether serving made any."""
+"""Compilation: in parallel, with a persistent cache, and counted while serving."""
 
 import os
 import threading
@@ -23,8 +23,8 @@ _STACK_BYTES = 64 * 2**20
 """Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
 _ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
-"""What a CPU's library (YNNPACK) is left with: products. It would take sums of 4,096 numbers and
-more, too, and add them in another order than XLA's own loops add fewer."""
+"""Leaves only products to XLA's CPU library (YNNPACK). By default it also computes sums of 4,096
+numbers and more, in another order than XLA's own loops compute shorter ones."""
 
 
 class Program(NamedTuple):
@@ -33,14 +33,14 @@ class Program(NamedTuple):
     label: str
     jitted: Any
     arguments: Mapping[str, Any]
-    """As the call will have them; arrays may be described by `jax.ShapeDtypeStruct`."""
+    """Keyword arguments of the call; arrays may be `jax.ShapeDtypeStruct`."""
 
 
 @cache
 def compiler_options(platform: str) -> dict[str, str]:
-    """Return options under which a row's sums do not depend on how many rows there are.
+    """Return XLA options that make a row's sums independent of the number of rows.
 
-    See docs/determinism.md. An XLA that does not know them does without, and says so.
+    See docs/determinism.md. Options that this XLA does not know are left out, with a warning.
     """
     if platform != "cpu":
         return {}
@@ -60,7 +60,7 @@ def default_num_threads() -> int:
 def compile_programs(
     programs: Sequence[Program], *, num_threads: int | None = None, use_tqdm: bool = False
 ) -> list[int]:
-    """Compile all; return the bytes that each takes on a device, beside its arguments.
+    """Compile all programs; return the bytes that each takes on a device, besides its arguments.
 
     A later call of the jitted function with such arguments compiles nothing: JAX keeps a program
     by what it was lowered from. Functions are traced here, and compiled in threads.
@@ -81,7 +81,7 @@ def compile_programs(
 
 
 def program_bytes(compiled: Any) -> int:
-    """Return what a compiled program takes on a device beside its arguments; 0 where unknown."""
+    """Return the bytes that a program takes on a device, besides its arguments; 0 if unknown."""
     stats = compiled.memory_analysis()
     if stats is None:
         return 0
@@ -90,17 +90,17 @@ def program_bytes(compiled: Any) -> int:
 
 
 class _Events(threading.local):
-    """What JAX told of this thread's programs, by events whose names are JAX's own affair."""
+    """Counts of this thread's compilations, by JAX's monitoring events (internal names)."""
 
     num_compiled = 0
-    """Compiled, or had from the persistent cache."""
+    """Compiled, or read from the persistent cache."""
     num_fetched = 0
-    """Had from the persistent cache."""
+    """Read from the persistent cache."""
 
     @classmethod
     @cache
     def listening(cls) -> "_Events":
-        """Return the one that JAX tells; a listener cannot be taken back, so there is one."""
+        """Return the instance that listens to JAX; there is one, as listeners cannot be removed."""
         events = cls()
 
         def listen(event: str, **_: str | int) -> None:
@@ -124,7 +124,7 @@ def _compile(label: str, lowered: Any, bar: "tqdm[Any]") -> int:
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
     logger.info("%s %s in %.2f s (%d of %d)", verb, label, seconds, bar.n, bar.total)
-    bar.refresh()  # below the line, which erased it
+    bar.refresh()  # the log line erased it
     return program_bytes(compiled)
 
 
@@ -139,15 +139,15 @@ def _compiling_threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def default_cache_dir() -> Path:
-    """Return the persistent compile cache of this user."""
+    """Return this user's directory for the persistent compilation cache."""
     return Path.home() / ".cache" / "mmjax" / "xla"
 
 
 def enable_persistent_cache(directory: Path | None) -> None:
-    """Keep compiled programs in `directory` from now on, in a folder that only this user may use.
+    """Set JAX's persistent compilation cache, unless `JAX_COMPILATION_CACHE_DIR` sets one.
 
-    A cache that the caller has set up already (`JAX_COMPILATION_CACHE_DIR`) stays. Whoever can
-    write there can run code here, so a folder that others may write is refused with a warning.
+    A process that can write to the directory can run code here, so one that other users may write
+    to is refused with a warning.
     """
     if directory is None:
         if jax.config.values.get("jax_compilation_cache_dir") is not None:
@@ -174,9 +174,9 @@ def enable_persistent_cache(directory: Path | None) -> None:
 
 
 class CompilationCounter:
-    """Counts the programs that are compiled (or fetched from the cache) while it watches.
+    """Counts programs compiled, or read from the persistent cache, in blocks of `watching`.
 
-    Only its own thread counts: the process may hold other engines, and other users of JAX.
+    Only those of its own thread: the process may use JAX in others.
     """
 
     def __init__(self) -> None:
@@ -187,14 +187,14 @@ class CompilationCounter:
 
     @property
     def count(self) -> int:
-        """Programs in all; what a block has compiled so far is seen by its own thread alone."""
+        """Programs so far; those of an unfinished block are included in its own thread only."""
         if self._thread != threading.get_ident():
             return self._count
         return self._count + self._events.num_compiled - self._start
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count what this thread compiles inside the block."""
+        """Count this thread's compilations inside the block."""
         self._start, self._thread = self._events.num_compiled, threading.get_ident()
         try:
             yield

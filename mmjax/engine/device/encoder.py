@@ -1,8 +1,8 @@
-"""From items to the arrays of `encode`, and to the rows of the device's pool of encoder outputs.
+"""The inputs of `encode` from items, and the rows of the encoder-output pool for its outputs.
 
-Items are units in buckets, or packed patches: those of any size stand one behind the other in a
-call, each with a segment id of its own, so that attention keeps them apart; a batch of pictures of
-mixed sizes is one call, and no size compiles anew.
+Items are units of one shape, or sequences of patches of any length, which are packed into one call
+with a segment id each, which attention masks by; so a batch of images of mixed sizes is one call,
+and no size needs another program.
 """
 
 from abc import ABC, abstractmethod
@@ -22,26 +22,26 @@ from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.rounding import round_up
 
 PADDING_SEGMENT = -1
-"""Of rows behind the last item, as `layers/attention/segments.py` has it."""
+"""Segment id of padding; equal to `layers.attention.segments.PADDING`."""
 MIN_PATCHES = 128
-"""Of the smallest bucket, and what all are a multiple of: TPU kernels pad rows to it."""
+"""Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
 MAX_PACKED_PATCHES = 4096
-"""Of the largest call, unless one item alone has more; what is beyond takes several calls."""
+"""Patches of the largest call, unless a single item has more; others take several calls."""
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Per input: shape, dtype."""
+"""Input name -> (shape, dtype)."""
 
 
 class EncoderCall(NamedTuple):
-    """What the host gives to one call."""
+    """The host's arguments of one call of `encode`."""
 
     inputs: dict[str, np.ndarray]
     dst_rows: np.ndarray
-    """int32[outputs]: rows of the pool; padding has `num_rows`, which is out of range."""
+    """int32[outputs]: rows of the pool; padding: `num_rows`, which is out of range."""
 
 
 class EncoderCalls(ABC):
-    """How the items of a model are encoded. A size is the first axis of all inputs."""
+    """Makes a model's encoder calls. `size`: length of the inputs' first axis."""
 
     def __init__(self, buckets: Buckets, placement: Placement, num_rows: int) -> None:
         self._buckets = buckets
@@ -50,7 +50,7 @@ class EncoderCalls(ABC):
 
     @abstractmethod
     def num_outputs(self, size: int) -> int:
-        """Return the embeddings that a call of a size gives."""
+        """Return the number of embeddings of a call."""
 
     @abstractmethod
     def count_outputs(self, item: EncoderItem) -> int:
@@ -58,11 +58,11 @@ class EncoderCalls(ABC):
 
     @abstractmethod
     def sharding(self, size: int) -> Sharding:
-        """Return where the inputs lie."""
+        """Return the sharding of the inputs."""
 
     @abstractmethod
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-        """Make what the devices compute in parts whole on each of them; under jit."""
+        """Replicate an array that the devices computed in parts along `axis`, under jit."""
 
     @abstractmethod
     def fill(
@@ -71,7 +71,7 @@ class EncoderCalls(ABC):
         """Yield the calls that encode items; `rows`: where each of an item's outputs goes."""
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
-        """Return the inputs of a bucket's program, and how many embeddings it gives."""
+        """Return the inputs of a bucket's program, and its number of embeddings."""
         size = self._size(bucket)
         where = self.sharding(size)
         inputs = {
@@ -81,7 +81,7 @@ class EncoderCalls(ABC):
         return inputs, self.num_outputs(size)
 
     def empty(self, bucket: int) -> EncoderCall:
-        """Return a call of padding alone."""
+        """Return a call of padding."""
         size = self._size(bucket)
         inputs = {
             name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes(size).items()
@@ -96,14 +96,13 @@ class EncoderCalls(ABC):
 
 
 class UnitCalls(EncoderCalls):
-    """Units of one shape: items may share calls, and be split over them."""
+    """Calls of units of one shape; items may share calls, and be split over several."""
 
     def __init__(self, spec: EncoderSpec, *places: Any) -> None:
         super().__init__(*places)
         self._spec = spec
 
     def num_outputs(self, size: int) -> int:
-        """Return the embeddings of `size` units."""
         return size * self._spec.tokens_per_unit
 
     def count_outputs(self, item: EncoderItem) -> int:
@@ -111,17 +110,16 @@ class UnitCalls(EncoderCalls):
         return self.num_outputs(_count_first_axis(item))
 
     def sharding(self, size: int) -> Sharding:
-        """Spread units over the devices."""
         return self._placement.units(size)
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-        """Collect the units' embeddings."""
+
         return self._placement.gather(x, axis)
 
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
     ) -> Iterator[EncoderCall]:
-        """Cut all units of all items into calls."""
+        """Yield calls with all units of all items, in order."""
         per_unit = self._spec.tokens_per_unit
         dst_rows = np.concatenate(rows)
         units = {
@@ -145,14 +143,13 @@ class UnitCalls(EncoderCalls):
 
 
 class PackedCalls(EncoderCalls):
-    """Items of any number of patches, one behind the other; each device encodes all of them."""
+    """Calls of packed items of any number of patches; every device computes all of a call."""
 
     def __init__(self, spec: PackedEncoderSpec, *places: Any) -> None:
         super().__init__(*places)
         self._spec = spec
 
     def num_outputs(self, size: int) -> int:
-        """Return the embeddings of `size` patches."""
         return size // self._spec.patches_per_token
 
     def count_outputs(self, item: EncoderItem) -> int:
@@ -160,17 +157,17 @@ class PackedCalls(EncoderCalls):
         return self.num_outputs(_count_first_axis(item))
 
     def sharding(self, size: int) -> Sharding:
-        """Have a pack whole everywhere: its cuts are not those of its images."""
+        """Replicate the inputs: even shards would cut images apart."""
         return self._placement.replicated
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-        """Do nothing: it is whole."""
+
         return x
 
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
     ) -> Iterator[EncoderCall]:
-        """Pack the items into as few calls as first-fit finds."""
+        """Yield calls with the items packed first-fit."""
         per_token = self._spec.patches_per_token
         sizes = [len(part) * per_token for part in rows]
         for bucket, numbers in plan_calls(sizes, self._buckets.encode):
@@ -184,7 +181,7 @@ class PackedCalls(EncoderCalls):
             yield call
 
     def empty(self, bucket: int) -> EncoderCall:
-        """Return a call of padding alone, which is a segment of its own."""
+        """Return a call of padding, which is one segment."""
         call = super().empty(bucket)
         call.inputs["segment_ids"][:] = PADDING_SEGMENT
         return call
@@ -201,7 +198,7 @@ def _count_first_axis(item: EncoderItem) -> int:
 def make_encoder_calls(
     spec: EncoderSpec | PackedEncoderSpec, buckets: Buckets, placement: Placement, num_rows: int
 ) -> EncoderCalls:
-    """Return how the items of a model with `spec` are encoded."""
+    """Return the encoder calls of a model with `spec`."""
     if isinstance(spec, PackedEncoderSpec):
         return PackedCalls(spec, buckets, placement, num_rows)
     return UnitCalls(spec, buckets, placement, num_rows)
@@ -230,7 +227,7 @@ def largest_items(
 
 
 def count_units(spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int) -> int:
-    """Return the units that a step may encode; none of a pack."""
+    """Return how many units a step may encode; 0 for a packed encoder."""
     is_packed = isinstance(spec, PackedEncoderSpec)
     return 0 if is_packed else encoder_budget // spec.tokens_per_unit
 
@@ -238,7 +235,7 @@ def count_units(spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int) -> i
 def choose_patches(
     spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, largest_item: int
 ) -> tuple[int, ...]:
-    """Return the sizes of packed calls, for a budget in embeddings; none of units."""
+    """Return the buckets of a packed encoder, for a budget in embeddings; () for units."""
     if not isinstance(spec, PackedEncoderSpec):
         return ()
     return patch_buckets(
@@ -252,22 +249,22 @@ def choose_patches(
 
 
 class PackedCall(NamedTuple):
-    """One call of `encode`."""
+    """One call of a packed encoder."""
 
     bucket: int
-    """Patches in it, with padding."""
+    """Patches, with padding."""
     items: list[int]
-    """Their numbers, in order."""
+    """Indices of its items, in order."""
 
 
 def patch_buckets(
     *, largest_item: int, encoder_budget: int, patches_per_token: int
 ) -> tuple[int, ...]:
-    """Return the sizes of packed calls, all multiples of `patches_per_token`.
+    """Return the buckets of a packed encoder, all multiples of `patches_per_token`.
 
     Args:
-        largest_item: Its patches: any item fits the last size.
-        encoder_budget: Patches that a step may encode: a larger call would never be full.
+        largest_item: Patches of the largest item, which the last bucket holds.
+        encoder_budget: Patches that a step may encode.
         patches_per_token: Patches that become one embedding.
     """
     first = round_up(MIN_PATCHES, patches_per_token)

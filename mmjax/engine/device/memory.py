@@ -1,6 +1,6 @@
-"""What the engine may take of a device's memory, and what of it becomes the KV cache.
+"""Device memory: what the engine may use, and how much of it the KV cache gets.
 
-All figures are bytes on one device: the one with the least room, where there are several.
+All sizes are bytes on one device: of several, the one with the least free memory.
 """
 
 import os
@@ -21,7 +21,7 @@ from mmjax.rounding import cdiv
 logger = get_logger(__name__)
 
 _CPU_CACHE_LIMIT = 4 * 2**30
-"""On CPU, more than the longest request needs: memory is shared with others there."""
+"""Cap of the KV cache on CPU, unless the longest request needs more: host memory is shared."""
 _CPU_CACHE_SHARE = 0.5
 _TOKENS_STEP = 64
 _MAX_UTILIZATION = 0.98
@@ -29,36 +29,36 @@ _MAX_UTILIZATION = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """What the engine finds when its weights are loaded."""
+    """Memory after the weights are loaded."""
 
     total: int
-    """Of the device, or of the machine: a container's limit counts."""
+    """Of the device, or of the host within a container's limit."""
     free: int
-    """May still be taken, within `gpu_memory_utilization`."""
+    """What may still be allocated, within `gpu_memory_utilization`."""
     is_shared: bool
-    """Whether it is the host's, which others use as well: a CPU."""
+    """Whether it is the host's memory (the device is a CPU)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedMemory:
-    """What the engine takes whatever the size of its KV cache."""
+    """What the engine needs besides the KV cache."""
 
     weights: int
-    """In memory already."""
+    """Allocated already."""
     programs: int
-    """What the largest of each kind take while they run."""
+    """Temporary memory of the largest program of each kind."""
     encoder_pool: int
     hidden_states: int
 
     @property
     def to_come(self) -> int:
-        """What is not in memory yet."""
+        """What is not allocated yet."""
         return self.programs + self.encoder_pool + self.hidden_states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVDemand:
-    """What the KV cache is for."""
+    """What the KV cache must hold."""
 
     bytes_per_block: int
     block_size: int
@@ -66,21 +66,21 @@ class KVDemand:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_encoder_len: int = 0
-    """States of an encoder-decoder's longest encoder, which have blocks of their own."""
+    """Hidden states of an encoder-decoder model's longest encoder input."""
 
     @property
     def least(self) -> int:
-        """Blocks of one request of `max_model_len`, and of its encoder."""
+        """Blocks of one request of `max_model_len`, with its cross-attention blocks."""
         return cdiv(self.max_model_len, self.block_size) + self.encoder_blocks
 
     @property
     def encoder_blocks(self) -> int:
-        """Blocks of one request's encoder."""
+        """Cross-attention blocks of one request."""
         return cdiv(self.max_encoder_len, self.block_size)
 
     @property
     def useful(self) -> int:
-        """Blocks with which no request ever waits for another's."""
+        """Blocks with which no request ever waits for blocks."""
         return self.max_num_seqs * self.least
 
 
@@ -93,10 +93,10 @@ def fit_kv_cache(
     weights: int,
     num_threads: int | None = None,
 ) -> int:
-    """Compile the largest programs, and return how many KV blocks fit beside them.
+    """Compile the largest programs, and return how many KV blocks fit besides them.
 
-    They are compiled for as many blocks as fit without them: where that number stands, as it does
-    on CPU as a rule, they need not be compiled again.
+    They are compiled for the number of blocks that would fit without them: if that is the result
+    (usually on CPU), they need not be compiled again.
     """
     memory = device_memory(placement, cache)
     arrays = programs.describe_arrays(demand.least)
@@ -108,7 +108,7 @@ def fit_kv_cache(
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
-    # Summed up, although they run in turn: the next one is given its memory while one runs.
+    # Summed, although they run in turn: a program's memory is allocated while another runs.
     fixed = replace(fixed, programs=sum(compile_programs(largest, num_threads=num_threads)))
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
@@ -118,10 +118,10 @@ def fit_kv_cache(
 def choose_num_blocks(
     cache: CacheConfig, demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory
 ) -> int:
-    """Return how many KV blocks to allocate; `ConfigError` where one long request does not fit.
+    """Return how many KV blocks to allocate; `ConfigError` if the longest request does not fit.
 
-    An accelerator's room becomes KV cache, all of it. On CPU it is what `max_num_seqs` requests can
-    use, half of the room, or 4 GiB, whichever is least.
+    On an accelerator, all that is free. On CPU the least of what `max_num_seqs` requests can use,
+    half of what is free, and 4 GiB.
     """
     room = memory.free - fixed.to_come
     size = cache.kv_cache_memory_bytes
@@ -141,7 +141,7 @@ def choose_num_blocks(
 def _too_little(
     cache: CacheConfig, demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory
 ) -> str:
-    """Say what is missing, and every flag that would mend it, with its value."""
+    """Return the error's message, with every flag and value that would help."""
     room = memory.free - fixed.to_come
     given = cache.kv_cache_memory_bytes
     need = demand.least * demand.bytes_per_block
@@ -185,7 +185,7 @@ def _cache_remedies(cache: CacheConfig, demand: KVDemand, room: int, available: 
 def _step_remedies(
     demand: KVDemand, memory: DeviceMemory, fixed: FixedMemory, need: int
 ) -> list[str]:
-    """Programs, hidden states and encoder outputs grow with the tokens of a step."""
+    # Programs, hidden states and encoder outputs grow with the tokens of a step.
     share = (memory.free - need) / max(fixed.to_come, 1)
     tokens = int(demand.max_num_batched_tokens * share) // _TOKENS_STEP * _TOKENS_STEP
     if not _TOKENS_STEP <= tokens < demand.max_num_batched_tokens:
@@ -204,11 +204,11 @@ def _utilization_remedies(cache: CacheConfig, memory: DeviceMemory, missing: int
     return []
 
 
-# ---- what is there -------------------------------------------------------------------------------
+# ---- measurement ---------------------------------------------------------------------------------
 
 
 def device_memory(placement: Placement, cache: CacheConfig) -> DeviceMemory:
-    """Ask the device of this process that has the least room."""
+    """Return the memory of this process's device with the least free memory."""
     devices = placement.local_devices
     found = [_of_device(device, len(devices), cache.gpu_memory_utilization) for device in devices]
     return min(found, key=lambda memory: memory.free)
@@ -226,7 +226,7 @@ def _of_device(device: Any, num_neighbours: int, utilization: float) -> DeviceMe
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (bytes of the machine, bytes that may still be taken), within a container's limit."""
+    """Return the host's (total, free) bytes, within a container's limit."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * page
     available = _mem_available(root) or os.sysconf("SC_AVPHYS_PAGES") * page
@@ -237,7 +237,7 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _mem_available(root: Path) -> int | None:
-    """What Linux says can be had without swapping: its file caches, too."""
+    """Return MemAvailable: what Linux can free without swapping; None if unknown."""
     for line in _read(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -245,7 +245,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
-    """Return (limit, used) of every control group around this process that has a limit."""
+    """Return (limit, used) bytes of each control group of this process that has a limit."""
     base = root / "sys/fs/cgroup"
     found = []
     for line in _read(root / "proc/self/cgroup").splitlines() or ["0::/"]:
@@ -258,7 +258,7 @@ def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container sees its own group as the root; outside, a parent's limit holds as well.
+        # In a container its own group is the root; outside, parents' limits apply as well.
         folder = top / path.strip("/")
         for group in [folder, *folder.parents]:
             limit = _read_limit(group, names)
@@ -289,13 +289,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-# ---- figures -------------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 
 def memory_table(
     memory: DeviceMemory, fixed: FixedMemory, demand: KVDemand, num_blocks: int
 ) -> str:
-    """Return the start's account of memory, a line for each item."""
+    """Return a table of memory for the log, a line for each use."""
     rows = [
         ("weights", fixed.weights, ""),
         ("programs", fixed.programs, "largest encode, step and sample"),
@@ -317,7 +317,7 @@ def _row(name: str, size: int, note: str) -> str:
 
 
 def format_bytes(size: int) -> str:
-    """Return a size as people read it: 1536 is "1.5 KiB"."""
+    """Return a size with a binary unit: 1536 is "1.5 KiB"."""
     value = float(size)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:

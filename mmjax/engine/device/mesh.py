@@ -1,6 +1,6 @@
-"""Which devices an engine runs on, and where each of its arrays lies on them.
+"""The devices of an engine, and the shardings of its arrays on them.
 
-The collectives are XLA's: here stands only what is cut where, and the compiler does the rest.
+Only shardings are declared here: XLA inserts the collectives.
 """
 
 import math
@@ -35,10 +35,10 @@ _AXES = (DATA_AXIS, MODEL_AXIS, GROUP_AXIS)
 
 
 class Call(IntEnum):
-    """What the leader is about to do, and the followers with it; broadcast with two numbers."""
+    """The leader's next call, which followers make as well; broadcast with two integers."""
 
     WAIT = 0
-    """Nothing; sent while there is nothing to do, since a collective may not wait for ever."""
+    """No call; sent while idle, since a collective may not wait for ever."""
     END = 1
     RESET = 2
     ENCODE = 3
@@ -46,17 +46,17 @@ class Call(IntEnum):
     STEP = 4
     """Index in `Buckets.steps`."""
     SAMPLE = 5
-    """Rows, whether it is plain."""
+    """Rows; `is_plain`."""
     WRITE = 6
     """Size of the call."""
 
 
 class Placement:
-    """Where the arrays of one engine lie: on one device (no mesh), or cut over a mesh.
+    """Shardings of one engine's arrays: on one device (no mesh), or over a mesh.
 
-    Keys and values are cut by heads. Hidden states and the pool of encoder outputs are whole
-    everywhere: each half of a block ends with the sum that leaves them so, every device reads any
-    row of the pool, and both are small beside the KV cache.
+    Keys and values are sharded by heads. Hidden states and the encoder-output pool are replicated:
+    attention and MLP each end with an all-reduce, every device reads any row of the pool, and both
+    are small compared with the KV cache.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
@@ -68,65 +68,65 @@ class Placement:
         owners = [device.process_index for device in devices]
         self.local_devices = [d for d in devices if d.process_index == jax.process_index()]
         self.is_shared = len(set(owners)) > 1
-        """Whether other processes hold parts: then each must make the same calls, in one order."""
+        """Whether other processes hold shards: all must then make the same calls, in one order."""
         self.is_leader = not self.is_shared or jax.process_index() == 0
-        """Whether requests come to this process."""
+        """Whether this process receives the requests."""
         self._leaders_row = owners.index(0) if self.is_shared else 0
 
     @property
     def platform(self) -> str:
-        """What the devices are: "cpu", "gpu", "tpu"."""
+        """JAX's name of the platform: "cpu", "gpu" or "tpu"."""
         return self.local_devices[0].platform
 
     def heads(self, axis: int) -> Sharding:
-        """Return where keys and values lie whose heads are counted along `axis`."""
+        """Return the sharding of keys and values whose heads are axis `axis`."""
         return self._sharding(*[None] * axis, MODEL_AXIS)
 
     @property
     def head_sharding(self) -> HeadSharding | None:
-        """Return how attention is cut by heads; None on one device."""
+        """Return the sharding of attention by heads; None on one device."""
         if self.mesh is None:
             return None
         axes = {"query_axes": (MODEL_AXIS, GROUP_AXIS), "kv_axes": (MODEL_AXIS,)}
         return HeadSharding(mesh=self.mesh, **axes)
 
     def units(self, num_units: int) -> Sharding:
-        """Return where the inputs of `encode` lie: cut over the devices if each gets as many."""
+        """Return the sharding of encoder units: over the devices if that divides evenly."""
         return self.replicated if num_units % self.size else self._sharding(_AXES)
 
     def padded_units(self, num_units: int) -> int:
-        """Return the size of an encoder call: a multiple of the devices if it has one for each."""
+        """Return the size of an encoder call, rounded up to the devices unless units are fewer."""
         return num_units if num_units < self.size else round_up(num_units, self.size)
 
     def place_params(self, params: Params) -> Params:
-        """Move parameters that are in memory to their places; those that are there stay."""
+        """Move parameters to their shardings; those that have them stay."""
         leaves = flatten_params(params)
         return unflatten_params({name: self._place(name, leaf) for name, leaf in leaves.items()})
 
     def put(self, arrays: Any, sharding: Sharding | None = None) -> Any:
-        """Move a tree of the leader's host arrays to the devices; a follower's give their shape."""
+        """Move the leader's host arrays to the devices; a follower's only give the shapes."""
         target = sharding or self.replicated
         if not self.is_shared:
             return jax.device_put(arrays, target)
         return jax.tree.map(partial(self._broadcast, target=target), arrays)
 
     def broadcast_call(self, call: Call, first: int = 0, second: int = 0) -> None:
-        """Announce a call, and its numbers, to the followers. Does not wait for them."""
+        """Broadcast a call and its integers to the followers, without waiting for them."""
         self.put(np.array((call, first, second), np.int32))
 
     def receive_call(self) -> tuple[Call, int, int]:
-        """Wait for the leader's next call, and its numbers."""
+        """Wait for the leader's next call and its integers."""
         call, first, second = np.asarray(self.put(np.zeros(3, np.int32))).tolist()
         return Call(call), first, second
 
     def make(self, build: Callable[[], Any], shardings: Any) -> Any:
-        """Return what `build` makes, made in its place: no device ever holds all of it."""
+        """Run `build` under jit with the outputs sharded: no device ever holds all of them."""
         return jax.jit(build, out_shardings=shardings)()
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-        """Under jit: have all of `x` on every device, computed in parts along `axis` if it divides.
+        """Replicate `x`, under jit, after computing it sharded along `axis` if that divides evenly.
 
-        Without a word on the parts, the compiler may gather the weights that `x` is made of.
+        Without the first constraint XLA may gather the weights instead.
         """
         if self.mesh is None:
             return x
@@ -135,7 +135,7 @@ class Placement:
         return jax.lax.with_sharding_constraint(x, self.replicated)
 
     def least(self, value: int) -> int:
-        """Return the smallest that any process says."""
+        """Return the smallest value of all processes."""
         if not self.is_shared:
             return value
         return int(multihost_utils.process_allgather(np.int32(min(value, 2**31 - 1))).min())
@@ -153,7 +153,7 @@ class Placement:
         return jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
 
     def _broadcast(self, array: np.ndarray, *, target: Sharding) -> Array:
-        """Sum a row for every device, all 0 but the leader's."""
+        """Send the leader's array to all: a sum over devices, to which the others add zeros."""
         array = np.asarray(array)
 
         def row(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -166,7 +166,7 @@ class Placement:
 
 
 def shard_bytes(tree: Any) -> int:
-    """Return what the arrays of a tree take on one device; abstract ones count as well."""
+    """Return the bytes of a tree's arrays (or `ShapeDtypeStruct`s) on one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -179,12 +179,12 @@ def _sum_rows(rows: Shaped[Array, "N ..."], target: Sharding) -> Shaped[Array, "
 
 
 def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int) -> Placement:
-    """Spread the engine over the devices of all processes; they have met before.
+    """Return the placement over the devices of all processes, after `join_processes`.
 
     Args:
-        config: Over how many.
-        num_heads: Attention heads of the language model: each device gets as many.
-        num_kv_heads: Its key-value heads; fewer than devices are shared by groups of these.
+        config: The number of devices.
+        num_heads: Attention heads of the language model; a multiple of the devices.
+        num_kv_heads: Its key-value heads; if fewer than devices, groups of devices share one.
     """
     size = config.tensor_parallel_size
     if num_heads % size:
@@ -205,19 +205,19 @@ def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int)
 
 
 def _make_mesh(shape: tuple[int, ...], devices: Sequence[Any]) -> Mesh:
-    """Return a mesh whose shardings the compiler fills in where a program leaves them open."""
+    """Return a mesh with automatic sharding propagation."""
     if len(devices) == jax.device_count():
-        # In an order in which neighbours on the wire are neighbours in the mesh.
+        # Orders devices so that neighbours in the mesh are connected directly.
         axis_types = (AxisType.Auto,) * len(_AXES)
         return jax.make_mesh(shape, _AXES, axis_types=axis_types, devices=devices)
     return Mesh(np.array(devices).reshape(shape), _AXES)
 
 
 def join_processes(config: EngineConfig) -> None:
-    """Meet the other processes, if there are any; before anything else asks JAX for a device.
+    """Initialise `jax.distributed` if there are several processes, before any other use of JAX.
 
-    Raises `ConfigError` in all of them if they were started with different settings: shapes follow
-    from these, and processes that disagree would wait for each other for ever.
+    Raises `ConfigError` in all processes if their settings differ: shapes depend on these, and
+    processes with different shapes would deadlock.
     """
     parallel = config.parallel
     if parallel.num_processes == 1:
@@ -236,7 +236,7 @@ def join_processes(config: EngineConfig) -> None:
 
 
 def settings_digest(config: EngineConfig) -> int:
-    """Return a number of what decides the processes' shapes, and of nothing of one host's own."""
+    """Return a digest of the settings that shapes depend on, which must be equal on all hosts."""
     model = config.model
     settings = (
         jax.__version__,
@@ -245,7 +245,7 @@ def settings_digest(config: EngineConfig) -> int:
         model.hf_config.to_json_string(use_diff=False),
         config.cache,
         config.scheduler,
-        # They decide which programs there are: without a tower, with precomputed embeddings.
+        # They decide whether there is a tower, and whether there are programs of `write_rows`.
         (model.mm.enable_mm_embeds, sorted(model.mm.limit_mm_per_prompt.items())),
         replace(config.parallel, process_id=0),
     )
@@ -268,9 +268,9 @@ def _choose_devices(config: ParallelConfig) -> list[Any]:
 
 
 def _num_kv_shards(num_kv_heads: int, size: int) -> int:
-    """Return over how many devices key-value heads are cut; the rest hold the same ones.
+    """Return the number of shards of the key-value heads; further devices hold copies.
 
-    8 heads on 4 devices: 4, two each. 4 heads on 8: 4, each held by two. 1 head: 1, held by all.
+    8 heads on 4 devices: 4, of two heads. 4 heads on 8: 4, on two devices each. 1 head: 1, on all.
     """
     if num_kv_heads % size == 0:
         return size

@@ -1,4 +1,4 @@
-"""Embeddings that came with a request: checked, and written to the pool without an encoder."""
+"""Precomputed embeddings of requests: validated, and written to the encoder-output pool."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -13,35 +13,36 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 
 
 class WriteCall(NamedTuple):
-    """What the host gives to one call of `write_rows`."""
+    """The host's arguments of one call of `write_rows`."""
 
     embeds: np.ndarray
-    """[rows, D], of the pool's dtype."""
+    """[rows, D], in the pool's dtype."""
     dst_rows: np.ndarray
-    """int32[rows]: rows of the pool; padding has `num_rows`, which is out of range."""
+    """int32[rows]: rows of the pool; padding: `num_rows`, which is out of range."""
 
 
 class PrecomputedEmbeds:
-    """How precomputed embeddings become rows of the pool; `D` is the language model's width."""
+    """Validates precomputed embeddings, and makes calls of `write_rows`."""
 
     def __init__(self, buckets: Buckets, *, num_rows: int, width: int, dtype: Any) -> None:
-        """`num_rows`: of the pool, whose dtype `dtype` is."""
+        """`num_rows`, `width` (the language model's) and `dtype` are the pool's."""
         self._sizes = buckets.write
         self._num_rows = num_rows
         self._width = width
         self._dtype = np.dtype(dtype)
 
     def find(self, feature: MultiModalFeatureSpec) -> Any:
-        """Return the embeddings that an item brings; None where it is to be encoded."""
+        """Return the embeddings of an item; None if it must be encoded."""
         name = f"{feature.modality}_embeds"
         if not self._sizes or feature.tensors is None or name not in feature.tensors:
             return None
         return feature.tensors[name].data
 
     def make_item(self, feature: MultiModalFeatureSpec, embeds: Any) -> EncoderItem:
-        """Return the item, in the pool's dtype; `RequestError` where it cannot stand in the pool.
+        """Return the item with embeddings in the pool's dtype.
 
-        Values beyond that dtype's range are refused, too: they would be infinite.
+        Raises `RequestError` for another shape or dtype, and for values that are not finite after
+        the cast.
         """
         name = f"`{feature.modality}_embeds` of item {feature.identifier}"
         given = np.asarray(embeds)
@@ -69,7 +70,7 @@ class PrecomputedEmbeds:
         )
 
     def fill(self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]) -> Iterator[WriteCall]:
-        """Yield the calls that write items to their rows, cut wherever a call is full."""
+        """Yield the calls that write items to their pool rows."""
         embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
         dst_rows = np.concatenate(rows)
         start = 0
@@ -82,7 +83,7 @@ class PrecomputedEmbeds:
             start += count
 
     def empty(self, size: int) -> WriteCall:
-        """Return a call of padding alone."""
+        """Return a call of padding."""
         return WriteCall(
             np.zeros((size, self._width), self._dtype), np.full(size, self._num_rows, np.int32)
         )

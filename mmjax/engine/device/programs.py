@@ -1,7 +1,7 @@
-"""The functions that run on the device, and the shapes that they are compiled for.
+"""The jitted functions, and the shapes that they are compiled for.
 
-Knows no array but the parameters: what else the functions take is described, so that programs can
-be compiled, and their memory known, before anything is allocated.
+All arguments but the parameters are given as shapes, so that programs are compiled, and their
+memory is known, before anything is allocated.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,11 +26,11 @@ from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import join_embeds
 
 Gather = Callable[[Array, int], Array]
-"""Makes an array, which the devices compute in parts along an axis, whole on each of them."""
+"""Replicates an array that the devices computed in parts along an axis."""
 
 
 class ModelShape(NamedTuple):
-    """What the engine must know of a model before it allocates."""
+    """What the engine needs to know of a model before it allocates."""
 
     graphdef: Any
     """The model's structure, for `layers.module.bind`."""
@@ -41,7 +41,7 @@ class ModelShape(NamedTuple):
 
     @classmethod
     def of(cls, graphdef: Any, params: Params) -> "ModelShape":
-        """Ask the model's own functions, abstractly."""
+        """Find the shapes by `jax.eval_shape` of the model's methods."""
 
         def probe(params: Params) -> tuple[Array, Array]:
             model = bind(graphdef, params)
@@ -53,12 +53,12 @@ class ModelShape(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """What `step` consumes and returns: donated, so that nothing is copied."""
+    """What `step` takes (donated) and returns."""
 
     kv_cache: KVCache
     hidden: Float[Array, "rows D"]
-    """States after the final norm, of the size of the largest bucket: a step of T tokens fills the
-    first T rows, so that `sample` compiles once for all of them."""
+    """Hidden states after the final norm, with the rows of the largest bucket: a step of T tokens
+    fills the first T, so that `sample` is compiled once for all buckets."""
 
 
 # ---- the jitted functions ----------------------------------------------------------------------
@@ -98,7 +98,7 @@ def write_rows(
     embeds: Float[Array, "outputs D"],
     dst_rows: Int[Array, " outputs"],
 ) -> Float[Array, "rows D"]:
-    """Write embeddings that came with requests to rows of the pool; padding's are out of range."""
+    """Write precomputed embeddings to rows of the pool; out-of-range rows are dropped."""
     return pool.at[dst_rows].set(embeds, mode="drop")
 
 
@@ -112,11 +112,11 @@ def step(
     previous: Int[Array, " sampled"],
     packed: Int[Array, " size"],
 ) -> tuple[StepState, Int[Array, " rest"]]:
-    """Compute a bucket of tokens: text, and embeddings out of the pool.
+    """Compute a bucket of tokens: text, and embeddings from the pool.
 
-    Tokens that the host does not know yet are rows of the `previous` sample. Where an
-    encoder-decoder's requests begin, their encoders' states are rows of the pool, too. Returned
-    beside the state is what follows the step in its buffer: the sample's input, on the device.
+    Tokens that the host has not read yet are rows of the `previous` sample. Encoder hidden states
+    of an encoder-decoder model's new requests are rows of the pool, too. Returns the state, and
+    the rest of the packed buffer: the input of `sample`.
     """
     model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
@@ -126,7 +126,9 @@ def step(
     merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
     metadata = batch.metadata
     if metadata.cross is not None:
-        metadata = metadata._replace(cross=metadata.cross._replace(states=pool[batch.cross_src]))
+        metadata = metadata._replace(
+            cross=metadata.cross._replace(encoder_hidden_states=pool[batch.cross_src])
+        )
     states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
     hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]
@@ -143,10 +145,10 @@ def sample(
     hidden: Float[Array, "rows D"],
     packed: Int[Array, " size"],
 ) -> Int[Array, " R"] | SampleOutput:
-    """Draw the next token of the rows that end a request's window.
+    """Sample the next token of requests whose window ends.
 
     `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
-    `num_rows` of an array that has one size always, since the next step reads it.
+    `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
     logits = gather(bind(graphdef, params).compute_logits(hidden[batch.rows]), 1)
@@ -162,7 +164,7 @@ def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sam
 
 
 class DeviceArrays(NamedTuple):
-    """All that lives on the device beside the parameters."""
+    """All arrays on the device, besides the parameters."""
 
     state: StepState
     pool: Float[Array, "rows D"]
@@ -172,7 +174,7 @@ class DeviceArrays(NamedTuple):
 
 
 class Programs:
-    """The functions of one model, on one placement, over all buckets."""
+    """The jitted functions of one model on one placement, for all buckets."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Programs:
         max_encoder_blocks: int = 0,
         cache_type: type[LayerCache] | None = None,
     ) -> None:
-        """Describe all programs. `cache_type` None: the one of the placement's platform."""
+        """`cache_type` None: the one of the placement's platform."""
         model = bind(shape.graphdef, params)
         self.buckets = buckets
         self.num_encoder_rows = num_encoder_rows
@@ -226,7 +228,7 @@ class Programs:
 
     def _jit(self) -> None:
         graphdef, placement = self._shape.graphdef, self._placement
-        # What comes out lies where it lay: else the next call would compile anew.
+        # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
         kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
@@ -254,7 +256,7 @@ class Programs:
 
     @property
     def bytes_per_block(self) -> int:
-        """What a block takes on a device, as the KV cache is laid out there."""
+        """Bytes of a KV block on one device."""
         one, two = (shard_bytes(self.describe_arrays(number).state.kv_cache) for number in (1, 2))
         return two - one
 
@@ -265,7 +267,7 @@ class Programs:
         return self._placement.make(partial(self._zeros, num_blocks), self._shardings)
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
-        """Return shapes, dtypes and places of what `make_arrays` makes."""
+        """Return shapes, dtypes and shardings of `make_arrays`."""
         shapes = jax.eval_shape(partial(self._zeros, num_blocks))
         return jax.tree.map(
             lambda sharding, part: jax.tree.map(
@@ -288,7 +290,7 @@ class Programs:
     # ---- programs ------------------------------------------------------------------------------
 
     def all(self, num_blocks: int) -> list[Program]:
-        """Return every program that serving calls, the slow ones to compile first."""
+        """Return every program that serving calls, those that compile slowly first."""
         return [program for kind in self.by_kind(num_blocks).values() for program in kind]
 
     def by_kind(self, num_blocks: int) -> dict[str, list[Program]]:
@@ -353,10 +355,10 @@ class Programs:
 
 
 def step_label(bucket: StepBucket) -> str:
-    """Return what the log calls a step's program."""
+    """Return the label of a step's program in the log."""
     return f"step {bucket.num_tokens} x {bucket.num_requests}"
 
 
 def sample_label(num_rows: int, is_plain: bool) -> str:
-    """Return what the log calls a sample's program."""
+    """Return the label of a sample's program in the log."""
     return f"sample {num_rows}{' greedy' if is_plain else ''}"

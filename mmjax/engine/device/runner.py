@@ -1,6 +1,6 @@
-"""Runs what the scheduler decided: parameters, caches and the jitted functions.
+"""The model runner: runs scheduled steps with the parameters, the caches and the jitted functions.
 
-Knows no queue and no policy. Every array on the device has its final size from the start.
+Every array on the device has its final size from the start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +33,12 @@ logger = get_logger(__name__)
 
 
 class InFlight(NamedTuple):
-    """A step that was given to the device."""
+    """A step that was dispatched to the device."""
 
     sampled: list[ScheduledRequest]
-    """Whose tokens it samples, in the order of their rows."""
+    """Requests whose tokens it samples, in the order of their rows."""
     drawn: Array | SampleOutput
-    """Where nothing is sampled: something that is there once the step is over."""
+    """The sample; if nothing is sampled, an array that is ready once the step has run."""
 
 
 class ModelRunner:
@@ -74,15 +74,14 @@ class ModelRunner:
             max_encoder_blocks=max_encoder_blocks,
         )
         self._is_leading = False
-        """Whether every call is broadcast to other processes, which make it as well."""
+        """Whether every call is broadcast to following processes."""
         self._make_arrays()
 
     def reset(self) -> None:
-        """Make all caches anew, after a step that failed half-way."""
+        """Reallocate all caches, after a failed step."""
         self._broadcast(Call.RESET)
         self.rows.reset()
-        # The device has no room for both. Whoever still refers to the old ones (the frames of an
-        # error do) holds arrays without memory.
+        # The device has no room for both, and the exception's traceback may refer to the old ones.
         for array in jax.tree.leaves((self._state, self._pool, self._previous)):
             array.delete()
         self._make_arrays()
@@ -95,9 +94,9 @@ class ModelRunner:
     # ---- one step ------------------------------------------------------------------------------
 
     def dispatch(self, output: SchedulerOutput) -> InFlight | None:
-        """Have the device encode, compute and sample; return at once. None: there is no step.
+        """Encode, compute and sample without waiting for the device; None for an empty step.
 
-        Tokens in flight are looked for in the sample of the dispatch before this one.
+        Tokens in flight are those of the previous dispatch's sample.
         """
         for identifier in output.freed_identifiers:
             self.rows.free(identifier)
@@ -123,7 +122,7 @@ class ModelRunner:
         return InFlight(sampled, self._run_sample(size, is_plain, rest))
 
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
-        """Wait for a step; return the tokens of the requests whose window ends them."""
+        """Wait for a step, and return its sampled tokens."""
         if not in_flight.sampled:
             jax.block_until_ready(in_flight.drawn)
             return {}
@@ -170,7 +169,7 @@ class ModelRunner:
         self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
-        """Encode, or write, all of `items` that are not in the pool; several share a call."""
+        """Encode, or write, the items that are not in the pool yet."""
         new = [item for item in items if item.identifier not in self.rows]
         places = {item.identifier: self._allocate_rows(item) for item in new}
         encoded = [item for item in new if item.embeds is None]
@@ -194,16 +193,16 @@ class ModelRunner:
     # ---- several processes ---------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Show the followers that the leader lives."""
+        """Broadcast that there is no call, so that the followers' collective does not time out."""
         self._broadcast(Call.WAIT)
 
     def end(self) -> None:
-        """Let the followers go."""
+        """Broadcast the end to the followers."""
         self._broadcast(Call.END)
         self._is_leading = False
 
     def follow(self) -> None:
-        """Make every call that the leader makes, until it lets go; on its numbers, not on ours."""
+        """Make every call that the leader broadcasts, on its arrays, until it ends."""
         rest: Array | None = None
         while True:
             call, first, second = self._placement.receive_call()
@@ -229,7 +228,7 @@ class ModelRunner:
     # ---- warm-up -------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Run every bucket on padding alone; compiles what is not compiled yet."""
+        """Run every program on padding; compiles those that are not compiled yet."""
         for call in self._warm_up_calls():
             jax.block_until_ready(call())
         self._is_leading = self._placement.is_shared and self._placement.is_leader

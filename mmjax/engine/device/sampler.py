@@ -1,6 +1,6 @@
-"""From logits to the next token, on the device. A draw is a function of (logits, seed, position).
+"""Sampling on the device. A row's token is a function of its (logits, seed, position) alone.
 
-Nothing here depends on the other rows of the batch: which branch runs may, what a row gets never.
+Which branch runs may depend on the other rows of the batch; a row's result does not.
 """
 
 import math
@@ -14,28 +14,27 @@ from mmjax.engine.device.batch import SampleBatch
 from mmjax.sampling_params import MAX_LOGPROBS
 
 _GROUP = 64
-"""Token ids that share a first stage of the argmax, where the vocabulary can be cut so."""
+"""Token ids per group in the argmax's first stage, if it divides the vocabulary."""
 _MIN_TEMPERATURE = 1e-5
-"""Below this a draw is the argmax already; dividing by less would overflow float32."""
+"""Lower temperatures give the argmax, too; dividing by them would overflow float32."""
 
 
 class SampleOutput(NamedTuple):
-    """What the host reads; all but `token_ids` is 0 unless the batch asked for it."""
+    """What the host reads; all but `token_ids` is 0 unless a request wants it."""
 
     token_ids: Int[Array, " R"]
     logprobs: Float[Array, " R"]
-    """Of the sampled token, from the raw logits, before temperature and masks."""
+    """Of the sampled tokens, from the raw logits, before temperature and masks."""
     ranks: Int[Array, " R"]
-    """Its rank by probability, from 1."""
+    """Ranks of the sampled tokens by probability, from 1."""
     top_token_ids: Int[Array, "R W"]
     top_logprobs: Float[Array, "R W"]
 
 
 def sample_greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """Take the most probable token; the lowest id of equals.
+    """Return the most probable tokens; of equals, the lowest id.
 
-    In two stages, of which the large one is a plain maximum: XLA's CPU backend has no vector code
-    for an argmax.
+    In two stages, the larger one a plain maximum: XLA's CPU backend does not vectorise an argmax.
     """
     rows, vocab_size = logits.shape
     groups = logits.reshape(rows, -1, math.gcd(vocab_size, _GROUP))
@@ -46,7 +45,7 @@ def sample_greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 
 
 def sample_full(logits: Float[Array, "R V"], batch: SampleBatch) -> SampleOutput:
-    """Mask, draw, and report log-probabilities."""
+    """Mask, sample, and compute log-probabilities."""
     each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     allowed = logits.at[each_row, batch.masked_token_ids].set(-jnp.inf, mode="drop")
     is_random = batch.temperature > 0
@@ -66,7 +65,7 @@ def sample_full(logits: Float[Array, "R V"], batch: SampleBatch) -> SampleOutput
 
 
 def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
-    """Draw by the Gumbel-max trick from what top-k, top-p and min-p leave."""
+    """Sample by the Gumbel-max trick from what top-k, top-p and min-p leave."""
     temperature = jnp.maximum(batch.temperature, _MIN_TEMPERATURE)[:, None]
     scaled = (logits - logits.max(-1, keepdims=True)) / temperature
     threshold = jax.lax.cond(
@@ -83,10 +82,10 @@ def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:
 
 
 def _threshold(scaled: Float[Array, "R V"], batch: SampleBatch) -> Float[Array, " R"]:
-    """Return the lowest score that survives the filters; equals of it survive as well.
+    """Return the lowest score that passes the filters; scores equal to it pass as well.
 
     In descending order each filter keeps a prefix: min-p, then top-k, then top-p of the
-    probability that these two leave. A row without filters keeps all.
+    probability that these two leave. A row without filters keeps everything.
     """
     ordered = -jnp.sort(-scaled, axis=-1)
     place = jnp.arange(scaled.shape[1], dtype=jnp.int32)[None, :]
@@ -106,7 +105,7 @@ def _threshold(scaled: Float[Array, "R V"], batch: SampleBatch) -> Float[Array, 
 def _report(
     logits: Float[Array, "R V"], token_ids: Int[Array, " R"]
 ) -> tuple[Float[Array, " R"], Int[Array, " R"], Int[Array, "R _width"], Float[Array, "R _width"]]:
-    """Return the tokens' log-probabilities and ranks, and the most probable tokens of each row."""
+    """Return the tokens' log-probabilities and ranks, and each row's most probable tokens."""
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     own = jnp.take_along_axis(logprobs, token_ids[:, None], axis=-1)
     ranks = (logprobs > own).sum(-1, dtype=jnp.int32) + 1

@@ -1,4 +1,4 @@
-"""What a request must satisfy to be taken in: whoever passes here can run to its end alone."""
+"""Validation of requests: one that passes can always be computed to its end, if alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.rounding import cdiv
 
 MAX_MASKED_TOKEN_IDS = 32
-"""Ids that `min_tokens` can keep from being sampled: the width of a sampler's table."""
+"""End and stop token ids that `min_tokens` can mask: the width of the sampler's table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """The engine's sizes that bound a single request."""
+    """The engine's limits on a single request."""
 
     max_model_len: int
     vocab_size: int
@@ -24,16 +24,16 @@ class AdmissionLimits:
     block_size: int
     max_num_batched_tokens: int
     encoder_budget: int
-    """Embeddings that one step may compute, and the encoder cache may hold: the smaller."""
+    """The smaller of what one step may encode and what the encoder cache holds, in embeddings."""
     keeps_runs_whole: bool
-    """Whether a run of embeddings must lie in one step."""
+    """Whether a run of embeddings must be computed in one step."""
     enable_chunked_prefill: bool = True
-    """Whether a prompt's places need not all lie in one step."""
+    """Whether a prompt may be computed over several steps."""
     max_encoder_len: int = 0
-    """States of an encoder-decoder's longest encoder; 0 for a decoder alone."""
+    """Hidden states of an encoder-decoder model's longest encoder input; 0: decoder only."""
 
     def check_prompt(self, token_ids: Sequence[int], items: Sequence[EncoderItem]) -> None:
-        """Raise `RequestValueError` for a prompt that no step sequence can compute."""
+        """Raise `RequestValueError` for a prompt that cannot be computed."""
         if not token_ids:
             raise RequestValueError("the prompt is empty; give at least one token", param="prompt")
         if len(token_ids) >= self.max_model_len:
@@ -49,7 +49,7 @@ class AdmissionLimits:
             self._check_items_of_one_step(items)
 
     def check_encoder_prompt(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
-        """Raise `RequestValueError` for a prompt that an encoder-decoder's encoder cannot read."""
+        """Raise `RequestValueError` for an invalid encoder prompt."""
         if len(token_ids) > self.max_encoder_len:
             raise RequestValueError(
                 f"the encoder's prompt has {len(token_ids)} tokens; the model's encoder reads "
@@ -62,7 +62,7 @@ class AdmissionLimits:
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
-        # The last token that is sampled is never computed.
+        # The last sampled token is not computed.
         num_slots = request.num_prompt_tokens + request.max_tokens - 1
         num_blocks = cdiv(num_slots, self.block_size) + cdiv(request.encoder_len, self.block_size)
         if num_blocks > self.num_blocks:
@@ -120,7 +120,7 @@ class AdmissionLimits:
             )
 
     def check_num_embeds(self, item: EncoderItem) -> None:
-        """Raise `RequestValueError` for an item that no step can compute, or no pool hold."""
+        """Raise `RequestValueError` for an item that exceeds `encoder_budget`."""
         if item.num_embeds > self.encoder_budget:
             raise RequestValueError(
                 f"an item gives {item.num_embeds} embeddings; the encoder cache holds "
@@ -142,14 +142,14 @@ def _check_place(item: PlacedItem, num_prompt_tokens: int) -> None:
 
 
 class ItemSizes:
-    """The embeddings of every identifier in flight, so that one name cannot mean two things."""
+    """Number of embeddings by identifier, of all unfinished requests; refuses contradictions."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, int]] = {}
-        """identifier -> (embeddings, items that bear it)."""
+        """identifier -> (embeddings, items that have it)."""
 
     def add(self, items: Sequence[EncoderItem]) -> None:
-        """Count a request's items in; `MediaIdConflictError`, and no change, on a conflict."""
+        """Add a request's items; `MediaIdConflictError`, without a change, on a conflict."""
         sizes: dict[str, int] = {}
         for item in items:
             in_flight = self._entries.get(item.identifier, (item.num_embeds, 0))[0]
@@ -165,7 +165,7 @@ class ItemSizes:
             self._entries[item.identifier] = (item.num_embeds, count + 1)
 
     def remove(self, items: Sequence[EncoderItem]) -> None:
-        """Count a request's items out."""
+        """Remove a request's items."""
         for item in items:
             num_embeds, count = self._entries.pop(item.identifier)
             if count > 1:

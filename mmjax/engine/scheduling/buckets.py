@@ -1,7 +1,7 @@
-"""The padded sizes that programs are compiled for; all of them are walked in warm-up.
+"""Buckets: the padded sizes that programs are compiled for; warm-up runs each of them.
 
-Every size that a step, an encoder call or a sample may have is rounded up to one of these, so the
-number of programs is the length of these lists, whatever the clients send.
+The size of every step, encoder call and sample is rounded up to a bucket, so that the number of
+programs is fixed, whatever the clients send.
 """
 
 from bisect import bisect_left
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from mmjax.rounding import round_up
 
 TILE_SIZE = 64
-"""Queries of one request that attend together, where some request has more than one."""
+"""Queries of one request that attention computes as one tile, outside of decoding."""
 FEW_REQUESTS = 4
-"""A step of so few has a prompt's or a new turn's latency to lose: its padding is kept small."""
+"""Steps with up to this many requests have more buckets: padding adds to their latency."""
 SHORT_STEPS = (16, 32, 96, 192, 384)
-"""Tokens of few requests that have buckets beside the doublings of `TILE_SIZE`."""
+"""Tokens of further buckets for few requests, beside the doublings of `TILE_SIZE`."""
 MAX_STARTS = 4
-"""Requests of an encoder-decoder, with the longest encoders, that may begin in one step."""
+"""Requests of an encoder-decoder model, with the longest encoder input, that a step may start."""
 MAX_UNITS = 8
-"""Units (pictures, crops) of the largest encoder call; more take several calls."""
+"""Units (images, crops) of the largest encoder call; more take several calls."""
 WRITTEN_ROWS = (256, 2048)
-"""Precomputed embeddings of the smallest and of the largest call that writes them."""
+"""Precomputed embeddings of the smallest and of the largest call of `write_rows`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,15 +33,15 @@ class StepBucket:
     num_requests: int
     """`R`"""
     tile_size: int
-    """1 where every request computes one token (then T equals R), else up to `TILE_SIZE`."""
+    """1 for decoding (every request computes one token, T equals R), else up to `TILE_SIZE`."""
     has_spans: bool = True
-    """Whether tokens may see later ones, of their own image; without, attention is causal."""
+    """Whether tokens may attend to later ones of their image; if not, attention is causal."""
     num_states: int = 0
-    """`S`: encoder states that the step has room to write; an encoder-decoder's alone."""
+    """`S`: encoder hidden states whose keys and values the step may write; 0: decoder only."""
 
     @property
     def num_tiles(self) -> int:
-        """Tiles that hold any split of T tokens over R requests, each of which has one at least."""
+        """Tiles that a split of T tokens over R requests, with at least one each, needs at most."""
         return (self.num_tokens - self.num_requests) // self.tile_size + self.num_requests
 
 
@@ -52,7 +52,7 @@ def next_bucket(sizes: Sequence[int], size: int) -> int:
 
 
 def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return `first`, times `factor`, and so on, ending with exactly `last`."""
+    """Return `first`, `first * factor`, and so on, ending with exactly `last`."""
     sizes = []
     size = first
     while size < last:
@@ -63,16 +63,16 @@ def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """All sizes of one engine."""
+    """All buckets of one engine."""
 
     decode: tuple[int, ...]
     mixed: tuple[StepBucket, ...]
     """Sorted by tokens, then by requests."""
     sample: tuple[int, ...]
     encode: tuple[int, ...]
-    """Units, or patches of a pack."""
+    """Units, or patches of a packed encoder."""
     write: tuple[int, ...] = ()
-    """Precomputed embeddings; none where they are not taken."""
+    """Precomputed embeddings; empty if the engine takes none."""
 
     @classmethod
     def create(
@@ -86,16 +86,22 @@ class Buckets:
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
     ) -> "Buckets":
-        """Choose a short ladder: 16 requests and 2,048 tokens give at most 29 programs.
+        """Choose few buckets: 16 requests and 2,048 tokens give at most 29 programs.
 
-        Few requests get a mixed bucket of their own only where the tiles of the many would
-        outnumber those that the tokens fill, or where tokens are few. `patches`: sizes of packed
-        encoder calls, where an encoder takes no units. `max_written`: precomputed embeddings that a
-        step may take in; 0: none. `span_variants`: values of `has_spans`;
-        both where images see both ways and causal steps have a faster attention, which decoding
-        then uses. `max_encoder_len`: of an encoder-decoder, a few of whose requests may begin in
-        one step. All mixed buckets have room for those: such prompts are short, and a mixed step
-        is a first one.
+        Mixed buckets for few requests exist only for few tokens, or if the tiles for
+        `max_num_seqs` requests would outnumber those that the tokens fill.
+
+        Args:
+            max_num_seqs: Requests of the largest step.
+            max_num_batched_tokens: Tokens of the largest step.
+            max_units: Units that a step may encode; 0: the encoder is packed, or there is none.
+            patches: Sizes of the calls of a packed encoder.
+            max_written: Precomputed embeddings that a step may write; 0: none.
+            span_variants: Values of `has_spans`. Both if images attend in both directions and
+                causal steps have a faster attention, which decoding then uses.
+            max_encoder_len: Of an encoder-decoder model. Every mixed bucket has room for the
+                encoder hidden states of a few requests: its prompts are short, so that a mixed
+                step is usually a first one.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -132,22 +138,22 @@ class Buckets:
 
     @property
     def num_states(self) -> int:
-        """Encoder states that a step can write; 0 for a decoder alone."""
+        """Encoder hidden states that a step can write; 0: decoder only."""
         return self.mixed[-1].num_states
 
     @property
     def num_programs(self) -> int:
-        """What warm-up compiles; `sample` has two variants."""
+        """Number of programs that warm-up compiles; `sample` has two variants."""
         encoder = len(self.encode) + len(self.write)
         return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + encoder
 
     def step_bucket(
         self, num_tokens: int, num_requests: int, *, has_spans: bool = False, num_states: int = 0
     ) -> StepBucket:
-        """Return the bucket with the fewest tokens, then requests, that holds a step.
+        """Return the bucket with the fewest tokens, then requests, that is large enough.
 
-        A token that is its request's only one sees none behind it, so decoding has no spans; and it
-        writes no encoder's states, unless it is the request's first.
+        Decoding has no spans, since a decoded token attends to no later one, and writes no encoder
+        hidden states, unless it is a request's first step.
         """
         if num_tokens == num_requests and not num_states:
             return self._decode_bucket(next_bucket(self.decode, num_tokens))
@@ -164,7 +170,7 @@ class Buckets:
         return StepBucket(size, size, 1, all(bucket.has_spans for bucket in self.mixed))
 
     def unit_calls(self, num_units: int) -> list[tuple[int, int]]:
-        """Split units over encoder calls: (bucket, units in it) for each call.
+        """Split units over encoder calls: (bucket, number of units) of each call.
 
         11 units, buckets of 1, 2, 4, 8: [(8, 8), (4, 3)].
         """

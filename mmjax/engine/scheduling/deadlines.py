@@ -1,11 +1,11 @@
-"""When requests must be finished: the earliest first, on the clock of `time.monotonic`."""
+"""Deadlines of requests, in `time.monotonic()` seconds."""
 
 import heapq
 import math
 
 
 class Deadlines:
-    """A heap of deadlines; one of a request that is over is dropped when its time comes."""
+    """A heap of deadlines; those of finished requests are dropped when they expire."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -15,7 +15,7 @@ class Deadlines:
         return len(self._heap)
 
     def set(self, request_id: str, deadline: float | None) -> None:
-        """Note by when a request must be finished; what an earlier one of that id had is void."""
+        """Set a request's deadline, replacing one of an earlier request of that id."""
         if deadline is None or math.isnan(deadline):
             self._of.pop(request_id, None)
             return
@@ -23,7 +23,7 @@ class Deadlines:
         heapq.heappush(self._heap, (deadline, request_id))
 
     def pop_expired(self, now: float) -> list[str]:
-        """Return the requests whose deadline is not after `now`, the earliest first."""
+        """Remove and return the requests whose deadline is at or before `now`, earliest first."""
         expired = []
         while self._heap and self._heap[0][0] <= now:
             deadline, request_id = heapq.heappop(self._heap)
@@ -33,6 +33,6 @@ class Deadlines:
         return expired
 
     def clear(self) -> None:
-        """Forget all: no request is left."""
+        """Remove all deadlines."""
         self._heap.clear()
         self._of.clear()

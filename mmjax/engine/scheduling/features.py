@@ -1,4 +1,4 @@
-"""Items of a request as they came over the bridge: their tensors, and whether they are sound."""
+"""The items of a received request: their tensors from P1's cache, and their validation."""
 
 from collections.abc import Sequence
 
@@ -10,9 +10,9 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwa
 def resolve_features(
     features: Sequence[MultiModalFeatureSpec], cache: BaseMultiModalReceiverCache | None
 ) -> list[MultiModalFeatureSpec]:
-    """Fill in what was not sent: from P1's cache, or from an earlier item of the same request.
+    """Fill in tensors that were not sent, from P1's cache or an earlier item of the request.
 
-    One MultiModalCacheMissError names all that cannot be had; the cache keeps what came with it.
+    Raises MultiModalCacheMissError with the hashes of all that are missing; sent ones are cached.
     """
     resolved = list(features if cache is None else cache.get_and_update_features(features))
     first: dict[str, MultiModalKwargsItem] = {}
@@ -31,9 +31,9 @@ def resolve_features(
 
 
 def check_places(features: Sequence[MultiModalFeatureSpec]) -> None:
-    """Raise RequestRuntimeError unless the items are sorted, and no place takes two embeddings.
+    """Raise RequestRuntimeError unless items are sorted and no position takes two embeddings.
 
-    Ranges may overlap where neither takes an embedding: a tokenizer merged what lies between.
+    Ranges may overlap in positions without embeddings: a tokenizer may merge tokens there.
     """
     last_offset, first_free = 0, 0
     for feature in features:

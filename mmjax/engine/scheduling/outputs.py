@@ -1,4 +1,4 @@
-"""What the scheduler decides and the runner returns. Plain data, no device arrays."""
+"""The scheduler's output and the runner's. Plain data, no device arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.transport.messages import TokenLogprobs
 
 
-# Structs rather than dataclasses where a step makes one for each request: a quarter of the time.
+# Structs are made in a quarter of a dataclass's time, and a step makes one for each request.
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """A window of one request's tokens: [start, start + num_tokens)."""
 
@@ -20,20 +20,20 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     block_table: np.ndarray
     """int32[max_blocks]; unused entries are 0."""
     samples: bool
-    """Whether the window ends with the request's last token, so that the next is sampled."""
+    """Whether the window ends with the request's last token, so that the next one is sampled."""
     token_from: int = -1
-    """Row of the previous sample that the last token of the window is; -1: the host knows it."""
+    """Row of the previous sample that is the window's last token; -1: the host has read it."""
     encoder_table: np.ndarray | None = None
-    """int32[max_encoder_blocks] of an encoder-decoder's request; unused entries are 0."""
+    """int32[max_encoder_blocks] of an encoder-decoder model's request; unused entries are 0."""
 
     @property
     def end(self) -> int:
-        """Place after the window."""
+        """Position after the window."""
         return self.start + self.num_tokens
 
     @property
     def num_new_states(self) -> int:
-        """Encoder states whose keys and values the step writes: all of them, where it begins."""
+        """Encoder hidden states whose keys and values the step writes: 0 but in a first step."""
         return self.request.encoder_len if self.start == 0 else 0
 
 
@@ -50,16 +50,16 @@ class SchedulerOutput:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all windows."""
+        """Number of tokens of all windows."""
         return sum(scheduled.num_tokens for scheduled in self.requests)
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """What was drawn for one request, and how likely it was where that was asked for."""
+    """The sampled token of one request, with log-probabilities if it asked for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
 ModelRunnerOutput = dict[str, SampledToken]
-"""request_id -> token, for the requests whose window `samples`."""
+"""request_id -> token, of the requests whose window `samples`."""

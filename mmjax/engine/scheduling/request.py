@@ -1,4 +1,4 @@
-"""A request as the engine sees it: tokens to compute, items to encode. Knows no device."""
+"""A request in the engine: tokens to compute, items to encode. No device arrays."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from mmjax.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
-    """Where a request stands."""
+    """The state of a request."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Its blocks went to others; it waits to compute its tokens again."""
+    """Its blocks were freed; it waits to be computed again."""
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -31,7 +31,7 @@ class RequestStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderItem:
-    """One item of a prompt: where its embeddings go, and what they are computed from (or are)."""
+    """One item of a prompt: its placeholder, and its encoder inputs or embeddings."""
 
     identifier: str
     """Equal identifiers share one encoder output."""
@@ -42,46 +42,46 @@ class EncoderItem:
     """int32[num_embeds]: which of the encoder's rows the embeddings are (`HostInputs.embed_rows`);
     None: all, in order."""
     embeds: np.ndarray | None = None
-    """[num_embeds, D]: rows that came with the request, of which nothing is encoded."""
+    """[num_embeds, D]: precomputed embeddings; the item is then not encoded."""
 
     @property
     def start(self) -> int:
-        """First place of the item in the prompt."""
+        """First position of the placeholder."""
         return self.mm_position.offset
 
     @property
     def end(self) -> int:
-        """Place after the item."""
+        """Position after the placeholder."""
         return self.mm_position.offset + self.mm_position.length
 
     @property
     def num_embeds(self) -> int:
-        """Rows of the encoder output."""
+        """Number of rows of the encoder output."""
         return self.mm_position.get_num_embeds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """What an encoder-decoder's encoder reads for one request: a prompt and all its items."""
+    """The encoder input of an encoder-decoder model's request: its prompt and all its items."""
 
     item: EncoderItem
-    """Its identifier is this request's own, for its states depend on picture and text together; its
-    place is one in the encoder's prompt, and none in the request's."""
+    """Its identifier is unique to the request, since the hidden states depend on image and text
+    together; its placeholder is in the encoder prompt."""
     num_states: int
-    """Of the item's embeddings, those that the decoder sees: the first."""
+    """How many of the item's embeddings, from the first, the decoder attends to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockHasher:
-    """How one engine names the blocks of its requests."""
+    """Block hashing of one engine."""
 
     block_size: int
     none_hash: BlockHash
-    """The parent of first blocks; another one names no block alike."""
+    """The parent hash of first blocks."""
     algorithm: BlockHashAlgorithm = "sha256"
 
     def hash_new_blocks(self, request: "Request") -> list[BlockHash]:
-        """Return the hashes of the request's full blocks that have none yet."""
+        """Return the hashes of the request's full blocks beyond `block_hashes`."""
         if request.num_tokens // self.block_size == len(request.block_hashes):
             return []
         new = iter_block_hashes(
@@ -133,19 +133,19 @@ class Request:
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = min(sampling_params.max_tokens or room, room)
         self.token_ids = np.zeros(self.num_prompt_tokens + max(self.max_tokens, 0), np.int32)
-        """The prompt, then what was sampled; `num_tokens` of them are valid."""
+        """Prompt and output tokens; the first `num_tokens` are valid."""
         self.token_ids[: self.num_prompt_tokens] = prompt_token_ids
         self.num_tokens = self.num_prompt_tokens
         self.num_in_flight = 0
         """Sampled tokens that the host has not read yet."""
         self.sampled_row = 0
-        """Row of the last sample where the one in flight lies."""
+        """Row of the last sample that holds the token in flight."""
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
-        """The token that ended the text, unless it is the tokenizer's own end."""
+        """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
         self.priority = priority
         self.cache_salt = cache_salt
@@ -154,24 +154,24 @@ class Request:
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
-        """Place from which on there is text alone."""
+        """Position after the last item."""
         is_plain = sampling_params.is_greedy and sampling_params.logprobs is None
         self.plain_from = self.num_prompt_tokens + sampling_params.min_tokens if is_plain else 2**63
-        """Place from which on a token is the argmax, without masks or reports."""
+        """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
-        """Of the full blocks of `token_ids`, sampled ones too; empty without a prefix cache."""
+        """Of the full blocks of `token_ids`; empty without prefix caching."""
         self._block_hasher = block_hasher
         self._hash_new_blocks()
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt alone."""
+        """The prompt's tokens."""
         return self.token_ids[: self.num_prompt_tokens].tolist()
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens sampled so far."""
+        """Number of sampled tokens."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -181,7 +181,7 @@ class Request:
 
     @property
     def mm_features(self) -> Sequence[EncoderItem]:
-        """The items, as block hashes ask for them."""
+        """The items, under the name that block hashing uses."""
         return self.items
 
     @property
@@ -191,21 +191,21 @@ class Request:
         return status is not _RUNNING and status is not _WAITING and status is not _PREEMPTED
 
     @property
-    def num_tokens_in_all(self) -> int:
-        """Tokens that can be computed: those that are known, and those in flight."""
+    def num_tokens_with_in_flight(self) -> int:
+        """Tokens that can be computed: known ones and those in flight."""
         return self.num_tokens + self.num_in_flight
 
     @property
-    def awaits_its_last(self) -> bool:
-        """Whether the token in flight is the last, whatever it will be."""
-        return self.num_tokens_in_all - self.num_prompt_tokens >= self.max_tokens
+    def is_last_in_flight(self) -> bool:
+        """Whether the token in flight reaches `max_tokens`."""
+        return self.num_tokens_with_in_flight - self.num_prompt_tokens >= self.max_tokens
 
     def needs_min_tokens(self, place: int) -> bool:
-        """Whether the token at a place of the sequence may not end the text yet."""
+        """Return whether `min_tokens` masks end tokens at a position."""
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
 
     def append_token(self, token_id: int) -> None:
-        """Add a sampled token, and finish the request where that ends it."""
+        """Append a sampled token, and finish the request if it ends there."""
         self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         if self._block_hasher is not None:
@@ -223,23 +223,23 @@ class Request:
             self.block_hashes += self._block_hasher.hash_new_blocks(self)
 
     def last_cut(self, end: int) -> int:
-        """Return the last place up to `end` that does not lie inside a run of embeddings."""
+        """Return the last position up to `end` that is not inside a run of embeddings."""
         if not 0 < end < self.num_prompt_tokens:
             return end
         run_end = self.span_ends[end - 1]
         return end if run_end <= end else int(np.argmax(self.span_ends == run_end))
 
     def items_between(self, start: int, end: int) -> list[EncoderItem]:
-        """Return the items that overlap the places [start, end), in order."""
+        """Return the items that overlap the positions [start, end), in order."""
         if start >= self.items_end:
             return []
         return [item for item in self.items if item.start < end and item.end > start]
 
 
 def _span_ends(items: Sequence[EncoderItem], num_prompt_tokens: int) -> np.ndarray:
-    """Return int32[prompt]: the exclusive end of the run of embeddings at a place, 0 for text.
+    """Return int32[prompt]: the exclusive end of the run of embeddings at a position, 0 for text.
 
-    Text, a picture of three rows, text: 0 0 5 5 5 0.
+    Two text tokens, an image of three, text: 0 0 5 5 5 0.
     """
     ends = np.zeros(num_prompt_tokens, np.int32)
     for item in items:

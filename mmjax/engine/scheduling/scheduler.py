@@ -1,7 +1,7 @@
-"""Which tokens and which items the next step computes. No phases: a request has tokens to compute.
+"""The scheduler: which tokens and items the next step computes, without prefill/decode phases.
 
-Knows nothing of devices. Every running request gets at least one token a step, oldest first; then
-waiting ones are let in, strictly in order, so that nobody is overtaken for ever.
+Every running request gets at least one token a step, oldest first; then waiting ones are admitted
+strictly in order, so that none starves. No device arrays.
 """
 
 from bisect import insort
@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class WaitingQueue:
-    """Requests that do not run: by priority, then by arrival; a preemption changes neither."""
+    """Requests that do not run, by priority, then by arrival; a preemption keeps both."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Request]] = []
@@ -37,7 +37,7 @@ class WaitingQueue:
         return (request for _, _, request in self._entries)
 
     def add(self, request: Request) -> None:
-        """Insert a request; one that was here before keeps its place in the order."""
+        """Insert a request; a preempted one keeps its arrival."""
         arrival = self._arrivals.get(request.request_id)
         if arrival is None:
             arrival = self._arrivals[request.request_id] = self._num_arrived
@@ -45,41 +45,41 @@ class WaitingQueue:
         insort(self._entries, (request.priority, arrival, request), key=lambda entry: entry[:2])
 
     def key(self, request: Request) -> tuple[int, int]:
-        """Return what a request is ordered by."""
+        """Return (priority, arrival)."""
         return request.priority, self._arrivals[request.request_id]
 
     def peek(self) -> Request:
-        """Return the first request, and leave it."""
+        """Return the first request without removing it."""
         return self._entries[0][2]
 
     def pop(self) -> Request:
-        """Take the first request."""
+        """Remove and return the first request."""
         return self._entries.pop(0)[2]
 
     def remove(self, request: Request) -> None:
-        """Take out a request that waits."""
+        """Remove a waiting request."""
         self._entries = [entry for entry in self._entries if entry[2] is not request]
 
     def forget(self, request: Request) -> None:
-        """Drop the arrival of a request that is finished."""
+        """Drop the arrival of a finished request."""
         self._arrivals.pop(request.request_id, None)
 
 
 @dataclass(slots=True)
 class _Plan:
-    """The step that is being put together."""
+    """The step that is being scheduled."""
 
     tokens_left: int
     embeds_left: int
     states_left: int
-    """Encoder states that may still be written for an encoder-decoder's new requests."""
+    """Encoder hidden states that the step may still write for new requests."""
     requests: list[tuple[Request, int]] = field(default_factory=list)
     items: list[EncoderItem] = field(default_factory=list)
     num_preempted: int = 0
 
 
 class Scheduler:
-    """Holds all unfinished requests, and decides step by step."""
+    """Holds all unfinished requests, and schedules steps."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
         self.running: list[Request] = []
-        """Sorted as the waiting queue sorts; all hold blocks."""
+        """In the order of the waiting queue; all hold blocks."""
         self.waiting = WaitingQueue()
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -112,12 +112,12 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
-        """Running requests that got nothing in the last step; they go first in the next."""
+        """Running requests that got no token in the last step; they go first in the next."""
 
-    # ---- the life of a request -----------------------------------------------------------------
+    # ---- requests ------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Queue a request; `RequestError` where it cannot be taken."""
+        """Queue a request; `RequestError` if the queue is full or it conflicts with others."""
         if request.request_id in self._requests:
             raise RequestValueError(
                 f"`request_id` {request.request_id!r} is in use; give each request its own",
@@ -139,7 +139,7 @@ class Scheduler:
         self.waiting.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests wherever they are; unknown ids are ignored."""
+        """Abort requests, waiting or running; unknown ids are ignored."""
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
@@ -147,22 +147,22 @@ class Scheduler:
                 self._finish(request)
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
         return bool(self._requests)
 
     @property
     def request_ids(self) -> list[str]:
-        """All unfinished requests."""
+        """Ids of all unfinished requests."""
         return list(self._requests)
 
     def update_from_output(
         self, output: SchedulerOutput, sampled: ModelRunnerOutput
     ) -> list[RequestOutputDelta]:
-        """Append what was sampled, finish what has ended; return the news, request by request."""
+        """Append the sampled tokens, finish requests that ended; return each request's output."""
         deltas = []
         for scheduled in output.requests:
             request = scheduled.request
-            # One that has ended since the step was chosen: its token came too late.
+            # The request has ended since the step was scheduled: drop its token.
             if not scheduled.samples or request.is_finished:
                 continue
             token = sampled[request.request_id]
@@ -171,7 +171,7 @@ class Scheduler:
             num_hashed = len(request.block_hashes)
             request.append_token(token.token_id)
             if holds_blocks and len(request.block_hashes) > num_hashed:
-                # The token may have completed the hash of a block that was computed before.
+                # The token may complete a block, which gets a hash.
                 self.kv_cache.cache_blocks(
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
@@ -211,7 +211,7 @@ class Scheduler:
     # ---- one step ------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's work, and count it as computed."""
+        """Return the next step, and count its tokens as computed."""
         plan = _Plan(
             self._max_num_batched_tokens,
             self._max_num_encoder_input_tokens,
@@ -233,13 +233,13 @@ class Scheduler:
         )
 
     def _schedule_running(self, plan: _Plan) -> None:
-        queue = deque(request for request in self.running if not request.awaits_its_last)
+        queue = deque(request for request in self.running if not request.is_last_in_flight)
         if self._deferred:
             queue = deque(sorted(queue, key=lambda r: r.request_id not in self._deferred))
         went_first, self._deferred = self._deferred, set()
         while queue and plan.tokens_left:
             request = queue.popleft()
-            # One token is kept for everyone behind, except from those who were passed over.
+            # Reserve one token for each request after this one, but not against deferred ones.
             reserve = 0 if request.request_id in went_first else len(queue)
             num_tokens, items = self._windows.fit(
                 request, plan.tokens_left - reserve, plan.embeds_left
@@ -248,13 +248,13 @@ class Scheduler:
                 self._deferred.add(request.request_id)
             elif self._make_room(plan, request, num_tokens, queue):
                 self._commit(plan, request, num_tokens, items)
-        # Whoever is left over got no token at all, since a deferred request took them.
+        # The rest got no token, since deferred requests took them.
         self._deferred.update(request.request_id for request in queue)
 
     def _make_room(
         self, plan: _Plan, request: Request, num_tokens: int, queue: deque[Request]
     ) -> bool:
-        """Allocate blocks, preempting from the end of `queue`; False: `request` gave way itself."""
+        """Allocate blocks, preempting from the end of `queue`; False: `request` was preempted."""
         total = request.num_computed_tokens + num_tokens
         while not self.kv_cache.allocate_slots(request.request_id, total):
             victim = queue.pop() if queue else request
@@ -265,7 +265,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks; its tokens, sampled ones too, are computed again later."""
+        """Free a request's blocks; all its tokens are computed again later."""
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
@@ -307,31 +307,31 @@ class Scheduler:
             plan.items.append(item)
 
     def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
-        """Count the window as computed, and let go of the items that lie behind it."""
+        """Count the window as computed, and release the items that end in it."""
         start = request.num_computed_tokens
         end = start + num_tokens
         request.num_computed_tokens = end
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.cache_blocks(request.request_id, request.block_hashes, end)
         if start < request.items_end:
-            self._windows.let_go_of_items(request, start, end)
+            self._windows.free_items(request, start, end)
         encoder_table = None
         if request.encoder is not None:
             encoder_table = self.kv_cache.get_encoder_block_table(request.request_id)
-            self._windows.let_go_of_encoder(request)
+            self._windows.free_encoder(request)
         return ScheduledRequest(
             request,
             start,
             num_tokens,
             self.kv_cache.get_block_table(request.request_id),
-            samples=end == request.num_tokens_in_all,
+            samples=end == request.num_tokens_with_in_flight,
             token_from=request.sampled_row if end > request.num_tokens else -1,
             encoder_table=encoder_table,
         )
 
 
 def _full(num_running: int, num_waiting: int) -> CapacityError:
-    # Whether those that wait will run in the next step is not known yet: all of them count.
+    # It is not known which of the waiting ones will run in the next step: all count.
     return CapacityError(
         f"{num_running} requests run and {num_waiting} wait already; try again later"
     )

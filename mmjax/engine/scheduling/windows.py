@@ -1,6 +1,6 @@
-"""How far a request may compute in a step: from behind its cached beginning, as its items allow.
+"""The window of tokens that one request computes in a step, after its cached prefix.
 
-Knows nothing of other requests and of the token budget that they share.
+Knows nothing of other requests, or of the token budget that they share.
 """
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
@@ -9,7 +9,7 @@ from mmjax.engine.scheduling.request import EncoderItem, Request
 
 
 class WindowFitter:
-    """Fits windows of tokens to the KV blocks that are found and to the items that fit."""
+    """Fits windows to the cached KV blocks and to the room in the encoder cache."""
 
     def __init__(
         self,
@@ -23,9 +23,10 @@ class WindowFitter:
         self._keeps_runs_whole = keeps_runs_whole
 
     def start(self, request: Request, states_left: int) -> bool:
-        """Give the request the cached blocks of its beginning, and those of its encoder's states.
+        """Give the request the cached blocks of its prefix, and blocks for cross-attention.
 
-        False: it lacks room, or the step room for its states; it may hold some, and must be freed.
+        Returns False without room for the prompt, or if the encoder's hidden states exceed
+        `states_left`; the request may then hold blocks, which the caller must free.
         """
         cache, request_id = self._kv_cache, request.request_id
         num_found = cache.count_cached_tokens(request.block_hashes, request.num_tokens)
@@ -37,7 +38,7 @@ class WindowFitter:
             or not cache.start_encoder(request_id, request.encoder_len)
         ):
             return False
-        # All blocks of the prompt must be free, not only the first chunk's: else half-computed
+        # Require room for the whole prompt, not only for its first chunk: else half-computed
         # prompts would preempt each other.
         return cache.has_room(request_id, request.num_tokens)
 
@@ -46,14 +47,14 @@ class WindowFitter:
     ) -> tuple[int, list[EncoderItem]]:
         """Return how many tokens the request may compute, and the items to encode for them.
 
-        A run of embeddings that see each other both ways is computed whole, or to its end where
-        its beginning was found: that was computed with the whole in view, and the rest sees it.
-        Marks around it, and an item's other runs, may go in other steps.
-        Items that are cached, also by an earlier request of this step, are referenced here.
-        The encoder of an encoder-decoder is such an item, of the request's first window.
+        A run of embeddings with bidirectional attention is computed in one step, or, if the prefix
+        cache holds its beginning (which was computed with the whole run), from there to its end.
+        Tokens around it, and the item's other runs, may be computed in other steps.
+        Cached items, also those of an earlier request of this step, are referenced here.
+        The encoder input of an encoder-decoder model is an item of the request's first window.
         """
         start = request.num_computed_tokens
-        end = start + max(0, min(request.num_tokens_in_all - start, max_tokens))
+        end = start + max(0, min(request.num_tokens_with_in_flight - start, max_tokens))
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
         if start == 0 and request.encoder is not None:
@@ -83,14 +84,14 @@ class WindowFitter:
         return end - start, list(new.values())
 
     def _cut(self, request: Request, start: int, end: int) -> int:
-        """Return the last place in [start, end] where a window from `start` may end."""
+        """Return the last position in [start, end] where a window from `start` may end."""
         return max(start, request.last_cut(end) if self._keeps_runs_whole else end)
 
-    def let_go_of_items(self, request: Request, start: int, end: int) -> None:
-        """Let go of the items that lie behind a window.
+    def free_items(self, request: Request, start: int, end: int) -> None:
+        """Drop the request's references to items that end in a window.
 
-        An item that comes again further on is let go as well: held, it could take the room that
-        the items between need. It stays cached as long as nobody needs its room.
+        Also to an item that occurs again later in the prompt: a reference could take the room that
+        the items in between need. It stays cached until then, if there is room.
         """
         overlapping = request.items_between(start, end)
         begun = {item.identifier for item in overlapping if item.end > end}
@@ -98,8 +99,8 @@ class WindowFitter:
             if item.identifier not in begun:
                 self._encoder_cache.free_encoder_input(request.request_id, item.identifier)
 
-    def let_go_of_encoder(self, request: Request) -> None:
-        """Let go of an encoder's states: the first step makes keys and values of them, for all."""
+    def free_encoder(self, request: Request) -> None:
+        """Drop the reference to the encoder's hidden states, which the first step alone reads."""
         assert request.encoder is not None, f"{request.request_id=} has no encoder"
         identifier = request.encoder.item.identifier
         self._encoder_cache.free_encoder_input(request.request_id, identifier)

@@ -1,20 +1,20 @@
-"""How many sequences P0 lets in: the one place that decides it, before any work is done."""
+"""Admission control of P0, by number of sequences, before any work is done."""
 
 from mmjax.errors import CapacityError, RequestValueError
 
 
 class Capacity:
-    """Counts what is processed; what is processed already, its caller counts."""
+    """Counts the requests that are being processed; its caller counts those after that."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self.num_requests = 0
-        """That are processed."""
+        """Requests that are being processed."""
         self.num_seqs = 0
-        """Of those requests."""
+        """Their sequences."""
 
     def check_size(self, num_prompts: int, n: int) -> None:
-        """Refuse what would not fit if nothing else were here: it would never."""
+        """Raise for a request that would not fit even alone."""
         limit = (
             f"this server takes {self._max_num_seqs} sequences at once (`--max-num-seqs` and "
             "`--max-num-queued-reqs`)"
@@ -29,9 +29,9 @@ class Capacity:
             )
 
     def enter(self, num_seqs: int, *, num_others: int) -> None:
-        """Count a request as processed, or refuse it; `num_others` sequences are beyond that.
+        """Add a request, or raise CapacityError; `num_others`: sequences past processing.
 
-        P1 holds no more than is counted here, so that what passes finds room there.
+        P1 never holds more than is counted here, so an admitted request has room there.
         """
         self.check_size(1, num_seqs)
         num_held = self.num_seqs + num_others
@@ -44,6 +44,6 @@ class Capacity:
         self.num_seqs += num_seqs
 
     def leave(self, num_seqs: int) -> None:
-        """Count a request as processed no longer."""
+        """Remove a request."""
         self.num_requests -= 1
         self.num_seqs -= num_seqs

@@ -1,4 +1,4 @@
-"""The engine as an event loop sees it: add a request, read its outputs, abort it."""
+"""The asyncio client of the engine: add requests, read their outputs, abort them."""
 
 import asyncio
 import copy
@@ -40,14 +40,14 @@ from mmjax.transport.messages import (
 logger = get_logger(__name__)
 
 PromptSource = PromptType | Callable[[], PromptType]
-"""A prompt, or what makes it (decodes its images): that runs outside of the event loop."""
+"""A prompt, or a function that makes it (decodes its images) outside of the event loop."""
 
 _MAX_REPLAYS = 1
-"""Restarts of P1 that one request goes through: the next one may be its doing."""
+"""Restarts of P1 after which a request is sent again; it may be the cause of further ones."""
 
 
 class RequestStream:
-    """The outputs of one request; iterate it, and close it when nobody listens any more."""
+    """An async iterator over the outputs of one request; `close` aborts it."""
 
     def __init__(self, client: "AsyncEngineClient", request: ProcessedRequest) -> None:
         self.request = request
@@ -68,7 +68,7 @@ class RequestStream:
         return item
 
     def put(self, item: RequestOutput | RequestError) -> None:
-        """Add what the reader gets next."""
+        """Queue an output, or the error that ends the stream."""
         self._is_done = isinstance(item, RequestError) or item.finished
         self._queue.put_nowait(item)
 
@@ -81,12 +81,12 @@ class RequestStream:
 
 @dataclass(slots=True, kw_only=True)
 class _PendingRequest:
-    """A request on its way through the threads."""
+    """A request that is being processed in a thread."""
 
     is_stream: bool
     num_seqs: int
     cancellation: Cancellation = field(default_factory=Cancellation)
-    """Set when nobody waits for it any more."""
+    """Set when the client has left."""
     handle: RequestStream | None = None
 
     @property
@@ -95,7 +95,7 @@ class _PendingRequest:
 
 
 class AsyncEngineClient:
-    """P0's side of the engine."""
+    """P0's client of the engine."""
 
     def __init__(
         self,
@@ -106,10 +106,10 @@ class AsyncEngineClient:
         num_workers: int = 2,
         max_start_wait_s: float = 300.0,
     ) -> None:
-        """Serve through `supervisor`; requests that come during the start wait for its end."""
+        """Serve through `supervisor`; requests during its start wait up to `max_start_wait_s`."""
         self.input_processor = input_processor
         self.supervisor = supervisor
-        # A copy: the event loop decodes while threads encode, and one tokenizer cannot do both.
+        # A copy: the event loop decodes while threads encode, and a tokenizer is not thread-safe.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
@@ -122,7 +122,7 @@ class AsyncEngineClient:
         )
 
     async def start(self) -> None:
-        """Begin to talk to P1; returns before it is ready."""
+        """Connect to P1, without waiting until it is ready."""
         self._resend_queue.start()
         await self.supervisor.start(self)
         self._stats_log.start()
@@ -134,12 +134,12 @@ class AsyncEngineClient:
         await self.supervisor.close()
         self._lanes.close()
         self._resend_queue.close()
-        # A thread may still hold the caches' locks.
+        # In a thread: another one may still hold the caches' locks.
         await asyncio.to_thread(self.input_processor.close)
 
     @property
     def num_requests(self) -> int:
-        """Requests that are processed, wait or run."""
+        """Requests that are being processed, wait or run."""
         return len(self._streams) + self.capacity.num_requests
 
     @property
@@ -162,8 +162,15 @@ class AsyncEngineClient:
     ) -> RequestStream:
         """Admit and process a request; raises RequestError before anything is streamed.
 
-        `id_domain` says whose media ids the prompt names. What is not finished after `timeout_s`
-        (0: never) ends with RequestTimeoutError.
+        Args:
+            request_id: Unique among unfinished requests.
+            prompt: The prompt, or a function that makes it.
+            sampling_params: With `n` sequences.
+            stream: Whether outputs hold what each step adds, rather than all so far.
+            continues_prompt: Whether the output continues the prompt's text.
+            id_domain: The namespace of the prompt's media ids; None: the global one.
+            priority: Lower ones first.
+            timeout_s: Seconds after which it ends with RequestTimeoutError; 0: never.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
@@ -195,7 +202,7 @@ class AsyncEngineClient:
         return pending.handle
 
     async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
-        """Process a prompt, and describe it; counts against the same capacity as a request."""
+        """Process a prompt, and describe the result; counts as a request meanwhile."""
         self._admit(1)
         job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
         cancellation = Cancellation()
@@ -213,7 +220,7 @@ class AsyncEngineClient:
         *,
         stream: bool = True,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of one request; leaving the loop early aborts it."""
+        """Yield the outputs of one request; closing the iterator aborts it."""
         handle = await self.add_request(request_id, prompt, sampling_params, stream=stream)
         try:
             async for output in handle:
@@ -222,7 +229,7 @@ class AsyncEngineClient:
             handle.close()
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, here and in P1."""
+        """Abort a request, here and in P1."""
         handle = self._streams.pop(request_id, None)
         if handle is not None:
             self._resend_queue.discard(handle.request)
@@ -233,7 +240,7 @@ class AsyncEngineClient:
     # ---- EngineListener -------------------------------------------------------------------------
 
     def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
-        """Hand a step's outputs to their readers."""
+        """Put a step's outputs into their streams."""
         match message:
             case RequestFailed():
                 self._fail_sequence(message.request_id, _error_of(message))
@@ -247,7 +254,7 @@ class AsyncEngineClient:
         for delta in message.deltas:
             self._resend_queue.acknowledge(delta.request_id)
             try:
-                # One by one: what goes wrong with one request's text is that request's alone.
+                # One by one, so that an error in one request's text ends that request alone.
                 outputs, ended = self._output_processor.process([delta])
             except Exception:
                 logger.exception("outputs of request %s could not be read", delta.request_id)
@@ -261,7 +268,7 @@ class AsyncEngineClient:
             self._resend_queue.put(AbortRequests(request_ids=to_abort))
 
     def on_exit(self) -> None:
-        """Answer what cannot go on; what has shown nothing yet waits for the next P1."""
+        """Fail requests with partial output; the others wait for the restarted P1."""
         self._resend_queue.on_exit()
         can_wait = self.supervisor.state == "restarting"
         for request_id, handle in list(self._streams.items()):
@@ -274,10 +281,9 @@ class AsyncEngineClient:
             handle.put(_unavailable(self.supervisor))
 
     def on_ready(self) -> None:
-        """Send again what the last P1 took with it.
+        """Send requests again that the previous P1 lost.
 
-        NOTE: only requests without output are replayed, so no token is said twice. Replaying
-        prompt and output together belongs here, too.
+        NOTE: only requests without output are replayed, so that no token is sent twice.
         """
         if self.supervisor.num_restarts > 0:
             for handle in self._streams.values():
@@ -294,7 +300,7 @@ class AsyncEngineClient:
         loop: asyncio.AbstractEventLoop,
         control: DecodeControl,
     ) -> None:
-        """Process a prompt, in a thread; its messages go to the loop as they are committed."""
+        """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         request = prepare(prompt=make_prompt(), control=control)
         if not pending.is_cancelled:
             self.input_processor.committer.commit(
@@ -302,7 +308,7 @@ class AsyncEngineClient:
             )
 
     def _on_committed(self, pending: _PendingRequest, committed: CommittedMessage) -> None:
-        """Take a message from a thread; with the first one, the request begins."""
+        """Queue a message from a thread; the first one registers the request."""
         if pending.handle is None and not pending.is_cancelled and self.supervisor.state != "dead":
             request = committed.request
             pending.handle = RequestStream(self, request)
@@ -313,7 +319,7 @@ class AsyncEngineClient:
         self._resend_queue.put_committed(committed)
 
     def _admit(self, num_seqs: int) -> None:
-        # Before any decoding: refusing must stay cheap when there is most to refuse.
+        # Before any decoding, so that refusing is cheap under overload.
         self.capacity.enter(num_seqs, num_others=self.num_seqs - self.capacity.num_seqs)
 
     def _put_output(self, output: RequestOutput) -> None:
@@ -349,7 +355,7 @@ def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> Stats
 async def _wait_for_start(
     supervisor: EngineLink, max_wait_s: float, deadline: float | None
 ) -> None:
-    """Hold a request while the first P1 compiles, rather than send an early client away."""
+    """Wait while the first P1 compiles; EngineUnavailableError or a timeout after that."""
     if supervisor.state == "starting":
         time_left = math.inf if deadline is None else deadline - time.monotonic()
         try:
@@ -363,12 +369,12 @@ async def _wait_for_start(
 
 
 def _internal_error() -> RequestError:
-    # What went wrong inside is for the log, not for the client.
+    # Details are for the log, not for the client.
     return InternalError("the engine failed on this request; the log says why")
 
 
 def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
-    """Return what makes the prompt at its first call, and gives the same one ever after."""
+    """Return a function that makes the prompt at its first call, and caches it."""
     return cache(prompt) if callable(prompt) else lambda: prompt
 
 

@@ -1,6 +1,6 @@
-"""The sender cache and the message that it stands for change together, under one lock.
+"""Commits messages to P1: each changes the sender cache under the lock that orders all of them.
 
-P1 gets messages in the order of their commits, and changes its cache as each of them says.
+P1 receives messages in the order of their commits, and repeats each change in its receiver cache.
 """
 
 import threading
@@ -25,26 +25,24 @@ from mmjax.transport.messages import EngineCoreRequest
 
 @dataclass(frozen=True, slots=True)
 class CommittedMessage:
-    """One message that is committed: it must be sent, and in this order."""
+    """A committed message: it must be sent, in the order of the commits."""
 
     request: ProcessedRequest
     index: int
-    """Which of the request's sequences."""
+    """Index of the request's sequence."""
     message: EngineCoreRequest
     epoch: int
-    """Which P1 the message was made for: another one does not hold what it leaves out."""
+    """Epoch of the P1 that the message is for: another P1 lacks the tensors that it omits."""
 
 
 OnCommit = Callable[[CommittedMessage], None]
-"""Takes a message under the lock that orders all of them: it must not wait."""
+"""Called with a message, under the lock of all commits: it must not block."""
 
 
 class SenderCacheCommitter:
-    """Adds to messages the tensors that P1 lacks, and notes them in the sender cache.
+    """Adds the tensors that P1 lacks to messages, and records them in the sender cache.
 
-    Safe to call from several threads.
-
-    NOTE: not from an event loop: a commit holds the lock while it copies into shared memory.
+    Thread-safe. NOTE: blocks, so not for an event loop: a commit may copy into shared memory.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class SenderCacheCommitter:
         self._cache = cache
         self._lock = threading.Lock()
         self.epoch = 0
-        """Counts the P1s that were lost: a message is made for one of them."""
+        """Number of P1s that have ended; every message is for one epoch."""
 
     def commit(
         self,
@@ -64,16 +62,15 @@ class SenderCacheCommitter:
         indices: Collection[int] | None = None,
         is_inline: bool = False,
     ) -> None:
-        """Complete the request's messages, and hand over each as it is complete.
+        """Complete and commit the request's messages.
 
-        What the cache has lost since `prepare` is processed again; RequestError where an item has
-        nothing to be made from.
+        Items evicted since `prepare` are processed again; RequestError for one without data.
 
         Args:
-            request: As `prepare` made it.
+            request: From `prepare`.
             on_commit: Called once for each message, in order.
-            indices: Of the messages to complete; None: all.
-            is_inline: Whether each message brings all of its tensors, and counts on no cache.
+            indices: Of the messages to commit; None: all.
+            is_inline: Whether each message contains all of its tensors, and uses no cache.
         """
         remaining = list(range(len(request.messages)) if indices is None else indices)
         prepared = request.prepared
@@ -84,18 +81,18 @@ class SenderCacheCommitter:
                 with self._lock:
                     self._commit_next(request, remaining, prepared, on_commit, is_inline=is_inline)
             except MultiModalCacheMissError as miss:
-                # Every round makes more items fresh, and needs fewer from the cache.
+                # Terminates: every iteration processes more of the items itself.
                 prepared = self._rebuild(prepared, miss.mm_hashes)
         request.prepared = prepared
 
     def invalidate(self, mm_hashes: Collection[str], epoch: int | None = None) -> None:
-        """Note that P1 does not hold these items; of the P1 of another `epoch`, nothing."""
+        """Remove items that P1 lacks from the sender cache, unless `epoch` has ended."""
         with self._lock:
             if epoch in (None, self.epoch):
                 self._invalidate(mm_hashes)
 
     def revert(self, message: EngineCoreRequest) -> None:
-        """Undo the commit of a message that was not sent, and never will be."""
+        """Undo the commit of a message that will not be sent."""
         with self._lock:
             for feature in message.mm_features:
                 if isinstance(self._cache, ShmObjectStoreSenderCache) and feature.data is not None:
@@ -103,9 +100,9 @@ class SenderCacheCommitter:
             self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
     def reset_engine(self, begin: Callable[[int], None] | None = None) -> None:
-        """Note that P1 is a new one, which holds nothing, or that there is none.
+        """Start an epoch, after P1 has ended or a new one, which holds nothing, has started.
 
-        `begin` gets the new epoch, after all messages of the old ones and before any of the new.
+        `begin` is called with it, between the commits of the old epoch and those of the new one.
         """
         with self._lock:
             self.epoch += 1
@@ -156,13 +153,13 @@ class SenderCacheCommitter:
             return processor.rebuild(prepared, missing)
 
 
-# ---- a processed prompt's items as the engine gets them -----------------------------------------
+# ---- features of a processed prompt -------------------------------------------------------------
 
 
 def mm_identifier(
     mm_hash: str, *, lora_name: str | None = None, enable_tower_connector_lora: bool = False
 ) -> str:
-    """Return the name of an item's encoder output: its hash, unless an adapter changes the tower.
+    """Return the identifier of an item's encoder output: its hash, with an adapter of the tower.
 
     `("ab", lora_name="poet", enable_tower_connector_lora=True)` -> `"poet:ab"`.
     """
@@ -177,7 +174,7 @@ def build_features(
     lora_name: str | None = None,
     enable_tower_connector_lora: bool = False,
 ) -> list[MultiModalFeatureSpec]:
-    """Return the items, sorted by their place in the prompt; tensors that repeat come once."""
+    """Return the items' features, sorted by offset; repeated tensors are in the first one only."""
     _check_hashes(inputs)
     features = inputs.to_features()
     sent: dict[str, ItemData] = {}
@@ -186,7 +183,7 @@ def build_features(
         feature.identifier = mm_identifier(
             mm_hash, lora_name=lora_name, enable_tower_connector_lora=enable_tower_connector_lora
         )
-        # By identity: an address in shared memory is made anew for every reading.
+        # By identity: every handle in shared memory is another.
         if feature.data is not None and feature.data is sent.get(mm_hash):
             feature.data = None
         elif feature.data is not None:
@@ -195,12 +192,12 @@ def build_features(
 
 
 def all_hashes(prepared: PreparedInputs) -> list[str]:
-    """Return the hashes of a prompt's items, each once."""
+    """Return the distinct hashes of a prompt's items."""
     return list(dict.fromkeys(h for hashes in prepared.mm_hashes.values() for h in hashes))
 
 
 def inputs_with_tensors(prepared: PreparedInputs) -> MultiModalInputs:
-    """Return a prompt whose items all have their tensors; all of them must be fresh."""
+    """Return a prompt with the tensors of all its items, all of which must be in `fresh`."""
     return MultiModalInputs(
         prompt_token_ids=prepared.prompt_token_ids,
         encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,

@@ -1,4 +1,4 @@
-"""A request that is processed, and what it takes to send it to P1, once or again."""
+"""A processed request, with all that is needed to send it to P1, also again."""
 
 from dataclasses import dataclass, replace
 
@@ -10,24 +10,24 @@ from mmjax.transport.messages import EngineCoreRequest
 
 @dataclass(slots=True, kw_only=True)
 class ProcessedRequest:
-    """One request: one message for each of its `n` sequences."""
+    """One request: a message for each of its `n` sequences."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     messages: list[EngineCoreRequest]
-    """Without items until they are committed."""
+    """Without features until they are committed."""
     prepared: PreparedInputs
-    """What the items' tensors are, or are made from."""
+    """The items' tensors, or the data that they are processed from."""
     num_image_tokens: int
     continues_prompt: bool
-    """Whether the output reads on from the prompt (a completion) or begins anew (a chat)."""
+    """Whether the output continues the prompt's text (a completion; not a chat)."""
 
     @classmethod
     def create(
         cls, template: EngineCoreRequest, prepared: PreparedInputs, *, continues_prompt: bool
     ) -> "ProcessedRequest":
-        """Fan `template` out into a message for each sequence."""
+        """Copy `template` into a message for each sequence."""
         return cls(
             request_id=template.request_id,
             prompt=prepared.prompt,
@@ -43,7 +43,7 @@ class ProcessedRequest:
         )
 
     def release(self) -> None:
-        """Let go of tensors: P1 has them all. What they are made from stays."""
+        """Drop the tensors, after P1 has received all messages; the data stays."""
         self.prepared = replace(self.prepared, fresh={})
         self.messages = [
             msgspec.structs.replace(message, mm_features=[]) for message in self.messages
@@ -69,5 +69,5 @@ def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _next_seed(seed: int, index: int) -> int:
-    # Seeds are 64-bit: the last one's neighbour is the first.
+    # Seeds are signed 64-bit integers, and wrap around.
     return (seed + index + 2**63) % 2**64 - 2**63

@@ -1,13 +1,13 @@
-"""Messages to P1, in the order of their commits; and again, where P1 lost what they need.
+"""Sends messages to P1 in the order of their commits, and again after a cache miss or a restart.
 
-    committing --> sent       the thread is done, and P1 still the one that it was done for
+    committing --> sent       committed, and P1 has not restarted meanwhile
     committing --> waiting    P1 ended meanwhile
-    sent --> committing       P1 lacks items
+    sent --> committing       P1 reported a cache miss
     sent --> waiting          P1 ended
-    waiting --> committing    there is a new P1
-    sent --> gone             P1 gave the first output
+    waiting --> committing    P1 was restarted
+    sent --> removed          P1 sent the first output
 
-Lives in the event loop; commits, and whatever else takes the committer's lock, run in threads.
+Runs in the event loop; all that takes the committer's lock runs in threads.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest
 logger = get_logger(__name__)
 
 MAX_MISSES = 3
-"""Of one message to one P1; after the last but one it brings all of its tensors."""
+"""Cache misses of one message per P1; after all but one of them it is sent inline."""
 
 
 class _State(enum.Enum):
     COMMITTING = enum.auto()
     """A thread completes the message."""
     SENT = enum.auto()
-    """P1 has it, or will."""
+    """Sent, or queued in the socket."""
     WAITING = enum.auto()
-    """There is no P1 to send it to."""
+    """Waits for a restarted P1."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingMessage:
-    """One sequence's message that P1 has not answered yet."""
+    """The message of a sequence that has no output yet."""
 
     request: ProcessedRequest
     index: int
@@ -50,12 +50,12 @@ class PendingMessage:
 
     @property
     def message_id(self) -> str:
-        """The sequence's id."""
+        """Id of the sequence."""
         return self.request.messages[self.index].request_id
 
 
 class ResendQueue:
-    """Sends messages in order, and sees to it that P1 can take each of them in."""
+    """Sends messages in order, and resends those that P1 could not admit."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ResendQueue:
         send: Callable[[EngineMessage], Awaitable[None]],
         fail: Callable[[str, Exception], None],
     ) -> None:
-        """`send` sends to P1; `fail` answers a sequence whose message cannot be completed."""
+        """`send` sends to P1; `fail` is called for a sequence whose message cannot be sent."""
         self._committer = committer
         self._send = send
         self._fail = fail
@@ -72,31 +72,31 @@ class ResendQueue:
         self._pending: dict[str, PendingMessage] = {}
         self._has_engine = False
         self._epoch = 0
-        """Which P1 is sent to: what was made for another one is not for it."""
+        """Epoch of the P1 that is sent to; messages of other epochs are committed again."""
         self._num_transitions = 0
         """Ends and starts of P1 so far."""
-        # One thread: the committer sees what P1 says and does in that order.
+        # One thread: the committer's updates keep the order of P1's events.
         self._notes = ThreadPoolExecutor(1, thread_name_prefix="mmjax-notes")
-        # Its own thread: what P1 waits for goes before what nobody has begun.
+        # A thread of its own, so that resent messages do not wait for new requests.
         self._commits = ThreadPoolExecutor(1, thread_name_prefix="mmjax-resend")
 
     def start(self) -> None:
-        """Begin to send, in the running event loop."""
+        """Start to send, in the running event loop."""
         self._send_task = asyncio.create_task(self._send_all(), name="send-messages")
 
     async def stop(self) -> None:
-        """Send nothing more; what is queued stays unsent."""
+        """Stop sending; queued messages stay unsent."""
         if self._send_task is not None:
             self._send_task.cancel()
             await asyncio.gather(self._send_task, return_exceptions=True)
 
     def close(self) -> None:
-        """End the threads; what they do meanwhile goes nowhere."""
+        """End the threads; their results are dropped."""
         self._pending.clear()
         for thread in (self._notes, self._commits):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    # ---- a message's way ------------------------------------------------------------------------
+    # ---- messages -------------------------------------------------------------------------------
 
     def put(self, message: EngineMessage) -> None:
         """Queue a message that needs no commit."""
@@ -109,10 +109,9 @@ class ResendQueue:
             self._pending[pending.message_id] = pending
 
     def put_committed(self, committed: CommittedMessage) -> None:
-        """Queue a message; if its P1 is gone, have it committed for the next one.
+        """Queue a message; if its epoch is over, commit it again.
 
-        A message of a request that was discarded is sent as well, and aborted: the sender's cache
-        says that P1 has seen it.
+        A message of a discarded request is sent, too, and aborted: the sender cache counts on it.
         """
         message_id = committed.message.request_id
         pending = self._pending.get(message_id)
@@ -127,7 +126,7 @@ class ResendQueue:
                 self._commit_again(pending)
 
     def acknowledge(self, message_id: str) -> None:
-        """Note that P1 has answered: the message's tensors are needed no more."""
+        """Stop tracking a message, whose first output P1 has sent."""
         pending = self._pending.pop(message_id, None)
         if pending is None:
             return
@@ -136,7 +135,7 @@ class ResendQueue:
             request.release()
 
     def discard(self, request: ProcessedRequest) -> None:
-        """Send a request's messages no more: nobody waits for it."""
+        """Stop tracking a request, which was aborted."""
         for message in request.messages:
             self._pending.pop(message.request_id, None)
 
@@ -155,13 +154,13 @@ class ResendQueue:
             self._note(partial(self._committer.revert, message))
             self._fail(message.request_id, error)
         except Exception:
-            # The next messages still have to go.
+            # Go on with the next messages.
             logger.exception("request %s could not be taken back", message.request_id)
 
-    # ---- what P1 says and does ------------------------------------------------------------------
+    # ---- events of P1 ---------------------------------------------------------------------------
 
     def on_miss(self, miss: CacheMiss) -> None:
-        """Send a message again, with the items that P1 lacks."""
+        """Commit a message again, with the items that P1 lacks."""
         noted = self._note(partial(self._committer.invalidate, miss.mm_hashes, self._epoch))
         pending = self._pending.get(miss.request_id)
         if pending is None or pending.state is not _State.SENT:
@@ -176,7 +175,7 @@ class ResendQueue:
             noted.add_done_callback(lambda _: self._commit_again(pending))
 
     def on_exit(self) -> None:
-        """Drop what P1 never read: what it held is sent to the next one, after `on_ready`."""
+        """Drop queued messages; all tracked ones are sent to the next P1 after `on_ready`."""
         while not self._queue.empty():
             self._queue.get_nowait()
         self._has_engine = False
@@ -187,11 +186,11 @@ class ResendQueue:
                 pending.state = _State.WAITING
 
     def on_ready(self) -> None:
-        """Send what waits for a P1, once the committer has forgotten the last one."""
+        """Commit waiting messages again, in a new epoch."""
         self._num_transitions += 1
         loop = asyncio.get_running_loop()
         begin = partial(call_in_loop, loop, self._begin, self._num_transitions)
-        # Once more: what was committed since the last one's end has not been sent.
+        # Again: messages committed since the last P1's end have not been sent.
         self._note(partial(self._committer.reset_engine, begin))
 
     def _begin(self, transition: int, epoch: int) -> None:
@@ -242,14 +241,14 @@ class ResendQueue:
 def _log_failure(noted: "asyncio.Future[None]") -> None:
     error = None if noted.cancelled() else noted.exception()
     if error is not None:
-        # What the caches differ in heals by misses.
+        # If the caches differ now, cache misses repair that.
         logger.error("P0's view of the engine's caches could not be changed", exc_info=error)
 
 
 def call_in_loop(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object
 ) -> None:
-    """Call a function in the loop, after all that was handed to it before."""
+    """Call a function in the loop, in the order of these calls; from any thread."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

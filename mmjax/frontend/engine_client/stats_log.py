@@ -1,4 +1,4 @@
-"""One log line every few seconds while the engine is busy: throughput, queues, caches."""
+"""A log line every few seconds while the engine is busy: throughput, queues, caches."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ INTERVAL_S = 10.0
 
 
 class StatsLog:
-    """Compares the engine's figures with those of the last line."""
+    """Logs the difference of the engine's statistics to those of the last line."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class StatsLog:
         *,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        """`get_mm_cache_info` may wait for a lock: it is called in a thread."""
+        """`get_mm_cache_info` may block, and is called in a thread."""
         self._interval_s = interval_s
         self._get_heartbeat = get_heartbeat
         self._get_mm_cache_info = get_mm_cache_info
@@ -33,7 +33,7 @@ class StatsLog:
         self._rates: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begin to log, in the running event loop."""
+        """Start to log, in the running event loop."""
         self._task = asyncio.create_task(self.run(), name="log-stats")
 
     async def close(self) -> None:
@@ -55,10 +55,10 @@ class StatsLog:
                 logger.info(line)
 
     async def make_line(self) -> str | None:
-        """Return what happened since the last call; None where nothing has, or nothing is known.
+        """Return the line for the time since the last call; None while idle or without statistics.
 
-        The first idle call after a busy one has a line, too. A rate of a cache that nobody asked
-        meanwhile is that of the last line.
+        The first idle call after a busy one gives a line, too. The hit rate of a cache without
+        look-ups is repeated from the last line.
         """
         now, last = self._get_heartbeat(), self._last
         if now is None or (last is not None and now.time_s <= last.time_s):

@@ -1,7 +1,6 @@
-"""Starts P1, watches it, and starts it again when it dies.
+"""Starts P1, monitors it, and restarts it when it dies.
 
-Knows nothing of requests: the listener, who has some in flight,
-learns of P1's end and of its restart.
+Knows nothing of requests: a listener is called when P1 ends and when it is ready.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ from mmjax.transport.messages import (
 logger = get_logger(__name__)
 
 ENGINE_MAIN = "mmjax.engine.process:run_engine"
-"""P1's main; a name, because importing it would bring jax into P0."""
+"""P1's main; by name, since importing it would load jax in P0."""
 
 EngineState = Literal["starting", "ready", "restarting", "dead"]
 
@@ -47,21 +46,21 @@ class EngineStartError(MMJaxError):
 
 @runtime_checkable
 class EngineListener(Protocol):
-    """Who uses the engine: gets what P1 sends, and learns of its ends and starts."""
+    """The callbacks of a supervisor: P1's messages, ends and starts."""
 
     def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
-        """Take what P1 said of requests."""
+        """Handle a message of P1 about requests."""
 
     def on_exit(self) -> None:
-        """P1 is gone, and all it held with it."""
+        """Handle the end of P1, with all its state."""
 
     def on_ready(self) -> None:
-        """A P1 takes requests."""
+        """Handle that P1 accepts requests."""
 
 
 @runtime_checkable
 class EngineLink(Protocol):
-    """What the client needs of whoever owns the engine; `Supervisor` does it with a process."""
+    """The client's interface to the owner of an engine, such as `Supervisor`."""
 
     state: EngineState
     heartbeat: Heartbeat | None
@@ -69,14 +68,14 @@ class EngineLink(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine lives and speaks."""
+        """Whether the engine runs and sends heartbeats."""
         ...
 
     async def start(self, listener: EngineListener) -> None:
-        """Begin to relay what the engine says."""
+        """Start to relay the engine's messages."""
 
     async def wait_started(self) -> None:
-        """Wait until `state` is not "starting" any more."""
+        """Wait until `state` is no longer "starting"."""
 
     async def send(self, message: EngineMessage) -> None:
         """Send to the engine."""
@@ -87,7 +86,7 @@ class EngineLink(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _EngineProcess:
-    """One P1, with pipes of its own: the next one must not read what was sent to this one."""
+    """One P1 with its own sockets, so that the next P1 does not read what was sent to this one."""
 
     directory: IpcDirectory
     process: BaseProcess
@@ -103,8 +102,8 @@ class _EngineProcess:
             name="mmjax-engine",
             daemon=True,
         )
-        # A child inherits the mask: Ctrl-C, which reaches the whole group, does nothing to it from
-        # its first moment on. The tracker is started before: its start unblocks SIGINT.
+        # The child inherits the signal mask, so that Ctrl-C, which the whole process group gets,
+        # does not end it. Start the resource tracker before: its start unblocks SIGINT.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -125,14 +124,14 @@ class _EngineProcess:
 
 
 class SilenceTimer:
-    """How long another process has sent nothing, counted while this one could have read it.
+    """Measures how long another process has sent nothing, while this one was able to receive.
 
-    Counts tick by tick: one that took longer counts as one interval, so that a process
-    that was stopped, or a machine that was paused, does not take its own pause for the other's.
+    A tick that came late counts as one interval, so that a process that was stopped, or a machine
+    that was suspended, does not count its own pause as the other's silence.
     """
 
     def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Count against `timeout_s`; `tick` is to be called every `interval_s` seconds."""
+        """Expire after `timeout_s`; call `tick` every `interval_s` seconds."""
         self.interval_s = min(1.0, timeout_s / 4)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -142,19 +141,19 @@ class SilenceTimer:
 
     @property
     def seconds(self) -> float:
-        """How long the silence has lasted."""
+        """Seconds of silence."""
         return self._seconds + min(self._clock() - self._last_tick, self.interval_s)
 
     def reset(self) -> None:
-        """Note that something was received."""
+        """Restart at 0, since a message was received."""
         self._seconds = 0.0
         self._num_late_ticks = 0
         self._last_tick = self._clock()
 
     def tick(self) -> bool:
-        """Count the time since the last tick; return whether the silence has lasted too long.
+        """Count the time since the last tick; return whether the timeout is exceeded.
 
-        That takes two ticks: what was sent while this process was stopped is read between them.
+        That takes two ticks, between which messages are read that came while this process stopped.
         """
         self._seconds = self.seconds
         self._last_tick = self._clock()
@@ -168,7 +167,7 @@ class SilenceTimer:
 
 
 class Supervisor:
-    """Owns P1. Made (and P1 spawned) before the event loop runs, so that P1 loads meanwhile."""
+    """Owns P1, which is spawned on construction, so that it loads before the event loop runs."""
 
     def __init__(
         self,
@@ -195,18 +194,18 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of P1."""
+        """Process id of P1; None if there is none."""
         return self._engine.process.pid
 
     @property
     def is_healthy(self) -> bool:
-        """Whether P1 lives and speaks (one that still starts is not expected to speak)."""
+        """Whether P1 runs and sends heartbeats (none are expected during its start)."""
         if self.state == "ready":
             return not self._silence.is_expired
         return self.state == "starting"
 
     async def start(self, listener: EngineListener) -> None:
-        """Open the pipes and watch, in the running event loop."""
+        """Open the sockets and monitor P1, in the running event loop."""
         self._listener = listener
         self._tasks = [
             asyncio.create_task(self._supervise(), name="supervise"),
@@ -214,11 +213,11 @@ class Supervisor:
         ]
 
     async def wait_started(self) -> None:
-        """Wait until the first P1 takes requests, or has ended before it did."""
+        """Wait until the first P1 is ready, or has ended."""
         await self._has_started.wait()
 
     async def wait_ready(self) -> Ready:
-        """Wait until P1 takes requests; raise EngineStartError if it never will."""
+        """Wait until P1 is ready; EngineStartError if its start failed."""
         waits = [asyncio.create_task(event.wait()) for event in (self._is_ready, self._has_ended)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -230,12 +229,12 @@ class Supervisor:
         return self.ready
 
     async def send(self, message: EngineMessage) -> None:
-        """Send to the P1 that lives now; a message to a dead one is lost, as its state is."""
+        """Send to the current P1; a message to a dead one is lost."""
         if self._engine.sender is not None and self.state != "dead":
             await self._engine.sender.send(message)
 
     async def close(self) -> None:
-        """End P1: by a message first, then by signals."""
+        """End P1 by a `Shutdown`, then by signals."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -250,7 +249,7 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         try:
-            # A P1 that dies before it is ready would die again: restart only one that has served.
+            # Restart only a P1 that was ready: one that died during its start would die again.
             while await self._run_engine():
                 self._close_engine("restarting")
                 self.num_restarts += 1
@@ -262,7 +261,7 @@ class Supervisor:
         self._has_ended.set()
 
     async def _run_engine(self) -> bool:
-        """Relay messages until P1 dies; return whether it had become ready."""
+        """Relay messages until P1 ends; return whether it was ready."""
         self._engine.open()
         died = asyncio.Event()
         loop = asyncio.get_running_loop()
@@ -292,7 +291,7 @@ class Supervisor:
             _notify(self._listener.on_exit)
 
     def _end_unreadable(self, relay: "asyncio.Task[None]") -> None:
-        """End a P1 whose messages can be read no longer."""
+        """End a P1 whose messages cannot be decoded."""
         if not relay.cancelled():
             logger.error(
                 "nothing of the engine process can be read; it is ended",
@@ -329,7 +328,7 @@ class Supervisor:
 
 
 def _notify(callback: Callable[[], None]) -> None:
-    """Call the listener; a fault of its own must not end the tasks that all requests hang on."""
+    """Call the listener; its exceptions must not end the tasks that serve all requests."""
     try:
         callback()
     except Exception:
@@ -348,7 +347,7 @@ def _end_process(process: BaseProcess, timeout_s: float) -> None:
 
 
 def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None:
-    # Ctrl-C reaches the whole group: P0 decides when P1 ends.
+    # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(
         target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
@@ -358,7 +357,7 @@ def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None
     try:
         run(config, directory.address("in"), directory.address("out"))
     except MMJaxError as error:
-        # A checkpoint or a setting that cannot be served: its message says all.
+        # A wrong checkpoint or setting: the message is enough, without a traceback.
         print(f"mmjax engine: {error}", file=sys.stderr)
         sys.exit(1)
 
@@ -367,7 +366,7 @@ def _exit_with_parent(directory: IpcDirectory) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-        # Who made it was killed, and cannot.
+        # P0, which created it, was killed.
         directory.close()
-        # A thread cannot end its process politely, and nobody is left to be polite to.
+        # Only `_exit` ends the process from a thread.
         os._exit(1)

@@ -1,7 +1,7 @@
-"""Token ids to text as they come, and the stop strings in it.
+"""Incremental detokenization, and stop strings.
 
-What is given out is never taken back: a character whose bytes are incomplete waits, and so does
-text that may yet become a stop string.
+Returned text is final: a character with missing bytes is held back, and so is text that may be the
+beginning of a stop string.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from typing import Any
 _REPLACEMENT = "\ufffd"
 
 _MAX_PENDING_TOKENS = 32
-"""Ids that may wait for a character's last byte; longer runs are bytes that no text ends."""
+"""Ids that are held back for a character's last byte; longer runs are not valid UTF-8."""
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence.
+    """Detokenizes one sequence.
 
-    The ids of the last piece are decoded again with each new one, and only the difference is
-    given out: tokenizers put spaces and join bytes depending on what stands before.
+    The last piece's ids are decoded again with each new id, and the difference is returned:
+    spaces and byte tokens are decoded depending on the tokens before.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class IncrementalDetokenizer:
         self._num_read = len(self._ids)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Take new ids; return the text that is certain by now."""
+        """Add ids; return the new text that is final."""
         return "".join([self._append_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return what still waits: incomplete bytes as replacement characters."""
+        """Return the text held back, incomplete bytes as replacement characters."""
         text = self._new_text()
         self._num_read = len(self._ids)
         return text
@@ -45,7 +45,7 @@ class IncrementalDetokenizer:
             return ""
         self._ids.append(token_id)
         text = self._new_text()
-        # No text yet: a space that shows with the next word, or the first bytes of a character.
+        # Empty: a space that is decoded with the next word, or a character's first bytes.
         is_incomplete = not text or text.endswith(_REPLACEMENT)
         if is_incomplete and len(self._ids) - self._num_read < _MAX_PENDING_TOKENS:
             return ""
@@ -68,21 +68,21 @@ class IncrementalDetokenizer:
 
 
 class StopChecker:
-    """Holds text back while it may become a stop string, and finds the first one.
+    """Finds the first stop string, and holds back text that may be the beginning of one.
 
-    Linear in the text, whatever the stop strings are: they may be a client's.
+    Linear in the text's length for any stop strings, which clients choose.
     """
 
     def __init__(self, stop: Sequence[str], *, include_in_output: bool = False) -> None:
         self._stop = tuple(stop)
         self._borders = tuple(map(_borders, self._stop))
         self._num_matched = [0] * len(self._stop)
-        """Of each stop string, the length of its longest beginning that the text ends with."""
+        """Length of each stop string's longest prefix that the text ends with."""
         self._include_in_output = include_in_output
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Return the text that may go out, and the stop string that ends it, if one does.
+        """Return the text that is final, and the stop string that ends it, or None.
 
         Without `may_stop` no stop string ends within `text`; one may begin there.
         """
@@ -100,12 +100,12 @@ class StopChecker:
         return held[:num_shown], None
 
     def release(self) -> str:
-        """Return what is held back, when the sequence ended otherwise."""
+        """Return the text held back, at the end of the sequence."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Read a character; return the longest stop string that ends with it."""
+        """Advance by a character; return the longest stop string that ends with it."""
         found: str | None = None
         for index, stop in enumerate(self._stop):
             matched, borders = self._num_matched[index], self._borders[index]
@@ -122,10 +122,7 @@ class StopChecker:
 
 @lru_cache(maxsize=256)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each beginning, the longest proper one of its own that it ends with.
-
-    "abab" -> 0 0 1 2 (Knuth, Morris and Pratt's failure function).
-    """
+    """Return the failure function of Knuth, Morris and Pratt: "abab" -> 0 0 1 2."""
     borders = [0] * len(stop)
     length = 0
     for place in range(1, len(stop)):
@@ -138,7 +135,7 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class OutputText:
-    """Detokenizer and stop strings together: the visible text of one completion."""
+    """The text of one completion: a detokenizer with stop strings."""
 
     def __init__(self, detokenizer: IncrementalDetokenizer, checker: StopChecker) -> None:
         self._detokenizer = detokenizer
@@ -147,7 +144,7 @@ class OutputText:
         self.stop_string: str | None = None
 
     def append(self, token_ids: Sequence[int], *, check_stop: bool = True) -> str:
-        """Take new ids; return what may be shown beyond what was shown before.
+        """Add ids; return the new text.
 
         Without `check_stop` no stop string ends here; one may begin.
         """
@@ -155,7 +152,7 @@ class OutputText:
         return self._show(text, check_stop=check_stop)
 
     def finish(self, *, check_stop: bool = True) -> str:
-        """Return the rest, when the engine ended the sequence."""
+        """Return the rest of the text, at the end of the sequence."""
         shown = self._show(self._detokenizer.flush(), check_stop=check_stop)
         if self.stop_string is None:
             rest = self._checker.release()

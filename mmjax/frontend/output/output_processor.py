@@ -1,7 +1,7 @@
-"""Engine deltas to RequestOutputs: text, stop strings, logprobs, and the `n` of a request joined.
+"""Engine outputs to RequestOutputs: text, stop strings, logprobs, the `n` sequences joined.
 
-Knows nothing of sockets or of HTTP; a stop string found here must be aborted in the engine by
-the caller.
+Knows nothing of sockets or of HTTP: the caller aborts sequences in the engine that a stop string
+ended here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,19 +15,19 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import RequestOutputDelta, TokenLogprobs
 
 _CONTEXT_TOKENS = 5
-"""Prompt tokens that the first output token is decoded after, to get its leading space right."""
+"""Prompt tokens that precede the first output token's decoding, for its leading space."""
 
 
 class ProcessedOutputs(NamedTuple):
-    """What one engine step means for the callers."""
+    """The outputs of one engine step."""
 
     request_outputs: list[RequestOutput]
     request_ids_to_abort: list[str]
-    """Sequences that a stop string ended: the engine still runs them."""
+    """Sequences that a stop string ended, and the engine still runs."""
 
 
 class OutputProcessor:
-    """The state of every running request, in P0."""
+    """Holds the output state of all unfinished requests."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +36,7 @@ class OutputProcessor:
         self._parent_by_id: dict[str, _Parent] = {}
 
     def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> None:
-        """Expect deltas for the request's sequences; `stream` asks for what each step adds."""
+        """Add a request; with `stream`, its outputs hold only what each step adds."""
         parent = _Parent(request=request, stream=stream)
         self._parent_by_id[request.request_id] = parent
         for index, message in enumerate(request.messages):
@@ -50,7 +50,7 @@ class OutputProcessor:
             self._sequence_by_id[message.request_id] = sequence
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests; return the ids of their sequences that still run."""
+        """Remove requests; return the ids of their unfinished sequences."""
         running: list[str] = []
         for request_id in request_ids:
             parent = self._parent_by_id.get(request_id)
@@ -59,9 +59,9 @@ class OutputProcessor:
         return running
 
     def fail(self, sequence_id: str) -> tuple[str, list[str]] | None:
-        """Forget the request of a sequence that the engine refused.
+        """Remove the request of a sequence that the engine refused.
 
-        Returns the request's id and the ids of its other sequences, or None if it is gone.
+        Returns the request's id and the ids of its other sequences; None if it is unknown.
         """
         sequence = self._sequence_by_id.get(sequence_id)
         if sequence is None:
@@ -70,14 +70,14 @@ class OutputProcessor:
         return sequence.parent.request.request_id, others
 
     def has_partial_output(self, request_id: str) -> bool:
-        """Return whether a sequence of the request has begun, and not ended."""
+        """Return whether the request has output and is not finished."""
         parent = self._parent_by_id.get(request_id)
         return parent is not None and any(
             sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
         )
 
     def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
-        """Apply one step's deltas; unknown ids (aborted meanwhile) are skipped."""
+        """Apply one step's outputs; unknown ids (aborted meanwhile) are skipped."""
         outputs: list[RequestOutput] = []
         to_abort: list[str] = []
         for delta in deltas:
@@ -118,14 +118,14 @@ class OutputProcessor:
         token_ids = delta.new_token_ids
         visible = token_ids
         if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
-            # The last id is the end token (or a stop id): it ends the text and is not part of it.
+            # The last id is the EOS or a stop token, which is not part of the text.
             visible = token_ids[:-1]
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
         new_text = ""
         num_taken = 0
         for token_id in visible:
             num_taken += 1
-            # Token by token, so that a stop string inside a long delta ends the ids there too.
+            # Token by token, so that a stop string also ends the ids there.
             may_stop = len(sequence.token_ids) + num_taken > params.min_tokens
             new_text += sequence.text.append([token_id], check_stop=may_stop)
             if sequence.text.stop_string is not None:

@@ -1,11 +1,11 @@
-"""What a caller gets back: vLLM's names, filled in P0."""
+"""The outputs of a request, under vLLM's names."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, kw_only=True)
 class Logprob:
-    """One token's log-probability at one position."""
+    """The log-probability of one token at one position."""
 
     logprob: float
     rank: int | None = None
@@ -29,25 +29,25 @@ class CompletionOutput:
     finish_reason: str | None = None
     """None while it runs; "stop", "length" or "abort"."""
     stop_reason: int | str | None = None
-    """The stop string or the token that ended it; None for the tokenizer's own end token."""
+    """The stop string or token that ended it; None for the tokenizer's EOS."""
 
     def finished(self) -> bool:
-        """Return whether nothing will be added."""
+        """Return whether the completion is finished."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request and its completions: all of the text, or what a step added when streaming."""
+    """A request and its completions: all so far, or, streaming, what a step added."""
 
     request_id: str
     prompt: str | None
-    """The text as it was given; None for token ids."""
+    """The given text; None for token ids."""
     prompt_token_ids: list[int]
-    """With the placeholders in place."""
+    """With placeholders expanded."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0
-    """Prompt tokens whose keys and values were found in the prefix cache."""
+    """Prompt tokens found in the prefix cache."""
     num_image_tokens: int = 0
     """Prompt positions that hold image embeddings."""

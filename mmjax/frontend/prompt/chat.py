@@ -1,6 +1,6 @@
-"""Messages with content parts to one prompt: text by the template, media beside it.
+"""Chat messages with content parts to one prompt: text by the chat template, and media.
 
-Both doors (HTTP and `LLM.chat`) come through here. Knows nothing of HTTP.
+For the HTTP server and for `LLM.chat`. Knows nothing of HTTP.
 """
 
 import re
@@ -11,10 +11,10 @@ from typing import Any
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
-from mmjax.frontend.prompt.input_processor import MAX_CHARS_PER_TOKEN, InputProcessor, PromptDict
+from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 
 _REASONING = ("reasoning", "reasoning_content")
-"""Two names of one field: an answer has one, clients send either back, templates know either."""
+"""Two names of one field, which clients send back under either; templates know one of them."""
 
 _READ_FIELDS = frozenset({"role", "content", "name", "refusal", *_REASONING})
 
@@ -26,30 +26,30 @@ class ChatParser:
     template: ChatTemplate
     parts: PartReader
     placeholder: Callable[[str, int], str | None]
-    """(modality, i from 1) -> what stands for an item in a text that has no parts."""
+    """(modality, i from 1) -> the item's placeholder in a text without parts."""
     control_tokens: "ControlTokens"
-    """Users may not write them."""
+    """Texts that users may not write."""
     max_chars: int
-    """Of all texts of a conversation; more cannot fit, whatever the tokenizer makes of them."""
+    """Limit on all texts of a conversation; longer ones cannot fit into the context."""
 
     @classmethod
     def for_model(
         cls, input_processor: InputProcessor, *, are_objects_allowed: bool = False
     ) -> "ChatParser":
-        """Make the parser that fits a model's template, tokenizer and limits."""
+        """Return the parser for a model's template, tokenizer and limits."""
         model_config = input_processor.model_config
         return cls(
             template=ChatTemplate.from_config(model_config, input_processor.tokenizer),
             parts=PartReader(
                 mm=model_config.mm,
-                limits=input_processor.allowed_mm_limits,
+                check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
                 check_mm_data=input_processor.check_mm_data,
                 takes_embeds=input_processor.takes_embeds,
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
-            max_chars=model_config.max_model_len * MAX_CHARS_PER_TOKEN,
+            max_chars=input_processor.max_prompt_chars,
         )
 
     def parse(
@@ -60,7 +60,7 @@ class ChatParser:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> PromptDict:
-        """Return the prompt of a conversation, its media decoded."""
+        """Return the prompt of a conversation, with its media decoded."""
         if not messages:
             raise RequestValueError("`messages` is empty; give at least one", param="messages")
         template = template or self.template
@@ -131,7 +131,7 @@ class ChatParser:
         return [part for part in parts if part is not None]
 
     def _join(self, parts: Sequence[Mapping[str, str]], first_image: int, place: str) -> str:
-        r"""Return one text; placeholders that it lacks go before it.
+        r"""Return one text; missing placeholders are put before it.
 
         `image, "Which one?"` -> `<image>\nWhich one?`
         """
@@ -162,7 +162,7 @@ class ChatParser:
     ) -> None:
         media.num_chars += len(text)
         if media.num_chars > self.max_chars:
-            # Before anything else reads it: the tokenizer would refuse it much later.
+            # Here, since the tokenizer would refuse it much later.
             raise RequestValueError(
                 f"the messages have more than {self.max_chars} characters, which no prompt of "
                 "this model can hold; shorten them",
@@ -177,7 +177,7 @@ class ChatParser:
             )
 
     def _check_seams(self, texts: Sequence[str], place: str, allowed: str | None) -> None:
-        """Refuse a control token in pieces: templates put parts together, trimmed or not."""
+        """Refuse control tokens split over texts, which templates concatenate, trimmed or not."""
         if len(texts) < 2:
             return
         for joined in ("".join(texts), "".join(text.strip() for text in texts)):
@@ -191,9 +191,9 @@ class ChatParser:
 
 
 def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) -> dict[str, str]:
-    """Return a message's reasoning and refusal for the template, which must know them.
+    """Return a message's reasoning and refusal for the template, which must use them.
 
-    What is empty says nothing, and is left out; another field that is not empty is refused.
+    Empty fields are left out; any other field that is not empty is refused.
     """
     given = {key: value for key, value in message.items() if not _is_empty(value)}
     for key in given:
@@ -229,7 +229,7 @@ def _is_empty(value: Any) -> bool:
 
 
 class ControlTokens:
-    """Texts that a tokenizer reads as special tokens, wherever they stand."""
+    """Texts that a tokenizer parses as special tokens, anywhere in a text."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self._tokens = frozenset(token for token in tokens if token)
@@ -239,12 +239,12 @@ class ControlTokens:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "ControlTokens":
-        """Collect a tokenizer's special tokens; some have thousands."""
+        """Return a tokenizer's special tokens."""
         added = tokenizer.added_tokens_decoder.values()
         return cls([*tokenizer.all_special_tokens, *(t.content for t in added if t.special)])
 
     def find(self, text: str, *, allowed: str | None = None) -> str | None:
-        """Return the first control token in `text` but for `allowed`, or None."""
+        """Return the first control token in `text` except `allowed`, or None."""
         for start in self._starts.finditer(text):
             for length in self._lengths:
                 token = text[start.start() : start.start() + length]

@@ -1,10 +1,10 @@
-"""One content part of a message: a text, an image with its limits, or an image's embeddings.
+"""Content parts of a message: text, an image, or an image's embeddings.
 
-Says where a mistake is.
+Errors name the part, such as `messages[0].content[1]`.
 """
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,37 +31,37 @@ _PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url
 
 @dataclass(slots=True)
 class ConversationMedia:
-    """The media of a conversation, in the order of their parts, and the size of its texts."""
+    """The media of a conversation, in order, and the length of its texts."""
 
     images: list[Any] = field(default_factory=list)
     uuids: list[str | None] = field(default_factory=list)
     are_embeds: bool = False
-    """Whether all of `images` are embeddings; else none is."""
+    """Whether all of `images` are embeddings; otherwise none is."""
     num_chars: int = 0
 
     def image_data(self) -> Any:
-        """Return the images in the form of `multi_modal_data`."""
+        """Return the images as an entry of `multi_modal_data`."""
         return {"image_embeds": self.images} if self.are_embeds else self.images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReader:
-    """Reads parts; images are counted before they are decoded."""
+    """Parses parts; images are counted before they are decoded."""
 
     mm: MultiModalConfig
-    limits: Mapping[str, int]
-    """How many items of each modality a prompt may hold."""
+    check_num_items: Callable[..., None]
+    """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     are_objects_allowed: bool = False
-    """Whether parts may carry Python objects (pictures, arrays): never over HTTP."""
+    """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
-    """Raises `RequestError` for what the model refuses of embeddings."""
+    """Raises `RequestError` for embeddings that the model refuses."""
     takes_embeds: bool = False
-    """Whether the model takes embeddings in place of images at all."""
+    """Whether the model takes image embeddings."""
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
         """Return `{"type": "text", "text": ...}` or `{"type": "image"}` (None: an empty part).
 
-        The image itself goes to `media`.
+        The image is appended to `media`.
         """
         if isinstance(part, str):
             return text_part(part, place)
@@ -89,25 +89,19 @@ class PartReader:
         return {"type": "image"}
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
-        limit = self.limits.get("image", 0)
         if is_embeds:
             self._check_embeds_allowed(place)
-            limit = limit or sys.maxsize  # a limit of 0 leaves the tower out, and no more
         if media.images and media.are_embeds != is_embeds:
             raise RequestValueError(
                 f"`{place}`: a conversation holds images or `image_embeds`, and not both; send all "
                 "in one form",
                 param=place,
             )
-        if len(media.images) >= limit:
-            raise RequestValueError(
-                f"`{place}` is image number {len(media.images) + 1}; At most {limit} image(s) may "
-                "be provided in one prompt; send fewer, or raise `--limit-mm-per-prompt`",
-                param=place,
-            )
+        with _at(place):
+            self.check_num_items("image", len(media.images) + 1, are_embeds=is_embeds)
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
-        # The Responses API has it as {"type": "input_image", "image_url": "data:..."}.
+        # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.
         kind = "image_url" if kind == "input_image" and kind not in part else kind
         value = part.get(kind)
         if kind == "image_pil":
@@ -149,7 +143,7 @@ class PartReader:
             )
 
     def _embeds(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
-        """Return the embeddings of one image, `[rows, width]`, as the model takes them."""
+        """Return the embeddings of one image, `[rows, width]`."""
         place = f"{place}.{kind}"
         value = part.get(kind)
         if value is None and has_uuid:
@@ -168,10 +162,8 @@ class PartReader:
         if len(embeds.shape) == 3 and embeds.shape[0] == 1:
             embeds = embeds[0]
         if self.check_mm_data is not None:
-            try:
+            with _at(place):
                 self.check_mm_data({"image": {kind: [embeds]}})
-            except RequestError as error:
-                raise type(error)(f"`{place}`: {error}", param=place) from error
         return embeds
 
     def _image_object(self, value: Any, place: str, *, has_uuid: bool) -> Any:
@@ -204,10 +196,19 @@ class PartReader:
         return EncodedImage(data, limits, place, explain=partial(_explain, place))
 
 
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Say of an error at which part it is."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"`{place}`: {error}", param=place) from error
+
+
 def _explain(place: str, error: RequestError) -> RequestError:
-    """Return what a client may read of an error over the image at `place`."""
+    """Return an error for the client about the image at `place`."""
     if isinstance(error, MediaError):
-        # The decoder's own words may tell of its memory; these do not.
+        # The decoder's message may hold memory addresses.
         return MediaError(
             f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
             f"of one of the formats {', '.join(IMAGE_FORMATS)}",
@@ -217,7 +218,7 @@ def _explain(place: str, error: RequestError) -> RequestError:
 
 
 def text_part(text: Any, place: str) -> dict[str, str]:
-    """Return a text as a part, or say that it is none."""
+    """Return a text as a part; RequestTypeError if it is none."""
     if not isinstance(text, str):
         raise RequestTypeError(f"`{place}` must be a text, not {type(text).__name__}", param=place)
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):

@@ -1,4 +1,4 @@
-"""The checkpoint's chat template: where it is found, how it reads content, how it is rendered."""
+"""The chat template: its source, its content format, and rendering."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +14,11 @@ from mmjax.config import ModelConfig
 from mmjax.errors import ConfigError, RequestValueError
 
 ContentFormat = Literal["openai", "string"]
-"""openai: the template loops over content parts itself; string: it wants one text."""
-
-MAX_TEMPLATE_CHARS = 1_000_000
+"""openai: the template iterates over content parts; string: it takes one text."""
 
 
 class ChatTemplate:
-    """One template with its content format."""
+    """One chat template with its content format."""
 
     def __init__(self, source: str | None, tokenizer: Any) -> None:
         self._source = source
@@ -29,18 +27,18 @@ class ChatTemplate:
             "string" if source is None else detect_content_format(source)
         )
         self.message_fields = frozenset() if source is None else find_member_names(source)
-        """Names that the template asks anything for: a message's field not among them is lost."""
+        """All member names in the template: other fields of a message have no effect."""
 
     @staticmethod
     def from_config(model_config: ModelConfig, tokenizer: Any) -> "ChatTemplate":
-        """Take the operator's template, else the tokenizer's, else the directory's."""
+        """Return the operator's template, else the tokenizer's, else the checkpoint directory's."""
         source = _read_operators(model_config.chat_template)
         if source is None:
             source = _default_of(tokenizer.chat_template)
         return ChatTemplate(source or _read_directory(model_config.path), tokenizer)
 
     def with_source(self, source: str) -> "ChatTemplate":
-        """Return a template that replaces this one for a request."""
+        """Return another template for the same tokenizer."""
         return ChatTemplate(source, self._tokenizer)
 
     def render(
@@ -50,7 +48,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt's text; transformers runs the template in a sandbox."""
+        """Return the prompt's text; transformers renders in a sandbox."""
         if self._source is None:
             raise RequestValueError(
                 "this model has no chat template; use /v1/completions, or start the server with "
@@ -69,7 +67,7 @@ class ChatTemplate:
             raise RequestValueError(
                 f"the chat template refuses these messages: {_reason(error)}", param="messages"
             ) from error
-        except Exception as error:  # a template computes, and may fail in any of Python's ways
+        except Exception as error:  # a template's code may raise anything
             raise RequestValueError(
                 "the chat template cannot render these messages; do their roles alternate, "
                 "beginning with `user`?",
@@ -78,17 +76,17 @@ class ChatTemplate:
 
 
 def _reason(error: jinja2.TemplateError) -> str:
-    # Only what the template itself says by raise_exception; other errors show Python's insides.
+    # Only the template's own messages (raise_exception); other errors may show internals.
     if type(error) is jinja2.TemplateError and error.message:
         return error.message
     return "it failed; check the roles and the content of the messages"
 
 
-# ---- where it is found -------------------------------------------------------------------------
+# ---- sources -----------------------------------------------------------------------------------
 
 
 def _read_operators(chat_template: str | None) -> str | None:
-    """Read the operator's setting: a file's path, or the template itself."""
+    """Return the template of the operator's setting: a file's path, or the template."""
     if chat_template is None:
         return None
     if any(mark in chat_template for mark in "{\n"):
@@ -109,7 +107,7 @@ def _default_of(template: Any) -> str | None:
 
 
 def _read_directory(path: Path) -> str | None:
-    """Read the files that processors (not tokenizers) keep their template in."""
+    """Return the template of a checkpoint directory, from the files of HF's processors."""
     jinja_file, json_file = path / "chat_template.jinja", path / "chat_template.json"
     if jinja_file.is_file():
         return jinja_file.read_text(encoding="utf-8")
@@ -118,11 +116,11 @@ def _read_directory(path: Path) -> str | None:
     return None
 
 
-# ---- how it reads content ----------------------------------------------------------------------
+# ---- content format ----------------------------------------------------------------------------
 
 
 def detect_content_format(source: str) -> ContentFormat:
-    """Return "openai" if the template loops over some message's content, by its syntax tree."""
+    """Return "openai" if the template iterates over a message's content, by its syntax tree."""
     tree = _parse(source)
     if tree is None:
         return "string"
@@ -132,7 +130,7 @@ def detect_content_format(source: str) -> ContentFormat:
 
 
 def find_member_names(source: str) -> frozenset[str]:
-    """Return the names of all members that a template asks for, of whatever it is."""
+    """Return the names of all attributes and items that a template accesses, of any object."""
     tree = _parse(source)
     if tree is None:
         return frozenset()
@@ -152,7 +150,7 @@ def _parse(source: str) -> nodes.Template | None:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}`, which HF templates may hold: its body counts, the tag does not."""
+    """HF's `{% generation %}` tag, which is replaced by its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -163,17 +161,17 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _ContentNames:
-    """Which names stand for the messages, for one message, and for its content."""
+    """The names that a template uses for the messages, for a message, and for its content."""
 
     def __init__(self, tree: nodes.Template) -> None:
         self._messages = {"messages"}
         self._message: set[str] = set()
         self._content = {"content"} - set(_macro_parameters(tree))
-        # Assignments may come in any order through macros: repeat until nothing new is found.
+        # Macros may reorder assignments: repeat until nothing new is found.
         size = -1
         while size != self._size():
             size = self._size()
-            self._walk(tree)
+            self._collect(tree)
 
     def is_content(self, node: nodes.Node) -> bool:
         """Return whether `node` is some message's content."""
@@ -196,7 +194,7 @@ class _ContentNames:
     def _size(self) -> int:
         return len(self._messages) + len(self._message) + len(self._content)
 
-    def _walk(self, tree: nodes.Template) -> None:
+    def _collect(self, tree: nodes.Template) -> None:
         for loop in tree.find_all(nodes.For):
             if self._is_messages(loop.iter):
                 self._message.update(_names_of_target(loop.target))
@@ -219,7 +217,7 @@ class _ContentNames:
 
 
 def _unwrap(node: nodes.Node) -> nodes.Node:
-    """Strip filters, slices, tests and conditionals: what they hold is what they give."""
+    """Return the expression inside filters, slices, tests and conditionals."""
     while True:
         match node:
             case nodes.Filter(node=nodes.Node() as inner):

@@ -1,6 +1,6 @@
-"""What processing makes of a prompt: text, token ids, placeholders, hashes, tensors. No inference.
+"""Describe a processed prompt: text, token ids, placeholders, hashes, tensors. No inference.
 
-Knows nothing of HTTP and of the engine; asks the caches, and changes nothing in them.
+Reads the caches without changing them. Knows nothing of HTTP or of the engine.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,57 +41,57 @@ class TensorExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """One processed tensor of one item."""
 
     shapes: list[list[int]]
-    """One shape; several where the item has a ragged list of arrays."""
+    """One shape; several for a ragged list of arrays."""
     dtype: str
     field: str
-    """How the item was cut from the batch: "batched", "flat" or "shared"."""
+    """How items are sliced from the batch: "batched", "flat" or "shared"."""
 
 
 class ItemExplanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One item: where it stands in the prompt, and what it is known by."""
+    """One item: its placeholder, its identity, its tensors."""
 
     modality: str
     index: int
-    """Among the items of its modality, in the order they were given."""
+    """Index among the items of its modality, in the order given."""
     offset: int
     length: int
     num_embeds: int
     is_embed: list[bool] | None
-    """Which of the `length` positions take an embedding; None: all of them."""
+    """Which of the `length` positions take an embedding; None: all."""
     mm_hash: str
     identifier: str
     cache: CacheState
     """Whether the processor cache had the item before this call; "off": there is no cache;
-    "hidden": several clients share it, and none may learn what the others have sent."""
+    "hidden": clients share it, and none may learn what others have sent."""
     tensors: dict[str, TensorExplanation] | None
-    """None where an item came by its id alone, and only the engine has its tensors."""
+    """None if the item was given by id only, and only the engine has its tensors."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """A processed prompt, shown as a picture in a notebook."""
+    """A processed prompt; notebooks show it as HTML."""
 
     prompt: str | None
-    """The text that was tokenized; None where token ids were given."""
+    """The tokenized text; None if token ids were given."""
     prompt_token_ids: list[int]
     tokens: list[str]
     """The text of each token."""
     encoder_prompt_token_ids: list[int] | None
-    """Of models with an encoder for text: the items then stand here."""
+    """Of encoder-decoder models, whose items are in this prompt."""
     encoder_tokens: list[str] | None
     items: list[ItemExplanation]
-    """In the order of the prompt."""
+    """In the prompt's order."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return msgspec.to_builtins(self)
 
     def without_cache_states(self) -> "Explanation":
-        """Return the explanation without what the caches hold."""
+        """Return the explanation with every `cache` "hidden"."""
         items = [msgspec.structs.replace(item, cache="hidden") for item in self.items]
         return msgspec.structs.replace(self, items=items)
 
     def _repr_html_(self) -> str:
-        """Draw tokens as cells and placeholders in their items' colours, for notebooks."""
+        """Return HTML for notebooks: tokens as cells, placeholders in their items' colours."""
         return draw_explanation(self)
 
 
@@ -100,11 +100,11 @@ def explain_prompt(
     prepared: PreparedInputs,
     cache: BaseMultiModalProcessorCache | None,
 ) -> Explanation:
-    """Describe a prepared prompt, with the tensors also of the items that the cache had."""
+    """Describe a prepared prompt, including the tensors of cached items."""
     hashes = {mm_hash for many in prepared.mm_hashes.values() for mm_hash in many}
     held = {mm_hash for mm_hash in hashes if cache is not None and cache.is_cached_item(mm_hash)}
     for mm_hash in sorted(hashes - prepared.fresh.keys()):
-        # An id without data cannot be shown: its tensors are where its cache keeps them.
+        # An item given by id only has no data here.
         with suppress(RequestError):
             prepared = processor.rebuild(prepared, [mm_hash])
 
@@ -118,9 +118,9 @@ def explain_prompt(
 
 
 def _decode_token(tokenizer: Any, token_id: int) -> str:
-    """Return a token's own text; decoding it alone would strip the space that it begins with."""
+    """Return a token's text with its leading space, which decoding it alone would strip."""
     piece = tokenizer.convert_ids_to_tokens(token_id)
-    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's mark for a space
+    if isinstance(piece, str) and "\u2581" in piece:  # sentencepiece's space
         return piece.replace("\u2581", " ")
     return tokenizer.decode([token_id])
 
@@ -136,7 +136,7 @@ def explain_prepared(
     Args:
         prepared: With the tensors of every item that has data in `fresh`.
         decode_token: Token id -> its text.
-        cache_state: mm_hash -> what the processor cache said of it before the call.
+        cache_state: mm_hash -> its state in the processor cache before the call.
     """
     encoder_ids = prepared.encoder_prompt_token_ids
     texts: dict[int, str] = {}

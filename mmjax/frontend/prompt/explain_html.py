@@ -1,6 +1,6 @@
-"""A processed prompt as a picture: tokens as cells, each item's placeholder in its own colour.
+"""HTML of a processed prompt: tokens as cells, each item's placeholder in its own colour.
 
-Plain HTML without scripts; every text from the prompt is escaped.
+No scripts; all text from the prompt is escaped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,9 @@ from html import escape
 from typing import Any, NamedTuple
 
 _COLORS = ("#bfdbfe", "#fde68a", "#bbf7d0", "#fbcfe8", "#ddd6fe", "#fed7aa", "#a5f3fc", "#e9d5ff")
-"""Pale enough for black text; items beyond the last colour begin again."""
+"""Pale enough for black text; reused by further items."""
 _MAX_CELLS = 2000
-"""More cells than anybody reads; the rest is counted, not drawn."""
+"""Further cells are counted, not drawn."""
 _CELL = (
     "display:inline-block;padding:1px 4px;margin:1px;border-radius:3px;white-space:pre;"
     "border:1px solid #d4d4d8;color:#18181b;background:{color}"
@@ -22,19 +22,19 @@ _EMBED_MARK = "border-bottom:3px solid #2563eb;"
 
 
 class Cell(NamedTuple):
-    """A run of equal tokens that belong to the same item."""
+    """A run of equal tokens of one item, or of text."""
 
     text: str
     token_id: int
     start: int
     num_tokens: int
     item: int | None
-    """Place in the list of items, or None for text."""
+    """Index in the list of items; None for text."""
     is_embed: bool
 
 
 def draw_explanation(explanation: Any) -> str:
-    """Return the picture of an `Explanation`."""
+    """Return the HTML of an `Explanation`."""
     legend = _LEGEND if explanation.items else ""
     rows = [_title("Prompt", len(explanation.prompt_token_ids)) + legend]
     is_encoder = explanation.encoder_prompt_token_ids is not None
@@ -54,7 +54,7 @@ def draw_explanation(explanation: Any) -> str:
 
 
 def to_cells(token_ids: Sequence[int], tokens: Sequence[str], items: Sequence[Any]) -> list[Cell]:
-    """Return the prompt as cells; equal neighbours of one item are one cell."""
+    """Return the prompt as cells, runs of equal tokens joined."""
     owner: list[int | None] = [None] * len(token_ids)
     is_embed = [False] * len(token_ids)
     for number, item in enumerate(items):

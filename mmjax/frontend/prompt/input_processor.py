@@ -1,7 +1,7 @@
-"""A caller's prompt to messages for the engine: token ids, placeholders, tensors, limits.
+"""Process prompts to messages for the engine: token ids, placeholders, tensors, limits.
 
-In two steps. `prepare` does the work and refuses what cannot be served, in many threads at once,
-and changes nothing. `committer.commit` notes what P1 is about to hold and hands the messages over.
+In two steps. `prepare` does the work and refuses invalid requests, in several threads at once, and
+changes nothing. `committer.commit` updates the sender cache and passes the messages on.
 
 Knows nothing of HTTP, of chat or of the engine.
 """
@@ -28,17 +28,14 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
-__all__ = ["MAX_CHARS_PER_TOKEN", "InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
+__all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
 
 MAX_CHARS_PER_TOKEN = 128
-"""Longer texts cannot fit, and are refused before the tokenizer spends its time on them."""
+"""Longer texts cannot fit, and are refused before tokenization."""
 
 
 class InputProcessor:
-    """Turns prompts into messages for P1, or refuses them with the field that is wrong.
-
-    Safe to call from several threads, which then work at the same time.
-    """
+    """Processes prompts to messages for P1; `RequestError` names a wrong field. Thread-safe."""
 
     def __init__(
         self,
@@ -47,9 +44,9 @@ class InputProcessor:
         cache: BaseMultiModalProcessorCache | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Load tokenizer and processor; `cache` stands for the one of the configuration.
+        """Load tokenizer and processor; `cache` None: the one of `model_config`.
 
-        Without a cache of either kind nobody asks for an item's content, and none is hashed.
+        Without a processor cache and prefix caching, items are not hashed.
         """
         self.model_config = model_config
         self._enable_prefix_caching = enable_prefix_caching
@@ -65,28 +62,37 @@ class InputProcessor:
 
     @property
     def allowed_mm_limits(self) -> Mapping[str, int]:
-        """How many items of each modality one prompt may hold."""
+        """Maximum number of items of each modality in a prompt."""
         return self._pool.first.info.allowed_mm_limits
 
     @property
+    def max_prompt_chars(self) -> int:
+        """Of a text; more cannot fit, whatever the tokenizer makes of them."""
+        return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
+
+    @property
     def takes_embeds(self) -> bool:
-        """Whether the model, whatever the operator says, takes embeddings in place of pictures."""
+        """Whether the model supports image embeddings, which the operator may have disabled."""
         return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
 
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
         return self._pool.first.info.find_placeholder_str(modality, i)
 
+    def check_num_items(self, modality: str, num_items: int, *, are_embeds: bool) -> None:
+        """Refuse more items of a modality than one prompt may hold."""
+        self._pool.first.info.validate_num_items(modality, num_items, are_embeds=are_embeds)
+
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
-        """Refuse what `prepare` would refuse of media, short of decoding them."""
+        """Raise the errors of `prepare` about media that need no decoding."""
         self._pool.first.info.parse_mm_data(mm_data)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return what holds when the caller says nothing: the checkpoint's generation_config."""
+        """Return the checkpoint's default sampling parameters (generation_config.json)."""
         return SamplingParams(**self.generation_defaults.sampling)
 
     def warm_up(self) -> None:
-        """Process one image, so that the first request finds everything imported."""
+        """Process one image, so that the first request waits for no imports."""
         limits = [name for name, limit in self.allowed_mm_limits.items() if limit > 0]
         with self._pool.borrow() as processor:
             inputs = processor.dummy_inputs.get_dummy_processor_inputs(
@@ -123,7 +129,7 @@ class InputProcessor:
         self.committer.commit(request, on_commit)
         return request
 
-    # ---- the first step -------------------------------------------------------------------------
+    # ---- prepare --------------------------------------------------------------------------------
 
     def prepare(
         self,
@@ -139,10 +145,9 @@ class InputProcessor:
         deadline: float | None = None,
         control: DecodeControl | None = None,
     ) -> ProcessedRequest:
-        """Tokenize, process the media, check the limits, and fan out into `n` messages.
+        """Tokenize, process the media, check the limits, and make `n` messages. Changes no cache.
 
-        Changes no cache. `id_domain` says whose media ids these are; `control` is asked before
-        anything is decoded.
+        `id_domain`: namespace of the media ids. `control`: admits the bytes to decode.
         """
         params = sampling_params or self.default_sampling_params()
         parts = parse_prompt(prompt)
@@ -178,9 +183,9 @@ class InputProcessor:
         request_id: str | None = None,
         control: DecodeControl | None = None,
     ) -> PreparedInputs:
-        """Process a prompt alone: no sampling, no limits of the engine. Changes no cache.
+        """Process a prompt, without sampling parameters or the engine's limits. Changes no cache.
 
-        With `request_id`, items are named after it, and not hashed.
+        With `request_id`, items are identified by it, and not hashed.
         """
         text = (prompt.token_ids or []) if prompt.text is None else prompt.text
         has_specials = prompt.text is None or prompt.add_special_tokens
@@ -201,10 +206,10 @@ class InputProcessor:
             return prepared
 
     def _unshared_id(self, request_id: str) -> str | None:
-        """Return a name for items where no cache asks for their content, else None."""
+        """Return an id for items that need no hash, since no cache is on; else None."""
         if self.cache is not None or self._enable_prefix_caching:
             return None
-        # A caller may use an id again, and the engine keep an item of that name.
+        # Request ids may repeat while the engine still caches the item of the first.
         return f"{request_id}.{next(self._counter)}"
 
     def explain(
@@ -214,10 +219,7 @@ class InputProcessor:
         id_domain: str | None = None,
         control: DecodeControl | None = None,
     ) -> Explanation:
-        """Process a prompt as a request's, and describe it. Changes no cache; asks no engine.
-
-        A prompt that no request could have is refused as the request would be.
-        """
+        """Process a prompt as `prepare` does, and describe the result. Changes no cache."""
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         prepared = self.prepare_inputs(parts, id_domain=id_domain, control=control)
@@ -244,15 +246,14 @@ class InputProcessor:
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
-        """Give back what the cache holds outside of Python. Idempotent."""
+        """Free the cache's resources outside of Python. Idempotent."""
         if self.cache is not None:
             self.cache.close()
 
     # ---- limits ---------------------------------------------------------------------------------
 
     def _check_text_length(self, parts: ParsedPrompt) -> None:
-        limit = self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
-        if parts.text is not None and len(parts.text) > limit:
+        if parts.text is not None and len(parts.text) > self.max_prompt_chars:
             raise RequestValueError(
                 f"the prompt has {len(parts.text)} characters, and this model reads "
                 f"{self.model_config.max_model_len} tokens; shorten it",

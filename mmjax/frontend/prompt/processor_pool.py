@@ -1,4 +1,4 @@
-"""Private processors for threads that work at the same time."""
+"""A pool of processors for threads."""
 
 import copy
 import threading
@@ -12,9 +12,9 @@ from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 
 
 class ProcessorPool:
-    """One model's processors: HF's keep state while they work, so that each serves one thread.
+    """One model's processors, each used by one thread at a time: HF's are not thread-safe.
 
-    All share one cache, and one index of what is known of encoded media.
+    They share one cache, and one index of encoded media.
     """
 
     def __init__(self, model_config: ModelConfig, cache: ProcessorCache | None) -> None:
@@ -22,19 +22,19 @@ class ProcessorPool:
         self._cache = cache
         self._lock = threading.Lock()
         self.first = create_processor(model_config, cache=cache)
-        """For its facts, and for `commit`, which asks nothing of HF's objects."""
+        """For metadata, and for `commit`, which uses no HF objects."""
         self.tokenizer = copy.deepcopy(self.first.info.get_tokenizer())
-        """Works for no request: others may read it, and copy it, at any time."""
+        """Used by no request, so that it can be read and copied at any time."""
         self._idle: list[BaseMultiModalProcessor[Any]] = [self.first]
         self.num_instances = 1
 
     @contextmanager
     def borrow(self) -> Iterator[BaseMultiModalProcessor[Any]]:
-        """Have a processor to oneself; made anew where all are at work."""
+        """Yield a processor for exclusive use; a new one if all are in use."""
         with self._lock:
             processor = self._idle.pop() if self._idle else None
         if processor is None:
-            # Outside of the lock: it takes a second or more, and others want to give theirs back.
+            # Outside of the lock, since loading takes a second or more.
             processor = self._make()
         try:
             yield processor

@@ -1,16 +1,16 @@
-"""The forms in which a caller gives a prompt, and the one form that they are read into."""
+"""The forms of a prompt, and their parsing into one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.processing.items.uuids import complete_mm_data
+from mmjax.processing.items.uuids import complete_mm_data, parse_mm_uuids
 
 _MAX_SALT_LENGTH = 128
 
 
 class PromptDict(TypedDict, total=False):
-    """A prompt with more to it than text."""
+    """A prompt with media or options."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -23,11 +23,11 @@ class PromptDict(TypedDict, total=False):
 
 
 PromptType = str | list[int] | PromptDict
-"""What `LLM.generate` takes as one prompt."""
+"""One prompt of `LLM.generate`."""
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt whose fields have the right types."""
+    """A prompt with checked fields."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -40,7 +40,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: PromptType) -> ParsedPrompt:
-    """Read a prompt in any of its forms; RequestError names the field that is wrong."""
+    """Parse a prompt of any form; RequestError names a wrong field."""
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)
     if isinstance(prompt, list):
@@ -64,7 +64,7 @@ def parse_prompt(prompt: PromptType) -> ParsedPrompt:
         )
     if text is not None and not isinstance(text, str):
         raise RequestTypeError(f"`prompt` must be a str, not {type(text).__name__}", param="prompt")
-    mm_uuids = _mapping(prompt, "multi_modal_uuids")
+    mm_uuids = parse_mm_uuids(_mapping(prompt, "multi_modal_uuids"))
     return ParsedPrompt(
         text=text,
         token_ids=None if token_ids is None else _token_list(token_ids, "prompt_token_ids"),

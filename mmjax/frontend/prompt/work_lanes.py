@@ -1,7 +1,7 @@
-"""Threads that process requests: those with much to decode have their own, so none waits for them.
+"""Two thread pools for processing requests, so that small ones do not wait for large ones.
 
-How much a request has to decode is known once it is hashed, when nothing is decoded yet: it is
-then begun anew in the other lane. What was learned of its pictures stays with them.
+How much a request has to decode is known once it is hashed, before anything is decoded: a large one
+is then restarted in the other pool. Its images' headers and hashes are kept.
 """
 
 import asyncio
@@ -14,38 +14,38 @@ from mmjax.errors import MMJaxError
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, Cancellation, DecodeControl
 
 MAX_LIGHT_BYTES = MAX_BATCH_BYTES
-"""What a request may decode among the light ones: one batch for HF's processor."""
+"""Bytes that a small request may decode: one batch of HF's processor."""
 
 T = TypeVar("T")
 
 
 class _TooHeavyError(MMJaxError):
-    """The request has more to decode than the lane takes."""
+    """The request has too much to decode for this pool."""
 
 
 class _LightControl(DecodeControl):
-    """Sends requests away that have much to decode."""
+    """Refuses requests that decode more than `MAX_LIGHT_BYTES`."""
 
     def admit(self, num_bytes: int) -> None:
-        """Raise if the request belongs to the other lane."""
+        """Raise if the request belongs to the other pool."""
         if num_bytes > MAX_LIGHT_BYTES:
             raise _TooHeavyError
 
 
 class WorkLanes:
-    """Two pools of threads: one for most requests, one for those with much to decode."""
+    """Two thread pools: one for small requests, one for those that decode much."""
 
     def __init__(self, num_workers: int) -> None:
-        """Start `num_workers` threads for most requests, and half as many for the heavy ones."""
+        """Start `num_workers` threads for small requests, and half as many for large ones."""
         self._light = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
         self._heavy = ThreadPoolExecutor(
             max(1, num_workers // 2), thread_name_prefix="mmjax-decode"
         )
 
     async def run(self, job: Callable[[DecodeControl], T], cancellation: Cancellation) -> T:
-        """Return what `job` does in a thread; it gives its argument to `prepare`.
+        """Run `job` in a thread; it passes its argument to `InputProcessor.prepare`.
 
-        RequestCancelledError where `cancellation` is set before it begins, or before it decodes.
+        RequestCancelledError if `cancellation` is set before it starts, or before it decodes.
         """
 
         def run_light() -> T:
@@ -66,6 +66,6 @@ class WorkLanes:
             return await loop.run_in_executor(self._heavy, run_heavy)
 
     def close(self) -> None:
-        """Start nothing more; what runs ends by itself."""
+        """Start no more jobs, without waiting for running ones."""
         self._light.shutdown(wait=False, cancel_futures=True)
         self._heavy.shutdown(wait=False, cancel_futures=True)

@@ -1,6 +1,6 @@
-"""Attention behind one interface: paged for serving, dense for towers, training and parity.
+"""The attention interface: paged for serving, dense for towers, training and parity.
 
-Callers know neither the platform nor how the cache lies in memory; `attention_backend` chooses.
+Callers depend neither on the platform nor on the KV cache's layout; `backend` chooses both.
 """
 
 from functools import partial
@@ -43,9 +43,9 @@ __all__ = [
 def choose_cache_type(
     platform: str, spec: KVCacheSpec, dtype: Any, *, num_shards: int = 1
 ) -> type[LayerCache]:
-    """Return how blocks lie in memory for the attention that a platform gets.
+    """Return the KV cache's layout for the attention backend of a platform.
 
-    `num_shards`: devices that the key-value heads are cut over.
+    `num_shards`: devices that the key-value heads are sharded over.
     """
     backend = choose_backend(
         platform,
@@ -58,9 +58,9 @@ def choose_cache_type(
 
 
 def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[bool, ...]:
-    """Return whether programs have spans, for a model whose images see both ways or not.
+    """Return the values of `StepBucket.has_spans` for a model with bidirectional spans or not.
 
-    Both, where a kernel computes causal steps alone; else one, so that few programs are compiled.
+    Both if a kernel computes causal steps only; else one, so that few programs are compiled.
     """
     if not has_spans:
         return (False,)
@@ -78,7 +78,7 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "T N H"], LayerCache | None]:
-    """Attend; with paged metadata the keys and values are first written to `cache`."""
+    """Return attention outputs and the cache, to which paged attention writes first."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if isinstance(metadata, DenseAttentionMetadata):
         return _dense(query, key, value, metadata, **options), cache
@@ -97,7 +97,7 @@ def write_encoder(
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
 ) -> LayerCache:
-    """Store the keys and values of encoder states; once, in the first step of their requests."""
+    """Write the keys and values of encoder hidden states; in the first step of their requests."""
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
     return cache.write(key, value, metadata.cross.slot_block, metadata.cross.slot_offset)
 
@@ -109,9 +109,9 @@ def cross_attention(
     *,
     scale: float,
 ) -> Float[Array, "T N H"]:
-    """Attend to all of the encoder's states of each query's request, as `write_encoder` left them.
+    """Attend to all encoder hidden states of each query's request, after `write_encoder`.
 
-    `cache` may be the one of the layer's self-attention: the blocks of both tables are of one pool.
+    `cache` may be that of the layer's self-attention: both tables have blocks of one pool.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
     return paged_cross_attention(query, cache, metadata, metadata.cross, scale=scale)

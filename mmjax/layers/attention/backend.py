@@ -1,4 +1,4 @@
-"""Which attention runs where: decided here alone, from what is known before anything is traced."""
+"""Choose the attention backend, from what is known before tracing."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 Backend = Literal["xla", "ragged", "cudnn"]
-"""Our own code for any platform; the TPU kernel over pages; cuDNN over whole sequences."""
+"""Plain XLA on any platform; the TPU kernel for paged attention; cuDNN for dense attention."""
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
@@ -33,7 +33,7 @@ def choose_backend(
 
 
 def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
-    """Return whether K and V, interleaved head by head, fill whole registers of the kernel."""
+    """Return whether interleaved keys and values fill whole registers of the kernel."""
     if dtype not in (jnp.float32, jnp.bfloat16):
         return False
     registers, rest = divmod(2 * num_kv_heads * jnp.dtype(dtype).itemsize, 4)
@@ -42,7 +42,7 @@ def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
 
 @cache
 def _cudnn_max_head_dim() -> int:
-    """Return the widest head that cuDNN takes here; 0 where JAX came without CUDA."""
+    """Return cuDNN's maximum head dimension; 0 if JAX has no CUDA."""
     if not any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         return 0
     capability = getattr(jax.local_devices()[0], "compute_capability", "0.0")

@@ -1,4 +1,4 @@
-"""Attention over whole sequences: towers, training, parity. cuDNN where it applies, else XLA."""
+"""Attention over whole sequences, for towers, training and parity: cuDNN if possible, else XLA."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def dense_attention(
     scale: float,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attend over whole sequences; which code does it is settled when the program is lowered."""
+    """Attend over whole sequences; the backend is chosen at lowering."""
     xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap)
     on_cuda = choose_backend(
         "cuda",

@@ -1,7 +1,6 @@
-"""The paged KV cache as a pytree: one cache a layer, passed in and returned (donated).
+"""The paged KV cache as a pytree: a cache per layer, passed in and returned (donated).
 
-Knows nothing of requests: block ids in, block ids out. How a block lies in memory is the choice
-of the attention that reads it; all layouts can be written, and walked block by block.
+Knows nothing of requests, only of block ids. The layout depends on the attention backend.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,12 +14,12 @@ from jaxtyping import Array, Float, Int
 from mmjax.rounding import round_up
 
 LANES = 128
-"""Width of a TPU's registers: heads are padded to a multiple of it."""
+"""Width of a TPU's registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What a language model stores for one token."""
+    """What a language model caches for one token."""
 
     num_layers: int
     num_kv_heads: int
@@ -29,7 +28,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSharding:
-    """How attention is cut over a mesh: each device has whole heads, and all their tokens."""
+    """The sharding of attention over a mesh, by heads."""
 
     mesh: Mesh
     query_axes: tuple[str, ...]
@@ -37,47 +36,36 @@ class HeadSharding:
 
 
 class TransposedCache(NamedTuple):
-    """Keys lie transposed: a block's scores are one matrix product over contiguous memory.
+    """Transposed keys, so that a block's scores are one product over contiguous memory.
 
-    The layout of the XLA walk (docs/log.md has the figures).
+    The layout for attention in XLA (docs/log.md has the figures), which XLA shards by itself.
     """
 
     keys: Float[Array, "M K H Q"]
     values: Float[Array, "M K Q H"]
 
     HEAD_AXIS = 1
-    """Of each array: what a mesh may cut."""
 
     @classmethod
     def zeros(
-        cls,
-        spec: KVCacheSpec,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: Any,
-        sharding: HeadSharding | None = None,
+        cls, shape: tuple[int, int, int, int], dtype: Any, sharding: HeadSharding | None
     ) -> "TransposedCache":
-        """Return empty blocks of one layer. The compiler cuts what reads them by itself."""
-        heads, width = spec.num_kv_heads, spec.head_dim
+        blocks, slots, heads, width = shape
         return cls(
-            jnp.zeros((num_blocks, heads, width, block_size), dtype),
-            jnp.zeros((num_blocks, heads, block_size, width), dtype),
+            jnp.zeros((blocks, heads, width, slots), dtype),
+            jnp.zeros((blocks, heads, slots, width), dtype),
         )
 
     @property
     def block_size(self) -> int:
-        """Slots in a block (`Q`)."""
         return self.values.shape[2]
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads in a slot (`K`)."""
         return self.values.shape[1]
 
     @property
     def head_dim(self) -> int:
-        """Width of a stored head (`H`)."""
         return self.values.shape[3]
 
     def write(
@@ -87,64 +75,51 @@ class TransposedCache(NamedTuple):
         blocks: Int[Array, " T"],
         offsets: Int[Array, " T"],
     ) -> "TransposedCache":
-        """Store each token in its slot; tokens of a block id out of range (padding) are dropped."""
         return TransposedCache(
             self.keys.at[blocks, :, :, offsets].set(keys, mode="drop"),
             self.values.at[blocks, :, offsets, :].set(values, mode="drop"),
         )
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
-        """Return a block of keys for each id."""
         return self.keys[ids]
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
-        """Return a block of values for each id."""
         return self.values[ids]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InterleavedCache:
-    """Keys and values lie head by head in one array: k0, v0, k1, v1, ... of every slot.
+    """Keys and values in one array, head by head: k0, v0, k1, v1, ... of every slot.
 
     The layout of the TPU kernel; heads are padded with zeros to a multiple of 128.
     """
 
     pages: Any
-    """Float[Array, "M Q 2K H"]; as in every pytree, its description may stand in its place."""
+    """Float[Array, "M Q 2K H"], or, as in any pytree, its description."""
     sharding: HeadSharding | None = field(default=None, metadata={"static": True})
-    """No compiler cuts a kernel: on a mesh it is called with the heads of each device."""
+    """XLA cannot shard a kernel: on a mesh it is called with the heads of each device."""
 
     HEAD_AXIS: ClassVar[int] = 2
-    """Of each array: what a mesh may cut."""
 
     @classmethod
     def zeros(
-        cls,
-        spec: KVCacheSpec,
-        *,
-        num_blocks: int,
-        block_size: int,
-        dtype: Any,
-        sharding: HeadSharding | None = None,
+        cls, shape: tuple[int, int, int, int], dtype: Any, sharding: HeadSharding | None
     ) -> "InterleavedCache":
-        """Return empty blocks of one layer."""
-        shape = (num_blocks, block_size, 2 * spec.num_kv_heads, padded_head_dim(spec.head_dim))
-        return cls(jnp.zeros(shape, dtype), sharding)
+        blocks, slots, heads, width = shape
+        pages = jnp.zeros((blocks, slots, 2 * heads, padded_head_dim(width)), dtype)
+        return cls(pages, sharding)
 
     @property
     def block_size(self) -> int:
-        """Slots in a block (`Q`)."""
         return self.pages.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of keys, or of values, in a slot (`K`)."""
         return self.pages.shape[2] // 2
 
     @property
     def head_dim(self) -> int:
-        """Width of a stored head, padding included (`H`)."""
         return self.pages.shape[3]
 
     def write(
@@ -154,31 +129,36 @@ class InterleavedCache:
         blocks: Int[Array, " T"],
         offsets: Int[Array, " T"],
     ) -> "InterleavedCache":
-        """Store each token in its slot; tokens of a block id out of range (padding) are dropped."""
         both = jnp.stack([keys, values], axis=2)
         both = pad_heads(both.reshape(len(keys), -1, keys.shape[-1]), self.head_dim)
         return replace(self, pages=self.pages.at[blocks, offsets].set(both, mode="drop"))
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
-        """Return a block of keys for each id."""
         return self.pages[ids, :, 0::2].transpose(0, 1, 3, 4, 2)
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
-        """Return a block of values for each id."""
         return self.pages[ids, :, 1::2].transpose(0, 1, 3, 2, 4)
 
 
 LayerCache = TransposedCache | InterleavedCache
+"""The blocks of one layer, in a layout. Every layout has
+
+- `HEAD_AXIS`: the axis of its arrays that a mesh shards;
+- `zeros(shape, dtype, sharding)`, where `shape` is `M Q K H`;
+- `block_size` (`Q`), `num_kv_heads` (`K`), `head_dim` (`H`, with padding);
+- `write`: store tokens in their slots; those with a block id out of range (padding) are dropped;
+- `read_keys` and `read_values`: the blocks of some ids.
+"""
 KVCache = tuple[LayerCache, ...]
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the next multiple of a TPU register's width."""
+    """Round up to a multiple of a TPU register's width."""
     return round_up(head_dim, LANES)
 
 
 def pad_heads(x: Float[Array, "T _heads _width"], head_dim: int) -> Float[Array, "T _heads H"]:
-    """Widen heads with zeros, which no product sees."""
+    """Pad heads with zeros, which change no product."""
     missing = head_dim - x.shape[-1]
     return x if missing == 0 else jnp.pad(x, ((0, 0), (0, 0), (0, missing)))
 
@@ -193,6 +173,5 @@ def allocate(
     sharding: HeadSharding | None = None,
 ) -> KVCache:
     """Return zeroed blocks for every layer."""
-    options: dict[str, Any] = {"dtype": dtype, "sharding": sharding}
-    sizes = {"num_blocks": num_blocks, "block_size": block_size}
-    return tuple(cache_type.zeros(spec, **sizes, **options) for _ in range(spec.num_layers))
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+    return tuple(cache_type.zeros(shape, dtype, sharding) for _ in range(spec.num_layers))

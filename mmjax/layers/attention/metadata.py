@@ -1,8 +1,8 @@
-"""Where the tokens of a step lie, for attention: every array int32 and padded to a bucket.
+"""Attention metadata of a step: arrays are int32 and padded to a bucket.
 
-A key at index j is visible to the query at index i if j < max(i + 1, span_end) and, on sliding
-layers, j > i - window. `span_end` is the end of the image that the query belongs to: inside an
-image attention goes both ways (HF: modeling_gemma3.py, create_masks_for_vision_model).
+The query at index i attends to the key at index j if j < max(i + 1, span_end) and, on sliding
+layers, j > i - window. `span_end` is the end of the query's image: attention within an image is
+bidirectional (HF: modeling_gemma3.py, create_masks_for_vision_model).
 """
 
 from typing import NamedTuple
@@ -11,57 +11,57 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class CrossAttentionMetadata(NamedTuple):
-    """Where the encoder's keys and values of a step's requests lie: a block table of its own.
+    """Cross-attention's own block table: keys and values of encoder hidden states.
 
-    They are written once, in the first step of a request; later steps read them.
+    They are written in the first step of a request; later steps only read them.
     """
 
     slot_block: Int[Array, " S"]
-    """Block that an encoder state's key and value go to; padding: out of range. S may be 0."""
+    """Block of a written hidden state's key and value; padding: out of range. S may be 0."""
     slot_offset: Int[Array, " S"]
     lengths: Int[Array, " R"]
-    """States of each request's encoder, all of which its queries see."""
+    """Number of each request's encoder hidden states; its queries attend to all of them."""
     block_tables: Int[Array, "R _blocks"]
-    states: Float[Array, "S D"] | None = None
-    """The encoder states that this step writes: every layer projects them to its own keys and
-    values, and gives those to `write_encoder`. Padding: anything finite, which goes nowhere."""
+    encoder_hidden_states: Float[Array, "S D"] | None = None
+    """The encoder hidden states to write: every layer projects them to its own keys and values,
+    and calls `write_encoder`. Padding is finite, and dropped."""
 
 
 class PagedAttentionMetadata(NamedTuple):
-    """What paged attention must know; built on the host.
+    """Metadata of paged attention, made on the host.
 
-    A field that may be None is there or not for all steps of a program: its structure is static.
+    Whether an optional field is None is static: part of the program.
     """
 
     slot_block: Int[Array, " T"]
-    """Block that the token's key and value go to; padding: out of range."""
+    """Block of the token's key and value; padding: out of range."""
     slot_offset: Int[Array, " T"]
     token_index: Int[Array, " T"]
-    """The token's place in its sequence."""
+    """The token's position in its sequence."""
     span_end: Int[Array, " T"] | None
     """token_index + 1 for a causal token, else the exclusive end of its image's run.
 
-    None where every token is causal: only then can a kernel that knows no images be used.
+    None if every token is causal: only then can a causal kernel be used.
     """
     tile_rows: Int[Array, "W Z"]
-    """Rows of T that a tile's queries are; padding: T. A request's rows follow each other, and the
-    requests stand in the order of `block_tables`."""
+    """Indices into T of a tile's queries; padding: T. A request's rows are contiguous, and requests
+    are in the order of `block_tables`."""
     tile_request: Int[Array, " W"]
-    """Row of `block_tables` that a tile reads."""
+    """Row of `block_tables` of a tile's request."""
     row_slot: Int[Array, " T"]
-    """Where in the flattened tiles a token's output lies; padding: 0."""
+    """Index of a token's output in the flattened tiles; padding: 0."""
     block_tables: Int[Array, "R _blocks"]
     cross: CrossAttentionMetadata | None = None
-    """None where the model has no encoder of its own to look at."""
+    """None for a model without cross-attention."""
 
 
 class DenseAttentionMetadata(NamedTuple):
     """B sequences of S tokens each, flattened to T = B * S rows."""
 
     token_index: Int[Array, "B S"]
-    """A token's place in its sequence, for the sliding window."""
+    """A token's position in its sequence, for the sliding window."""
     mask: Bool[Array, "B S S"]
-    """mask[b, i, j]: whether query i sees key j, before the window."""
+    """mask[b, i, j]: whether query i attends to key j, before the window."""
 
 
 AttentionMetadata = PagedAttentionMetadata | DenseAttentionMetadata

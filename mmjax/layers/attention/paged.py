@@ -1,4 +1,4 @@
-"""Attention over blocks in plain XLA: any platform, any mask, any layout of the cache."""
+"""Paged attention in plain XLA: any platform, any mask, any layout of the KV cache."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,18 +14,18 @@ from mmjax.layers.embed import soft_cap as apply_soft_cap
 from mmjax.rounding import cdiv
 
 MASKED = -1e30
-"""Finite, so that a row that sees nothing (padding) gives zeros and no NaN."""
+"""Finite, so that rows that attend to nothing (padding) give zeros and no NaN."""
 
 SLOTS_AT_ONCE = 128
-"""Keys that a tile meets in one product: many small ones cost more."""
+"""Keys that a tile attends to in one iteration: many small products cost more."""
 LARGE_BLOCK = 2**12
-"""Numbers of keys in a block: from here on decoding, where a product has few rows, goes block by
-block, which costs less. Below that it adds in the order in which prompts do, to the last bit."""
+"""Elements of keys in a block. From here on decoding, whose products have few rows, computes one
+block an iteration, which is faster; below, it sums in the order of prefill, bit for bit."""
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
-"""Of an online softmax: running maximum, sum of weights, weighted values."""
+"""State of an online softmax: running maximum, sum of weights, weighted values."""
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
-"""Folds a few blocks of the tiles into the state."""
+"""Adds some blocks of the tiles to the state."""
 
 
 def paged_attention(
@@ -39,8 +39,8 @@ def paged_attention(
 ) -> Float[Array, "T N H"]:
     """Attend to the query's own sequence, whose keys and values are in `cache` already."""
     upper, lower = _visible_range(metadata, window)
-    walk = partial(_walk, query, cache, metadata, metadata.block_tables, (upper, lower))
-    return walk(scale=scale, soft_cap=soft_cap)
+    attend = partial(_attend, query, cache, metadata, metadata.block_tables, (upper, lower))
+    return attend(scale=scale, soft_cap=soft_cap)
 
 
 def paged_cross_attention(
@@ -51,30 +51,30 @@ def paged_cross_attention(
     *,
     scale: float,
 ) -> Float[Array, "T N H"]:
-    """Attend to all of the encoder's states, whose keys and values are in `cache` already."""
+    """Attend to all encoder hidden states, whose keys and values are in `cache` already."""
     is_row = metadata.tile_rows < len(query)
     upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
     lower = jnp.full_like(upper, -1)
-    walk = partial(_walk, query, cache, metadata, cross.block_tables, (upper, lower))
-    return walk(scale=scale, soft_cap=None)
+    attend = partial(_attend, query, cache, metadata, cross.block_tables, (upper, lower))
+    return attend(scale=scale, soft_cap=None)
 
 
 class Tiles(NamedTuple):
-    """Queries of one request each, below the heads that they share, and what they look at."""
+    """Queries grouped by the heads that they share, one request per tile, and their keys' range."""
 
     query: Float[Array, "W K Z H"]
     tables: Int[Array, "W _blocks"]
     upper: Int[Array, "W Z"]
-    """First index beyond what a query sees; 0 for padding."""
+    """Index after the last key that a query attends to; 0 for padding."""
     lower: Int[Array, "W Z"]
-    """Last index before what it sees."""
+    """Index before the first one."""
     first: Int[Array, " W"]
-    """The first block of its table that a tile sees a part of."""
+    """Index in its table of the first block that a tile attends to."""
     end: Int[Array, " W"]
-    """The block behind the last that it sees a part of; 0 for padding."""
+    """Index after the last one; 0 for padding."""
 
 
-def _walk(
+def _attend(
     query: Float[Array, "T N _width"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
@@ -87,27 +87,27 @@ def _walk(
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
-    # The bounds are of rows, not of heads: a mesh that cuts the heads need not talk about them.
-    bounds = _blocks_to_walk(*visible, cache.block_size)
+    # Before the heads are tiled: with sharded heads, this needs no communication.
+    bounds = _block_range(*visible, cache.block_size)
     upper, lower = (jnp.tile(end, (1, group)) for end in visible)
     num_rows = tiled.shape[2]
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
-    tiles = tiles if is_large else _add_row_to_one(tiles)
+    tiles = tiles if is_large else _pad_single_row(tiles)
     fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
     is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
-    walk = partial(_walk_tiles, fold=fold, blocks_at_once=blocks_at_once)
-    on_cpu = walk if is_decoding else partial(_walk_one_by_one, walk=walk)
-    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=walk)
+    attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once)
+    on_cpu = attend if is_decoding else partial(_attend_each_tile, attend=attend)
+    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=attend)
     return _from_tiles(out[:, :, :num_rows], metadata)[..., : query.shape[-1]]
 
 
-def _add_row_to_one(tiles: Tiles) -> Tiles:
-    """Give rows that are alone, as decoding's are where no heads are shared, an empty second.
+def _pad_single_row(tiles: Tiles) -> Tiles:
+    """Pad tiles of one row (in decoding, without shared heads) to two.
 
-    XLA multiplies one row on the CPU with other code, which adds in another order.
+    On the CPU XLA computes products of one row with other code, which sums in another order.
     """
     if tiles.query.shape[2] > 1:
         return tiles
@@ -118,36 +118,35 @@ def _add_row_to_one(tiles: Tiles) -> Tiles:
     )
 
 
-def _walk_one_by_one(
-    tiles: Tiles, *, walk: Callable[[Tiles], Float[Array, "W K Z H"]]
+def _attend_each_tile(
+    tiles: Tiles, *, attend: Callable[[Tiles], Float[Array, "W K Z H"]]
 ) -> Float[Array, "W K Z H"]:
-    """Walk tile by tile: as far as each must, and not at all for padding, which stands last.
+    """Attend tile by tile: each over its own number of blocks; padding, which is last, over none.
 
-    What a tile sees is written over its queries: an array of its own would be copied.
+    The outputs overwrite the queries: a further array in the loop would be copied.
     """
     num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
-    def visit(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
+    def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
         tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
-        return jax.lax.dynamic_update_slice_in_dim(query, walk(tile), number, 0)
+        return jax.lax.dynamic_update_slice_in_dim(query, attend(tile), number, 0)
 
-    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, visit, tiles.query)
+    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, body, tiles.query)
 
 
-def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
-    """Walk over blocks with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+def _attend_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
+    """Attend block by block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
-    Each tile begins with the first blocks that it sees: groups of `blocks_at_once`, which are the
-    same for every tile, so that a row adds alike in whatever chunk it is computed. Blocks that it
-    does not see leave its state bit for bit as it was, so the answer does not depend on how many
-    its longest neighbour has.
+    Blocks are grouped by `blocks_at_once`, equally for all tiles, so that a row sums in the same
+    order in any chunk. Blocks that a tile does not attend to leave its state unchanged, bit for
+    bit, so that a row does not depend on the number of blocks of other requests.
     """
     first = tiles.first // blocks_at_once * blocks_at_once
 
-    def visit(number: Array, state: State) -> State:
-        places = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
-        return fold(state, tiles, first[:, None] + places[None])
+    def body(number: Array, state: State) -> State:
+        indices = number * blocks_at_once + jnp.arange(blocks_at_once, dtype=jnp.int32)
+        return fold(state, tiles, first[:, None] + indices[None])
 
     shape = tiles.query.shape[:3]
     state = (
@@ -155,18 +154,15 @@ def _walk_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(tiles.query.shape, jnp.float32),
     )
-    num_visits = cdiv((tiles.end - first).max(), blocks_at_once)
-    _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_visits), num_visits, visit, state)
+    num_groups = cdiv((tiles.end - first).max(), blocks_at_once)
+    _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_groups), num_groups, body, state)
     return (summed / jnp.maximum(total, 1e-30)[..., None]).astype(tiles.query.dtype)
 
 
-def _blocks_to_walk(
+def _block_range(
     upper: Int[Array, "W _rows"], lower: Int[Array, "W _rows"], block_size: int
 ) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
-    """Return each tile's first block, and the one behind its last.
-
-    A sliding window leaves out the blocks before it; padding sees nothing and asks for none.
-    """
+    """Return each tile's first block, and the one after its last; none for padding."""
     nowhere = jnp.iinfo(jnp.int32).max
     earliest = jnp.where(upper > 0, lower + 1, nowhere).min(1)
     end = cdiv(upper.max(1), block_size)
@@ -181,7 +177,7 @@ def _fold_blocks(
     cache: LayerCache,
     soft_cap: float | None,
 ) -> State:
-    """Fold a few blocks, given by their places in each tile's table, into the state."""
+    """Add some blocks, given by their indices in each tile's table, to the state."""
     peak, total, summed = state
     width = tiles.tables.shape[1]
     ids = jnp.take_along_axis(tiles.tables, jnp.minimum(blocks, width - 1), axis=1)
@@ -194,7 +190,7 @@ def _fold_blocks(
     scores = jnp.einsum("wkzh,wbkhq->wkzbq", tiles.query, keys, preferred_element_type=jnp.float32)
     scores = jnp.where(is_visible, apply_soft_cap(scores, soft_cap), MASKED)
     new_peak = jnp.maximum(peak, scores.max((3, 4)))
-    # Where nothing is seen yet the weights must be 0, and not exp(MASKED - MASKED).
+    # While all keys so far are masked, weights must be 0, not exp(MASKED - MASKED).
     weights = jnp.exp(scores - jnp.maximum(new_peak, MASKED / 2)[..., None, None])
     decay = jnp.exp(peak - new_peak)
     seen = jnp.einsum(
@@ -209,7 +205,7 @@ def _fold_blocks(
 def _to_tiles(
     query: Float[Array, "T N H"], num_kv_heads: int, metadata: PagedAttentionMetadata
 ) -> Float[Array, "W K _rows H"]:
-    """Gather a tile's queries below the heads that they share, `N / K * Z` rows for each."""
+    """Gather the tiles' queries by the heads that they share: `N / K * Z` rows for each."""
     tiles, width = metadata.tile_rows.shape
     head_dim = query.shape[2]
     tiled = query.at[metadata.tile_rows].get(mode="fill", fill_value=0)
@@ -230,7 +226,7 @@ def _from_tiles(
 def _visible_range(
     metadata: PagedAttentionMetadata, window: int | None
 ) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
-    """Return, per query of a tile, the first index beyond and the last before what it sees."""
+    """Return `Tiles.upper` and `Tiles.lower`."""
     end = metadata.token_index + 1
     if metadata.span_end is not None:
         end = jnp.maximum(end, metadata.span_end)

@@ -1,6 +1,6 @@
-"""Attention within the images of a pack: rows of one segment see each other, and nothing else.
+"""Attention with segment ids: rows of packed images attend within their segment.
 
-Knows nothing of images: a window, a frame or a crop is a segment as well, with a finer id.
+A segment is an image, or a window, frame or crop of one.
 """
 
 from functools import partial
@@ -14,12 +14,12 @@ from mmjax.layers.attention.dense import dense_attention
 from mmjax.layers.attention.paged import MASKED
 
 PADDING = -1
-"""Segment of rows that fill a bucket up; they see nobody whom an answer depends on."""
+"""Segment id of padding."""
 
 BLOCK_SIZE = 256
-"""Rows of the squares that are walked over: what a segment's ragged ends compute in vain."""
+"""Rows of a block of queries, and of keys."""
 MAX_SCORES = 2**22
-"""Per head, of one call where whole rows of scores are computed: 1,024 queries on 4,096 keys."""
+"""Scores per head of one call without an online softmax: 1,024 queries on 4,096 keys."""
 
 
 def segment_attention(
@@ -30,28 +30,27 @@ def segment_attention(
     *,
     scale: float,
 ) -> Float[Array, "P N H"]:
-    """Attend within each run of equal segment ids; finite in the padding's rows.
+    """Attend within equal segment ids; outputs of padding are finite.
 
-    Ids that go up from row to row are walked fastest (0 0 0 1 1 2 -1 -1); any others are right.
+    Ascending ids (0 0 0 1 1 2 -1 -1) are fastest; any others are correct.
     """
-    # NOTE: a TPU should have a branch of its own here, `pallas.ops.tpu.flash_attention` with
-    # `SegmentIds(q=ids, kv=ids)`: rows and heads padded to 128, ids as they are, padding a segment.
-    # Until one has been run on a TPU, it gets the walk, which is XLA's like everywhere else.
-    # A GPU waits for the host between two rounds of a loop without a fixed end: whole rows there.
+    # NOTE: on a TPU `pallas.ops.tpu.flash_attention` with `SegmentIds(q=ids, kv=ids)` should be
+    # faster (rows and heads padded to 128, padding as a segment), but was not run on one yet.
+    # A GPU waits for the host between two iterations of a loop with a dynamic bound.
     return jax.lax.platform_dependent(
         query,
         key,
         value,
         segment_ids,
-        cuda=partial(_in_whole_rows, scale=scale),
-        default=partial(_in_squares, scale=scale),
+        cuda=partial(_masked_attention, scale=scale),
+        default=partial(_blockwise_attention, scale=scale),
     )
 
 
 def refine_segments(
     segment_ids: Int[Array, " P"], part_ids: Int[Array, " P"], *, num_parts: int
 ) -> Int[Array, " P"]:
-    """Return ids of the parts of segments (windows), which are numbered from 0 in each.
+    """Return segment ids of the parts (windows) of segments, which are numbered from 0 in each.
 
     Segments 0 0 0 1 1 -1 in parts 0 0 1 0 1 0 of at most 2: 0 0 1 2 3 -1.
     """
@@ -59,7 +58,7 @@ def refine_segments(
 
 
 class Blocks(NamedTuple):
-    """Rows in blocks, heads before positions."""
+    """Rows in blocks, with heads before rows."""
 
     query: Float[Array, "W N Z H"]
     key: Float[Array, "W N Z H"]
@@ -68,10 +67,10 @@ class Blocks(NamedTuple):
 
 
 State = tuple[Float[Array, "N Z"], Float[Array, "N Z"], Float[Array, "N Z H"]]
-"""Of an online softmax: running maximum, sum of weights, weighted values."""
+"""State of an online softmax: running maximum, sum of weights, weighted values."""
 
 
-def _in_squares(
+def _blockwise_attention(
     query: Float[Array, "P N H"],
     key: Float[Array, "P N H"],
     value: Float[Array, "P N H"],
@@ -79,10 +78,10 @@ def _in_squares(
     *,
     scale: float,
 ) -> Float[Array, "P N H"]:
-    """Walk over blocks of keys for each block of queries, with an online softmax.
+    """Attend by blocks of queries and keys, with an online softmax.
 
-    Each begins with the first block that holds a row of its own segments, and ends with the last.
-    A block that a query does not see leaves its state bit for bit as it was.
+    Each block of queries computes only the range of key blocks with its segments. A block that a
+    query does not attend to leaves its state unchanged, bit for bit.
     """
     num_rows = len(query)
     size = min(BLOCK_SIZE, num_rows)
@@ -92,14 +91,14 @@ def _in_squares(
         _to_blocks(value, size),
         _pad_rows(segment_ids, size, PADDING).reshape(-1, size),
     )
-    first, end = _blocks_to_walk(blocks.segment_ids)
-    walk = partial(_walk_block, blocks, scale=scale)
-    out = jax.lax.map(walk, (blocks.query, blocks.segment_ids, first, end))  # W N Z H
+    first, end = _block_range(blocks.segment_ids)
+    attend = partial(_attend_block, blocks, scale=scale)
+    out = jax.lax.map(attend, (blocks.query, blocks.segment_ids, first, end))  # W N Z H
     out = out.transpose(0, 2, 1, 3).reshape(-1, *query.shape[1:])
     return out[:num_rows].astype(query.dtype)
 
 
-def _walk_block(
+def _attend_block(
     blocks: Blocks,
     part: tuple[Float[Array, "N Z H"], Int[Array, " Z"], Int[Array, ""], Int[Array, ""]],
     *,
@@ -107,7 +106,7 @@ def _walk_block(
 ) -> Float[Array, "N Z H"]:
     query, segment_ids, first, end = part
 
-    def visit(number: Array, state: State) -> State:
+    def body(number: Array, state: State) -> State:
         is_visible = _is_same(segment_ids, blocks.segment_ids[number])
         return _fold(state, query, (blocks.key[number], blocks.value[number]), is_visible, scale)
 
@@ -116,7 +115,7 @@ def _walk_block(
         jnp.zeros(query.shape[:2], jnp.float32),
         jnp.zeros(query.shape, jnp.float32),
     )
-    _, total, summed = jax.lax.fori_loop(first, end, visit, state)
+    _, total, summed = jax.lax.fori_loop(first, end, body, state)
     return summed / jnp.maximum(total, 1e-30)[..., None]
 
 
@@ -140,10 +139,10 @@ def _fold(
     return new, total * kept + weights.sum(-1), summed * kept[..., None] + added
 
 
-def _blocks_to_walk(segment_ids: Int[Array, "W Z"]) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
-    """Return the first block that may hold a row of a block's segments, and the end of the last.
+def _block_range(segment_ids: Int[Array, "W Z"]) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return the first block that may have rows of a block's segments, and the one after the last.
 
-    By the least and the greatest id of each block: exact where ids go up, too many where not.
+    By the minimum and maximum id of each block: exact for ascending ids, else possibly too many.
     """
     is_row = segment_ids >= 0
     least = jnp.where(is_row, segment_ids, jnp.iinfo(jnp.int32).max).min(1)
@@ -154,7 +153,7 @@ def _blocks_to_walk(segment_ids: Int[Array, "W Z"]) -> tuple[Int[Array, " W"], I
     return first, jnp.where(meets.any(1), last + 1, first)
 
 
-def _in_whole_rows(
+def _masked_attention(
     query: Float[Array, "P N H"],
     key: Float[Array, "P N H"],
     value: Float[Array, "P N H"],
@@ -162,12 +161,12 @@ def _in_whole_rows(
     *,
     scale: float,
 ) -> Float[Array, "P N H"]:
-    """Attend to the whole pack under a mask, a block of queries at a time; cuDNN where it can."""
+    """Attend to all keys under a mask, a block of queries at a time, by `dense_attention`."""
     num_rows = len(query)
     size = min(num_rows, max(BLOCK_SIZE, MAX_SCORES // num_rows))
 
     def attend(part: tuple[Float[Array, "Z N H"], Int[Array, " Z"]]) -> Float[Array, "Z N H"]:
-        # Padding sees padding: a row that sees nothing is one more case for a kernel.
+        # Padding attends to padding, so that no row is fully masked.
         mask = part[1][:, None] == segment_ids[None]
         return dense_attention(part[0][None], key[None], value[None], mask=mask[None], scale=scale)[
             0
@@ -190,6 +189,6 @@ def _to_blocks(rows: Float[Array, "P N H"], size: int) -> Float[Array, "W N Z H"
 
 
 def _pad_rows(rows: Array, size: int, fill: int) -> Array:
-    """Fill rows up to a multiple of `size`."""
+    """Pad rows to a multiple of `size`."""
     widths = [(0, -len(rows) % size), *[(0, 0)] * (rows.ndim - 1)]
     return jnp.pad(rows, widths, constant_values=fill)

@@ -1,7 +1,6 @@
 """JAX's ragged paged attention for TPUs (arXiv 2604.15464 describes its successor).
 
-Causal only: steps that hold an image whose tokens see each other both ways walk in XLA instead,
-over the same cache.
+Causal only: steps with bidirectional image tokens use `paged_attention`, on the same cache.
 """
 
 from collections.abc import Callable
@@ -17,25 +16,25 @@ from mmjax.layers.attention.kv_cache import HeadSharding, InterleavedCache, pad_
 from mmjax.layers.attention.metadata import PagedAttentionMetadata
 
 _TABLE_BYTES = 2**19
-"""The kernel holds all block tables in 1 MiB of scalar memory, beside other things."""
+"""Limit on all block tables, which the kernel keeps in 1 MiB of scalar memory with others."""
 _PAGES_PER_BLOCK, _QUERIES_PER_BLOCK = 128, 32
-"""The kernel's own defaults, for lowering where there is no TPU to look its tuned sizes up for."""
+"""The kernel's defaults, for lowering without a TPU, by which it selects tuned sizes."""
 
 
 class RaggedArguments(NamedTuple):
-    """What the kernel is called with, in its order."""
+    """The kernel's arguments, in order."""
 
     queries: Float[Array, "T N H"]
     kv_pages: Float[Array, "M Q _heads H"]
     kv_lens: Int[Array, " R"]
     page_indices: Int[Array, "R _blocks"]
     cu_q_lens: Int[Array, " _ends"]
-    """Rows before each request, and all rows: int32[R + 1]."""
+    """Cumulative query lengths: int32[R + 1]."""
     num_seqs: Int[Array, " _one"]
 
 
 def ragged_takes(metadata: PagedAttentionMetadata) -> bool:
-    """Return whether the kernel can compute such a step."""
+    """Return whether the kernel can compute a step."""
     return metadata.span_end is None and metadata.block_tables.size * 4 <= _TABLE_BYTES
 
 
@@ -49,7 +48,7 @@ def ragged_attention(
     soft_cap: float | None,
 ) -> Float[Array, "T N H"]:
     """Attend to the query's own sequence, whose keys and values are in `cache` already."""
-    # On use only: pallas is not needed elsewhere.
+    # Imported here: pallas is not needed elsewhere.
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernels
 
     arguments = to_arguments(query, cache, metadata)
@@ -64,7 +63,7 @@ def ragged_attention(
         num_queries_per_block=None if is_tuned else min(num_rows, _QUERIES_PER_BLOCK),
     )
     out = _on_each_device(kernel, cache.sharding)(*arguments)
-    # The kernel leaves the rows of padding as it found them.
+    # The kernel does not write the rows of padding.
     is_real = jnp.arange(num_rows, dtype=jnp.int32) < arguments.cu_q_lens[-1]
     return jnp.where(is_real[:, None, None], out, 0)[..., : query.shape[-1]]
 
@@ -72,7 +71,7 @@ def ragged_attention(
 def _on_each_device(
     kernel: Callable[..., Array], sharding: HeadSharding | None
 ) -> Callable[..., Array]:
-    """Call the kernel once a device, on its heads; the lengths and tables are everyone's."""
+    """Run the kernel on each device's heads, with replicated lengths and tables."""
     if sharding is None:
         return kernel
     queries = PartitionSpec(None, sharding.query_axes)
@@ -90,7 +89,7 @@ def _on_each_device(
 def to_arguments(
     query: Float[Array, "T N _width"], cache: InterleavedCache, metadata: PagedAttentionMetadata
 ) -> RaggedArguments:
-    """Derive the kernel's arguments, under jit: equal in all layers, so computed once a step."""
+    """Return the kernel's arguments, under jit; equal in all layers, so computed once a step."""
     num_rows = query.shape[0]
     in_tile = metadata.tile_rows < num_rows
     ends = (metadata.token_index + 1).at[metadata.tile_rows].get(mode="fill", fill_value=0)
@@ -98,7 +97,7 @@ def to_arguments(
     of_request = zeros.at[metadata.tile_request]
     q_lens = of_request.add(in_tile.sum(1, dtype=jnp.int32))
     kv_lens = of_request.max(ends.max(1))
-    # A warm-up step holds no request; the kernel starts a copy that it would never wait for.
+    # A warm-up step has no request, for which the kernel would not await the copy that it starts.
     q_lens, kv_lens = q_lens.at[0].max(1), kv_lens.at[0].max(1)
     starts = jnp.cumsum(q_lens, dtype=jnp.int32)
     return RaggedArguments(

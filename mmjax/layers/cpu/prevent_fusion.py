@@ -1,4 +1,4 @@
-"""Values that are computed once, where XLA's CPU compiler would compute them wherever used."""
+"""Keep XLA's CPU compiler from fusing a computation into each of its uses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,10 @@ from jaxtyping import Array, Bool
 
 
 def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
-    """Return `compute(x)`: on the CPU of a branch that is taken `always`, which XLA cannot know.
+    """Return `compute(x)`, computed once: on the CPU in a branch that is `always` taken.
 
-    Else it is fused into each of its uses, which costs time where there are many, and may round
-    otherwise where sums are made of it. A barrier does not hinder XLA there.
+    XLA cannot know that it is. Fused into each of its uses, `compute` would take more time, and
+    sums of it may round differently. `optimization_barrier` does not prevent that on the CPU.
     """
 
     def never(x: Array) -> Any:

@@ -1,7 +1,4 @@
-"""The product `x @ weight.T` with weights as checkpoints keep them: `[out, in]`.
-
-Every platform has its own best program for it; callers do not know which one they get.
-"""
+"""The product `x @ weight.T`, weights `[out, in]` as in checkpoints, fast on each platform."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +9,14 @@ from jax.lax import optimization_barrier
 from jaxtyping import Array, Float
 
 MAX_FEW_ROWS = 16
-"""Of a decode step on the CPU: up to here weights, not sums, are what takes the time."""
+"""Rows of a decode step on the CPU up to which reading weights takes most of the time."""
 SHORT_PROMPT_ROWS = 64
-"""Packing the weights costs half of such a product. No other number from 17 on is turned round:
-there it would add in another order than long prompts do (docs/determinism.md)."""
+"""Rows for which packing the weights takes half of the product's time. Other numbers from 17 on are
+not transposed: they would sum in another order than long prompts (docs/determinism.md)."""
 MIN_WEIGHT_SIZE = 2**18
-"""Smaller weights stay in the CPU's caches, and are computed alike for any number of rows."""
+"""Smaller weights fit into the CPU's caches, and are computed equally for any number of rows."""
 LONG_ROW = 1024
-"""Numbers in 4 KiB: a CPU's prefetcher forgets a stream of memory at the end of a page."""
+"""Floats in 4 KiB: the CPU's prefetcher stops at the end of a page."""
 
 Product = Callable[[Float[Array, "T D"], Float[Array, "F D"]], Float[Array, "T F"]]
 
@@ -27,7 +24,7 @@ Product = Callable[[Float[Array, "T D"], Float[Array, "F D"]], Float[Array, "T F
 def product(
     x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "T F"]:
-    """Return `x @ weight.T`, added up and returned in `dtype` (None: that of the inputs)."""
+    """Return `x @ weight.T`, accumulated and returned in `dtype` (None: the inputs')."""
     by_rows = partial(_by_rows, dtype=dtype)
     on_cpu = by_rows if weight.dtype != jnp.float32 else _choose(x, weight) or by_rows
     if on_cpu is by_rows:
@@ -36,7 +33,7 @@ def product(
 
 
 def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Product | None:
-    """Return the CPU's best program for float32; None: the plain product."""
+    """Return the CPU's program for float32; None: the plain product."""
     rows = x.shape[0]
     if weight.size < MIN_WEIGHT_SIZE:
         return _by_two_rows if rows == 1 else None
@@ -53,12 +50,12 @@ def _by_rows(
 
 
 def _by_two_rows(x: Float[Array, "1 D"], weight: Float[Array, "F D"]) -> Float[Array, "1 F"]:
-    """Multiply as for several rows: a lone one adds in another order, and saves nothing here."""
+    """Pad to two rows: a single one sums in another order, and is not faster here."""
     return _by_rows(jnp.concatenate([x, jnp.zeros_like(x)]), weight, None)[:1]
 
 
 def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
-    """Multiply the other way round: XLA's CPU library then packs `x`, not the weights.
+    """Compute the transposed product, for which XLA's CPU library packs `x`, not the weights.
 
     The barriers keep XLA from undoing both transpositions.
     """
@@ -67,16 +64,16 @@ def _by_columns(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Ar
 
 
 def _can_pair(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> bool:
-    """Return whether pairs pay; never for what a mesh cuts by inputs, which is not that tall."""
+    """Return whether pairs are faster; never for row-parallel weights, which are not that tall."""
     features, width = weight.shape
     is_tall = features % 2 == 0 and features >= 2 * width
     return is_tall and width < LONG_ROW and 2 * x.shape[0] <= MAX_FEW_ROWS
 
 
 def _by_pairs(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Float[Array, "T F"]:
-    """Read two rows of the weights as one: the first meets `[x, 0]`, the second `[0, x]`.
+    """Read two rows of the weights as one, multiplied by `[x, 0]` and `[0, x]`.
 
-    Twice the sums, of which the half would be empty lanes of a register, and longer streams.
+    Twice the sums, in register lanes that would be empty, and longer sequential reads.
     """
     rows, width = x.shape
     none = jnp.zeros_like(x)

@@ -1,4 +1,4 @@
-"""BLIP-2's prompt side: the Q-Former's queries stand before the whole prompt, `</s>` included.
+"""BLIP-2's processor: the placeholder of the Q-Former's queries precedes the prompt with `</s>`.
 
 Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take embeddings.
 """
@@ -39,8 +39,8 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
         return {IMAGE_TOKEN: self.get_image_token_id()}
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
-        # On use only: they bring an installed torch along.
+        """Assemble the HF processor: AutoProcessor needs torchvision."""
+        # Imported here: they import torch if it is installed.
         from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
         from transformers.models.blip_2.processing_blip_2 import Blip2Processor
 
@@ -58,7 +58,7 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
                 f"`num_query_tokens` of processor_config.json is {settings['num_query_tokens']}, "
                 f"but config.json has {num_query_tokens}; make them equal"
             )
-        # It gives `<image>` to tokenizers that lack it (checkpoints from before HF had it).
+        # It adds `<image>` to tokenizers of older checkpoints, which lack it.
         processor = Blip2Processor(
             image_processor=BlipImageProcessorPil.from_pretrained(path),
             tokenizer=self.get_tokenizer(),

@@ -1,7 +1,7 @@
-"""Chameleon's prompt side: each `<image>` becomes a framed row of it; the separator ends a prompt.
+"""Chameleon's processor: `<image>` is repeated between two tokens; a separator ends the prompt.
 
 Before: `look <image> please`. After: `look <racm3:break> <image>*1024 <eoss> please <sep>`; only
-the `<image>` take embeddings. `return_for_text_completion=True` leaves the separator out.
+the `<image>` take embeddings. `return_for_text_completion=True` omits the separator.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,14 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
         return "<image>" if modality == "image" else None
 
     def get_num_image_tokens(self) -> int:
-        """Return how many codes the VQ-VAE gives a picture."""
+        """Return the number of VQ-VAE codes of an image."""
         vq_config = self.get_hf_config().vq_config
         side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
         return side * side
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
-        # On use only: they bring an installed torch along.
+        """Assemble the HF processor: AutoProcessor needs torchvision."""
+        # Imported here: they import torch if it is installed.
         from transformers.models.chameleon.image_processing_pil_chameleon import (
             ChameleonImageProcessorPil,
         )
@@ -75,7 +75,7 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
         return processor
 
     def is_for_completion(self, mm_kwargs: Mapping[str, object]) -> bool:
-        """Whether the model shall go on with the prompt's text, rather than answer it."""
+        """Return whether the model should continue the prompt's text, rather than answer it."""
         name = "return_for_text_completion"
         kwargs = self.ctx.merge_mm_kwargs(mm_kwargs)
         return bool(kwargs.get(name, kwargs.get("text_kwargs", {}).get(name, False)))
@@ -108,7 +108,7 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
             self.info.get_hf_processor().image_processor.size.shortest_edge,
             self.info.ctx.get_mm_config().max_image_pixels,
         )
-        # The separator is ours to add, to text and token ids alike.
+        # The separator is added here, for text and token ids.
         without_sep = {**mm_kwargs, "return_for_text_completion": True}
         outputs = super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
         if "pixel_values" in outputs:

@@ -1,8 +1,8 @@
-"""Florence-2's prompt side: a task in words for the encoder, the picture's tokens before it.
+"""Florence-2's processor: the encoder prompt is the image's tokens and a task in words.
 
-Before: `<CAPTION>` and a picture. After, for the encoder: `<image>*577 <s> What does the image
-describe? </s>`, where the first 577 take embeddings; for the decoder: `</s>`. Without a picture
-the encoder has the words alone.
+Before: `<CAPTION>` and an image. After, for the encoder: `<image>*577 <s> What does the image
+describe? </s>`, where the first 577 take embeddings; for the decoder: `</s>`. Without an image
+the encoder prompt is the task only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 class Florence2DataParser(MultiModalDataParser):
     @staticmethod
     def is_embeddings(data: object) -> bool:
-        """Refuse embeddings: the encoder's places for them are those of a whole picture."""
+        """Refuse embeddings: the encoder prompt has positions for whole images only."""
         if MultiModalDataParser.is_embeddings(data):
             raise RequestValueError(
                 "Florence-2 takes pictures, not their embeddings; give the picture",
@@ -51,8 +51,8 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         return Florence2DataParser(limits=self.get_media_limits())
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
-        # On use only: they bring an installed torch along.
+        """Assemble the HF processor: AutoProcessor needs torchvision."""
+        # Imported here: they import torch if it is installed.
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
         from transformers.models.florence2.processing_florence2 import Florence2Processor
 
@@ -78,7 +78,7 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         return processor
 
     def get_pixel_size(self) -> tuple[int, int]:
-        """Return the height and the width that every picture is resized to."""
+        """Return the (height, width) that images are resized to."""
         image_processor = self.get_hf_processor().image_processor
         crops = image_processor.do_center_crop
         size = image_processor.crop_size if crops else image_processor.size
@@ -90,7 +90,7 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         return {"image": self.get_hf_processor().num_image_tokens}
 
     def write_task(self, prompt: str) -> str:
-        """Write the sentence that a task such as `<OD>` stands for; other text stays."""
+        """Replace a task such as `<OD>` by its sentence; other text is unchanged."""
         try:
             (sentence,) = self.get_hf_processor()._construct_prompts([prompt])
         except ValueError as error:
@@ -111,7 +111,7 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
     def create_encoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
-        """Write the task out; `<s>` and `</s>` stand around it only where there is a picture."""
+        """Replace the task by its sentence, with `<s>` and `</s>` only if there is an image."""
         tokenizer = self.info.get_tokenizer()
         if isinstance(prompt, str):
             token_ids = as_ids(self.info.write_task(prompt), tokenizer)
@@ -127,7 +127,7 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         return [self.info.get_hf_config().get_text_config().eos_token_id]
 
     def _write_task_in_tokens(self, prompt_tokens: list[int]) -> list[int]:
-        """Write the task out; the tokenizer's own `<s>` and `</s>` fall away."""
+        """Replace the task by its sentence, without the tokenizer's `<s>` and `</s>`."""
         tokenizer = self.info.get_tokenizer()
         start = int(prompt_tokens[:1] == [tokenizer.bos_token_id])
         stop = len(prompt_tokens) - int(prompt_tokens[start:][-1:] == [tokenizer.eos_token_id])

@@ -1,7 +1,7 @@
-"""Fuyu's prompt side: the picture's rows of patches stand first, then `<s>` and the words.
+"""Fuyu's processor: the image's rows of patches, then `<s>` and the text.
 
 Before: `<s> what is it`. After: `(|SPEAKER|*columns |NEWLINE|)*rows <s> what is it <0x04>`; only
-the `|SPEAKER|` take embeddings. A prompt without a picture stays as it is.
+the `|SPEAKER|` take embeddings. A prompt without an image is unchanged.
 """
 
 import math
@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.hf_call import KnownKwargs
 from mmjax.processing.image_processors.image import (
     fit_within,
     normalize,
@@ -25,7 +26,6 @@ from mmjax.processing.image_processors.image import (
     to_pixels,
 )
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.known_kwargs import KnownKwargs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
@@ -43,10 +43,10 @@ START_TOKEN, ANSWER_TOKEN = "<s>", "<0x04>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FuyuImageProcessor:
-    """What HF's `FuyuImageProcessorPil`, which wants torch, does; with its settings' defaults."""
+    """HF's `FuyuImageProcessorPil`, which needs torch, with its defaults."""
 
     size: Mapping[str, int] = field(default_factory=lambda: {"height": 1080, "width": 1920})
-    """A picture with a longer side is scaled down to fit; none is scaled up."""
+    """Larger images are scaled down to fit; none is scaled up."""
     patch_size: Mapping[str, int] = field(default_factory=lambda: {"height": 30, "width": 30})
     resample: int = Image.Resampling.BILINEAR
     padding_value: float = 1.0
@@ -56,7 +56,7 @@ class FuyuImageProcessor:
     image_std: float | Sequence[float] = 0.5
 
     def fit(self, size: ImageSize) -> ImageSize:
-        """Return a picture's size after scaling."""
+        """Return an image's size after scaling."""
         limit = ImageSize(**self.size)
         fitted = fit_within(size, limit)
         if min(fitted) < 1:
@@ -68,7 +68,7 @@ class FuyuImageProcessor:
         return fitted
 
     def get_grid(self, size: ImageSize) -> tuple[int, int]:
-        """Return how many rows and columns of patches a picture gives."""
+        """Return an image's number of rows and columns of patches."""
         fitted, patch = self.fit(size), self.patch_size
         return math.ceil(fitted.height / patch["height"]), math.ceil(fitted.width / patch["width"])
 
@@ -93,7 +93,7 @@ _IMAGE_SETTINGS = frozenset(one.name for one in fields(FuyuImageProcessor))
 
 @dataclass(frozen=True, slots=True)
 class FuyuProcessor:
-    """Called like HF's processors: ids for the text, as it is, and patches for the images."""
+    """Called like HF's processors: returns the unchanged text's ids, and the images' patches."""
 
     image_processor: FuyuImageProcessor
     tokenizer: Any
@@ -103,7 +103,7 @@ class FuyuProcessor:
         return {"images_kwargs": _IMAGE_SETTINGS}
 
     def split_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[FuyuImageProcessor, dict[str, Any]]:
-        """Return the image processor under `kwargs`, and the kwargs of the tokenizer."""
+        """Return the image processor with `kwargs`, and the tokenizer's kwargs."""
         for_images = {key: value for key, value in kwargs.items() if key in _IMAGE_SETTINGS}
         for_images |= kwargs.get("images_kwargs", {})
         expected = self.image_processor.patch_size
@@ -144,8 +144,8 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return token_id
 
     def load_hf_processor(self) -> FuyuProcessor:
-        """Make our own: HF's processor computes with torch."""
-        # On use only: it brings an installed torch along.
+        """Return mmjax's own: HF's processor needs torch."""
+        # Imported here: it imports torch if it is installed.
         from transformers.image_processing_base import ImageProcessingMixin
 
         settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
@@ -172,14 +172,14 @@ class FuyuProcessingInfo(BaseProcessingInfo):
         return FuyuProcessor(image_processor, self.get_tokenizer())
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger one, by side, of the checkpoint's size and the operator's."""
+        """Return the larger of the checkpoint's size and the operator's, by side."""
         own: FuyuProcessor = self.get_hf_processor()
         operators, _ = own.split_kwargs(self.ctx.merge_mm_kwargs({}))
         sizes = (own.image_processor.size, operators.size)
         return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
 
     def get_planned_image_processor(self) -> FuyuImageProcessor:
-        """Return the settings under which memory is planned."""
+        """Return the image processor that memory is planned for."""
         kwargs = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
         image_processor, _ = self.get_hf_processor().split_kwargs(kwargs)
         return image_processor
@@ -236,15 +236,15 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Frame the prompt as HF frames it around a picture, then write the picture's rows."""
+        """Add BOS and the answer token, as HF does with an image, then insert the image's rows."""
         tokenizer = self.info.get_tokenizer()
         start, answer = map(self.info.get_token_id, (START_TOKEN, ANSWER_TOKEN))
-        # The tokenizer's own first token may be another than Fuyu's.
+        # The tokenizer's BOS may differ from Fuyu's.
         words = prompt[1:] if prompt[:1] in ([start], [tokenizer.bos_token_id]) else prompt
         if words[-1:] == [answer]:
             end = []
         elif not words or words[-1] in tokenizer.added_tokens_decoder:
-            # A new text begins here, with a space of its own.
+            # Tokenized apart, so that it has its own leading space.
             end = tokenizer.encode(ANSWER_TOKEN, add_special_tokens=False)
         else:
             end = [answer]

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: SigLIP, an average-pooling projector, Gemma's decoder."""
+"""Gemma 3, multimodal: SigLIP, an average-pooling projector, Gemma's decoder."""
 
 import math
 from collections.abc import Sequence
@@ -32,11 +32,11 @@ class Gemma3MultiModalProjector(nnx.Module):
         self.kernel_size = self.patches_per_side // math.isqrt(hf_config.mm_tokens_per_image)
 
     def __call__(self, patches: Float[Array, "I P D"]) -> Float[Array, "I _tokens F"]:
-        """Return the soft tokens of every picture."""
+        """Return the soft tokens of every image."""
         images, _, width = patches.shape
         size = self.kernel_size
         side = self.patches_per_side // size
-        # AvgPool2d drops the rows and columns that do not fill a window.
+        # AvgPool2d drops incomplete windows.
         grid = patches.reshape(images, self.patches_per_side, self.patches_per_side, width)
         grid = grid[:, : side * size, : side * size]
         windows = grid.reshape(images, side, size, side, size, width)
@@ -76,7 +76,7 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
     def embed_multimodal(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens D"]:
-        """Return the soft tokens of every picture or crop."""
+        """Return the soft tokens of every image or crop."""
         weight = self.vision_tower.post_layernorm.weight
         with jax.named_scope("vision_tower"):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))

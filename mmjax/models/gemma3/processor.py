@@ -1,4 +1,4 @@
-r"""Gemma 3's prompt side: soft tokens for a picture, and for its crops under pan-and-scan.
+r"""Gemma 3's processor: soft tokens for an image, and for its pan-and-scan crops.
 
 Before: `look <start_of_image>`. After: `look \n\n <start_of_image> <image_soft_token>*256
 <end_of_image> \n\n`; only the soft tokens take embeddings.
@@ -41,12 +41,12 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 
 _MAX_NEWLINES = 64
-"""Longest run of newlines that a vocabulary is searched for (Gemma's own has 31)."""
+"""Longest run of newlines to look for in the vocabulary (Gemma's has 31)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanAndScan:
-    """Whether and how a long picture is cut into crops, each of which is encoded like a picture."""
+    """Settings of pan-and-scan: crops of long images, each encoded like an image."""
 
     is_enabled: bool
     min_crop_size: int
@@ -55,7 +55,7 @@ class PanAndScan:
 
     @staticmethod
     def from_kwargs(defaults: Mapping[str, Any], kwargs: Mapping[str, Any]) -> "PanAndScan":
-        """Read merged processor kwargs, over the HF processor's defaults."""
+        """Merge processor kwargs with the HF processor's defaults."""
         values = {**defaults, **kwargs.get("images_kwargs", {}), **kwargs}
         return PanAndScan(
             is_enabled=bool(values["do_pan_and_scan"]),
@@ -65,7 +65,7 @@ class PanAndScan:
         )
 
     def count_crops(self, size: ImageSize) -> int:
-        """Return how many crops a picture gives (HF: `Gemma3ImageProcessorPil.pan_and_scan`)."""
+        """Return the number of crops of an image (HF: `Gemma3ImageProcessorPil.pan_and_scan`)."""
         long, short = max(size), min(size)
         if not self.is_enabled or long / short < self.min_ratio:
             return 0
@@ -90,7 +90,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         )
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
-        """Demand a picture's rows, and as many for each of its crops, in the tower's order."""
+        """Require a multiple of one image's rows: those of the image, then of each crop."""
         per_crop = self.get_hf_config().mm_tokens_per_image
         most = self.get_mm_max_tokens_per_item()[modality]
         if 0 < num_embeds <= most and num_embeds % per_crop == 0:
@@ -111,8 +111,8 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         return {tokenizer.image_token: tokenizer.image_token_id}
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
-        # On use only: they bring an installed torch along.
+        """Assemble the HF processor: AutoProcessor needs torchvision."""
+        # Imported here: they import torch if it is installed.
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
@@ -139,23 +139,23 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         )
 
     def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
-        """Return the settings that a request's kwargs, over the operator's, lead to."""
+        """Return the settings of a request's kwargs, merged with the operator's."""
         defaults = self.get_hf_processor().images_kwargs
         return PanAndScan.from_kwargs(defaults, self.ctx.merge_mm_kwargs(mm_kwargs))
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return as many crops as the checkpoint or the operator allows, whichever has more."""
+        """Return kwargs with the larger number of crops of the checkpoint's and the operator's."""
         name = "pan_and_scan_max_num_crops"
         own = self.get_hf_processor().images_kwargs[name]
         most = max(own, self.get_pan_and_scan({}).max_num_crops)
         return {"do_pan_and_scan": True, name: most}
 
     def get_largest_pan_and_scan(self) -> PanAndScan:
-        """Return the settings under which a picture takes the most tokens."""
+        """Return the settings with which an image has the most tokens."""
         return self.get_pan_and_scan(self.get_planned_mm_kwargs())
 
     def get_image_size_with_most_features(self) -> ImageSize:
-        """Return the picture with the most crops: tall, each crop of the model's own size."""
+        """Return the size of an image with the most crops: tall, crops of the input size."""
         pan_and_scan = self.get_largest_pan_and_scan()
         size = self.get_hf_processor().image_processor.size
         if not pan_and_scan.is_enabled:
@@ -173,7 +173,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def newline_counts(self) -> Mapping[int, int]:
-        """Tokens that stand for newlines alone -> how many."""
+        """Token id -> number of newlines, of tokens that are only newlines."""
         tokenizer = self.get_tokenizer()
         runs = {k: as_ids("\n" * k, tokenizer) for k in range(1, _MAX_NEWLINES + 1)}
         return {ids[0]: k for k, ids in runs.items() if len(ids) == 1}
@@ -200,7 +200,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
             images = ImageProcessorItems(mm_data["images"])  # pyright: ignore[reportArgumentType]
             pan_and_scan = self.info.get_pan_and_scan(mm_kwargs)
             sizes = [images.get_image_size(index) for index in range(len(images))]
-            # HF counts the crops too, and drops the numbers.
+            # HF computes these numbers, but does not return them.
             outputs["num_patches"] = np.array([pan_and_scan.count_crops(s) + 1 for s in sizes])
             num_patches, num_pixels = outputs["num_patches"].sum(), len(outputs["pixel_values"])
             if num_patches != num_pixels:
@@ -230,7 +230,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
     ) -> Sequence[PromptUpdate]:
         processor = self.info.get_hf_processor()
         tokenizer = self.info.get_tokenizer()
-        contents: dict[int, PromptUpdateDetails] = {}  # pictures with as many crops share one
+        contents: dict[int, PromptUpdateDetails] = {}  # shared by images of equal crop counts
 
         def get_replacement(item_idx: int) -> PromptUpdateDetails:
             num_crops = self._count_patches(out_mm_kwargs.get_item("image", item_idx)) - 1
@@ -244,7 +244,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         return [PromptReplacement("image", [tokenizer.boi_token_id], get_replacement)]
 
     def _count_patches(self, item: MultiModalKwargsItem) -> int:
-        """Return how many pictures the tower sees, or has seen: the picture itself, its crops."""
+        """Return the number of an item's encoder inputs: the image and its crops."""
         if "image_embeds" in item:
             return len(item["image_embeds"].data) // self.info.get_hf_config().mm_tokens_per_image
         return int(item["num_patches"].data)
@@ -252,10 +252,10 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace, then join what the tokenizer would have joined across the seams."""
+        """Replace, then merge tokens as the tokenizer would have at the replacements' ends."""
         if self._has_crops(mm_prompt_updates):
-            # The words around the crops join with the user's words, so only text gives HF's
-            # tokens. A prompt of ids that its own text does not give back stays as it is.
+            # The text around crops may merge with the user's, so only text gives HF's tokens.
+            # Token ids that do not round-trip through text are not replaced this way.
             tokenizer = self.info.get_tokenizer()
             text = tokenizer.decode(prompt)
             if as_ids(text, tokenizer) == prompt:
@@ -274,7 +274,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         )
 
     def _merge_newlines(self, token_ids: list[int]) -> list[int]:
-        r"""Rewrite each run of newlines that touches a picture as the tokenizer writes it.
+        r"""Re-tokenize each run of newlines next to an image as the tokenizer does.
 
         `\n, \n\n, <start_of_image>` -> `\n\n\n, <start_of_image>`.
         """
@@ -295,11 +295,11 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
     def _find_mm_placeholders(
         self, token_ids: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> Mapping[str, list[PlaceholderFeaturesInfo]]:
-        r"""Find the pictures between their outermost marks; what stands around may be merged.
+        r"""Find images from their first to their last special token; text around may be merged.
 
         With `\n\n <boi> soft <eoi> \n\n` as the content and `\n\n\n <boi> soft <eoi> \n\n\n\n
         <boi> soft <eoi> \n\n` in the prompt, the ranges are offset=0 and offset=4, of length=5
-        each: they overlap by the token that both have a part in.
+        each: they overlap in the token that both share.
         """
         tokenizer = self.info.get_tokenizer()
         boi_id, eoi_id = tokenizer.boi_token_id, tokenizer.eoi_token_id

@@ -1,8 +1,8 @@
-"""InternVL's prompt side: tiles of pictures, frames of videos, in the original layout and in HF's.
+"""InternVL's processor: tiles of images, frames of videos, in the original format and in HF's.
 
 Before: `look <image> please`. After: `look <img> <IMG_CONTEXT>*N </img> please`, where only the
-N take embeddings: as many for each tile. HF's layout writes `<IMG_CONTEXT>` for a picture. A
-video is a row of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
+N take embeddings, equally many per tile. In HF's format an image is `<IMG_CONTEXT>`. A
+video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import PartsMultiModalProcessor, ProcessorOfParts
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
     HFFrameCutter,
     HFTileCutter,
@@ -26,6 +26,7 @@ from mmjax.processing.image_processors.tiling import (
     find_largest_picture,
 )
 from mmjax.processing.items.parse import EmbeddingItems, ImageSize, MultiModalDataItems
+from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
 from mmjax.processing.prompt_updates.updates import (
@@ -45,26 +46,26 @@ _VIDEO_TOKENS = {
     "qwen3_moe": "<|video_pad|>",
     "gpt_oss": "<|reserved_200000|>",
 }
-"""By the language model's type; those that have none were not trained on videos."""
+"""By the language model's type; others were not trained on videos."""
 
 
 class BaseInternVLProcessingInfo(BaseProcessingInfo):
-    """What both layouts share."""
+    """Common to both formats."""
 
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
-    """What switches tiles on, and how many they are at most."""
+    """Names of the kwargs that enable tiles, and limit their number."""
     pixel_keys: ClassVar[Mapping[str, str]]
-    """By modality, the name of its tiles."""
+    """Modality -> name of its pixel values."""
 
     @property
     @abstractmethod
     def tile_size(self) -> int:
-        """The side of the square that the tower takes, in pixels."""
+        """Side of a tile, in pixels."""
 
     @cached_property
     def num_tile_tokens(self) -> int:
-        """The embeddings of one tile."""
+        """Number of embeddings of a tile."""
         hf_config = self.get_hf_config()
         patch_size = _only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
@@ -76,14 +77,14 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
         return token_id
 
     def get_largest_picture(self) -> tuple[ImageSize, int]:
-        """Return the size of a picture with the most tiles, and how many."""
+        """Return the size of an image with the most tiles, and their number."""
         parts = self.get_hf_processor()
         planned = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
         kwargs = parts.scope_kwargs(planned)["images_kwargs"]
         return find_largest_picture(parts.image_processor, kwargs)
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return as many tiles as the checkpoint or the operator allows, whichever has more."""
+        """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
         switch, name = self.tile_kwargs
         parts = self.get_hf_processor()
         levels = [parts.scope_kwargs(kwargs) for kwargs in ({}, self.ctx.merge_mm_kwargs({}))]
@@ -94,7 +95,7 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
         return {switch: True, name: max(most for _, most in limits)}
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return how many frames a video has at most, if all videos share `seq_len` tokens."""
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
         num_tokens = seq_len or self.ctx.model_config.max_model_len
         num_videos = max((mm_counts or {}).get("video", 0), 1)
         num_frames = num_tokens // self.num_tile_tokens // num_videos
@@ -111,7 +112,7 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
 
 
 class InternVLProcessingInfo(BaseInternVLProcessingInfo):
-    """The original layout, which comes without an HF processor."""
+    """The original format, which has no HF processor."""
 
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
@@ -145,7 +146,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
 
 
 class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
-    """HF's layout (InternVLForConditionalGeneration)."""
+    """HF's format (InternVLForConditionalGeneration)."""
 
     frame_separator = "\n"
     tile_kwargs = ("crop_to_patches", "max_patches")
@@ -163,7 +164,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
         return _only_side(self.get_hf_config().vision_config.image_size, "image_size")
 
     def load_hf_processor(self) -> ProcessorOfParts:
-        """Put together what AutoProcessor would, which wants torchvision for the videos."""
+        """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
         path, hf_config = self.ctx.model_config.path, self.get_hf_config()
         for name, found, wanted in (
             ("image_token_id", self.get_token_id(CONTEXT), hf_config.image_token_id),
@@ -193,7 +194,10 @@ class InternVLDummyInputsBuilder(VisionDummyInputsBuilder[BaseInternVLProcessing
         return self.info.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
 
 
-class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessingInfo]):
+class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
     def _call_hf_processor(
         self,
         prompt: str,
@@ -241,7 +245,7 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
         def replace_image(item_idx: int) -> list[int]:
             return [start, *[context] * count_embeds("image", item_idx), end]
 
-        @cache  # videos of as many frames share one content
+        @cache  # shared by videos of equal length
         def write_frames(num_frames: int) -> list[int]:
             tile = START + CONTEXT * num_tile_tokens + END
             texts = [f"Frame{number}: {tile}" for number in range(1, num_frames + 1)]
@@ -274,7 +278,7 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
-        """Replace; a marker of several tokens is replaced in the text, as the original does."""
+        """Replace; a target of several tokens is replaced in the text, as the original does."""
         if has_long_target(mm_prompt_updates):
             tokenizer = self.info.get_tokenizer()
             spliced = splice_in_text(prompt, mm_prompt_updates, tokenizer, before=END, after=START)
@@ -284,7 +288,7 @@ class InternVLMultiModalProcessor(PartsMultiModalProcessor[BaseInternVLProcessin
 
 
 def _only_side(size: Any, name: str) -> int:
-    """Return the side of a square, which configurations write as one number or as two."""
+    """Return the side of a square, given as one number or as two."""
     sides = set(size) if isinstance(size, list | tuple) else {size}
     if len(sides) != 1:
         raise CheckpointError(

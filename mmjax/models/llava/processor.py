@@ -1,4 +1,4 @@
-"""LLaVA-1.5's prompt side: each `<image>` becomes as many of it as the tower gives features.
+"""LLaVA-1.5's processor: each `<image>` is repeated for each of the tower's features.
 
 Before: `look <image> please`. After: `look <image>*576 please`; all of them take embeddings.
 """
@@ -31,7 +31,7 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 _NUM_EXTRA_FEATURES = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Features of a tower that stand for no patch (CLIP's class token), by its `model_type`."""
+"""Features besides patches (CLIP's class token), by the tower's `model_type`."""
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
@@ -54,7 +54,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def num_image_tokens(self) -> int:
-        """How many embeddings a picture has: the features of the tower that the model keeps."""
+        """Number of embeddings of an image: the tower's features that the model selects."""
         hf_config = self.get_hf_config()
         vision_config = hf_config.vision_config
         side = vision_config.image_size // vision_config.patch_size
@@ -63,8 +63,8 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         )
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor, by config.json where processor_config.json is silent."""
-        # On use only: it brings an installed torch along.
+        """Assemble the HF processor, from config.json if processor_config.json lacks a value."""
+        # Imported here: it imports torch if it is installed.
         from transformers.models.llava.processing_llava import LlavaProcessor
 
         settings, _ = LlavaProcessor.get_processor_dict(self.ctx.model_config.path)
@@ -92,7 +92,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
                 f"`{processor.image_token}` is token {processor.image_token_id}, but "
                 f"`image_token_index` of config.json is {hf_config.image_token_id}"
             )
-        # HF counts patches of the pixels, and does not know the strategy "class".
+        # HF counts patches, and does not support the strategy "class".
         replacement = processor.image_token * self.num_image_tokens
         processor.replace_image_token = lambda image_inputs, image_idx, **kwargs: replacement
         return processor
@@ -104,8 +104,8 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
 
 def count_kept_features(num_features: int, strategy: str) -> int:
-    """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
-    # "default" drops the first feature of any tower, also where that is a patch.
+    """Return the number of a tower's features that `vision_feature_select_strategy` selects."""
+    # "default" drops the first feature of any tower, even if it is a patch.
     kept = {"default": num_features - 1, "full": num_features, "class": 1}
     if strategy not in kept:
         raise CheckpointError(
@@ -116,8 +116,8 @@ def count_kept_features(num_features: int, strategy: str) -> int:
 
 
 def load_image_processor(path: Path) -> Any:
-    """Load the Pillow kind of the image processor that the checkpoint names."""
-    # On use only: they bring an installed torch along.
+    """Load the PIL version of the checkpoint's image processor."""
+    # Imported here: they import torch if it is installed.
     from transformers.image_processing_base import ImageProcessingMixin
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
     from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil

@@ -1,4 +1,4 @@
-"""Qwen2-VL's prompt side: each `<|image_pad|>` or `<|video_pad|>` becomes one per embedding.
+"""Qwen2-VL's processor: `<|image_pad|>` and `<|video_pad|>` are repeated for each embedding.
 
 Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|>
 <|image_pad|>*N <|vision_end|>`, all N take embeddings; N is the item's grid over merge_size^2.
@@ -14,13 +14,10 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import (
-    PartsMultiModalProcessor,
-    ProcessorOfParts,
-    load_video_settings,
-)
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import ImagePatcher, VideoPatcher
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
@@ -30,13 +27,13 @@ _PLACEHOLDERS = {
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-"""Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
+"""Default of video processors (HF: `Qwen2VLVideoProcessor.size`)."""
 _MAX_FRAMES_PER_DUMMY = 14
-"""Frames that memory is planned for; a longer video is admitted while the budget holds it."""
+"""Frames that memory is planned for; longer videos are admitted within the encoder budget."""
 
 
 class Qwen2VLDataParser(MultiModalDataParser):
-    """Takes embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
+    """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
 
     embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {
         "image": {"image_embeds": "values", "image_grid_thw": "metadata"},
@@ -49,7 +46,7 @@ class Qwen2VLDataParser(MultiModalDataParser):
 
     @staticmethod
     def is_embeddings(data: object) -> bool:
-        """Refuse embeddings without a grid, which says where each of them stands."""
+        """Refuse embeddings without a grid, which their positions depend on."""
         if MultiModalDataParser.is_embeddings(data):
             raise RequestValueError(
                 "embeddings must come with their grids, as {image_embeds, image_grid_thw} or "
@@ -73,11 +70,11 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return _PLACEHOLDERS.get(modality)
 
     def get_counted_placeholder(self, modality: str) -> str | None:
-        """Return the pad alone: the marks around it are the template's affair."""
+        """Return the pad token, without the tokens around it, which the chat template adds."""
         return self.get_tokenizer().decode([self.get_pad_id(modality)])
 
     def get_pad_id(self, modality: str) -> int:
-        """Return the token that stands for a modality's items, and then for their embeddings."""
+        """Return the placeholder token of a modality's items and embeddings."""
         return getattr(self.get_hf_config(), f"{modality}_token_id")
 
     @property
@@ -92,8 +89,8 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         )
 
     def load_hf_processor(self) -> ProcessorOfParts:
-        """Put together what AutoProcessor would, which wants torchvision for the videos."""
-        # On use only: it brings an installed torch along.
+        """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
+        # Imported here: it imports torch if it is installed.
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
             Qwen2VLImageProcessorPil,
         )
@@ -132,14 +129,14 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
                 )
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
-        """Do nothing: sizes count pixels here, and the patchers hold them to the limits."""
+        """Do nothing: sizes are numbers of pixels here, which the image processors limit."""
 
     def get_scoped_kwargs(self, mm_kwargs: Mapping[str, object]) -> Mapping[str, dict[str, Any]]:
-        """Return by part what a request's kwargs, over the operator's, come to."""
+        """Return each part's kwargs: a request's, merged with the operator's."""
         return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
-        """Return the larger one of the checkpoint's `max_pixels` and the operator's."""
+        """Return the larger of the checkpoint's `max_pixels` and the operator's."""
         parts, scoped = self.get_hf_processor(), self.get_scoped_kwargs({})
 
         def find_most(modality: str) -> int:
@@ -150,7 +147,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in ("image", "video")}
 
     def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
-        """Return the pixels of the largest picture or frame, and its embeddings."""
+        """Return the size of the largest image or frame, and its number of embeddings."""
         patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
         scoped = self.get_scoped_kwargs(self.get_planned_mm_kwargs())
         grid = patcher.find_largest_frame(scoped[f"{modality}s_kwargs"])
@@ -158,7 +155,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return size, grid.width * grid.height
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
-        """Return how many frames a video has at most, if all videos share `seq_len` tokens."""
+        """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
         if not seq_len:
             return _MAX_FRAMES_PER_DUMMY
         depth = self.get_hf_config().vision_config.temporal_patch_size
@@ -188,7 +185,10 @@ class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo])
         return num_frames, self.info.get_largest_frame("video")[0]
 
 
-class Qwen2VLMultiModalProcessor(PartsMultiModalProcessor[Qwen2VLProcessingInfo]):
+class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
@@ -220,7 +220,7 @@ class Qwen2VLMultiModalProcessor(PartsMultiModalProcessor[Qwen2VLProcessingInfo]
 def make_fields(
     modality: str, grid_thw: np.ndarray, merge_size: int
 ) -> dict[str, MultiModalFieldConfig]:
-    """Divide a modality's tensors by its grids, int[items, 3]: (time, rows, columns) of patches."""
+    """Return the fields of a modality by its grids, int[items, 3]: (time, rows, columns)."""
     num_patches = grid_thw.prod(-1)
     pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
     return {

@@ -14,10 +14,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from blake3 import blake3
-from PIL import ExifTags, Image
+from PIL import Image
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
+from mmjax.processing.media.decode import (
+    MediaWithBytes,
+    as_numpy,
+    get_image_id,
+    is_array_like,
+)
 from mmjax.processing.media.encoded import EncodedImage
 
 Chunk = bytes | memoryview
@@ -139,14 +144,7 @@ class MultiModalHasher:
     @classmethod
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:
         """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
-        # No file holds such an object: it can only stand in a table that was asked for before.
-        if not has_parsed_exif(image):
-            return None
-        try:
-            image_id = image.getexif().get(ExifTags.Base.ImageID)
-        except Exception:
-            return None
-        return image_id if isinstance(image_id, uuid.UUID) else None
+        return get_image_id(image)
 
     @classmethod
     def _write_item(cls, stream: _Stream, key: str, obj: object) -> None:
@@ -222,14 +220,6 @@ class MultiModalHasher:
         if "transparency" in image.info:
             parts["transparency"] = image.info["transparency"]
         cls._write_item(stream, "image", parts)
-
-
-def has_parsed_exif(image: Image.Image) -> bool:
-    """Return whether somebody has asked for the picture's EXIF; True where Pillow does not tell.
-
-    Pillow keeps that in a private attribute, which is read here alone.
-    """
-    return getattr(image, "_exif", image) is not None
 
 
 class ContentHasher(MultiModalHasher):

@@ -106,18 +106,6 @@ class ItemHasher:
             by_modality[entry.modality].append(name)
         return HashedItems(by_modality, id_domain, claims)
 
-    def hash_items(
-        self,
-        mm_items: MultiModalDataItems,
-        mm_uuids: Mapping[str, Sequence[str | None]],
-        mm_kwargs: Mapping[str, object],
-        **names: str | None,
-    ) -> dict[str, list[str]]:
-        """`identify`, and `bind` at once; return per modality one hash per item."""
-        hashed = self.identify(mm_items, mm_uuids, mm_kwargs, **names)
-        self.bind(hashed)
-        return hashed.by_modality
-
     def bind(self, hashed: HashedItems) -> None:
         """Note what the ids of a request stand for; MediaIdConflictError notes none."""
         if hashed.id_domain is not None:

@@ -1,7 +1,7 @@
 """A tokenizer, an image processor and a video processor behind one call, as HF's processors are.
 
 For families whose HF processor needs torchvision. It leaves the prompt's placeholders as they are:
-updates are applied afterwards.
+updates are applied afterwards, and the family's `_hf_processor_applies_updates` says so.
 """
 
 import json
@@ -13,10 +13,7 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
-from mmjax.processing.hooks import InfoT
-from mmjax.processing.items.parse import MultiModalDataItems
-from mmjax.processing.known_kwargs import KnownKwargs, names_of
-from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.hf_call import KnownKwargs, names_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +75,6 @@ class ProcessorOfParts:
             }
             for scope, names in known.items()
         }
-
-
-class PartsMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
-    """For families whose `load_hf_processor` gives a `ProcessorOfParts`."""
-
-    def _hf_processor_applies_updates(
-        self,
-        prompt: str,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> bool:
-        return False
 
 
 def load_video_settings(path: Path) -> dict[str, Any]:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes
+from mmjax.processing.media.decode import MediaWithBytes, video_as_uint8
 from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.media.encoded import EncodedImage
-from mmjax.processing.media.video import video_as_uint8
 
 
 class ImageSize(NamedTuple):
@@ -289,6 +288,12 @@ class MultiModalDataItems(UserDict[str, ModalityDataItems]):
         """Forget what can be decoded again."""
         for items in self.values():
             items.drop_decoded()
+
+    def get_passthrough_data(self) -> dict[str, Any]:
+        """Return what goes round the HF processor (embeddings), by name."""
+        return {
+            k: data for items in self.values() for k, data in items.get_passthrough_data().items()
+        }
 
     def get_all_counts(self) -> dict[str, int]:
         return {modality: items.get_count() for modality, items in self.items()}

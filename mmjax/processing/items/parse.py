@@ -24,7 +24,6 @@ from mmjax.processing.items.items import (
     VideoProcessorItems,
     VisionChunkProcessorItems,
 )
-from mmjax.processing.items.uuids import MultiModalUUIDDict, parse_mm_uuids, validate_mm_uuids
 from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
 from mmjax.processing.media.decode import MediaLimits, MediaWithBytes, as_numpy, is_array_like
 from mmjax.processing.media.images import parse_image
@@ -43,13 +42,10 @@ __all__ = [
     "MultiModalDataDict",
     "MultiModalDataItems",
     "MultiModalDataParser",
-    "MultiModalUUIDDict",
     "ProcessorBatchItems",
     "VideoEmbeddingItems",
     "VideoProcessorItems",
     "VisionChunkProcessorItems",
-    "parse_mm_uuids",
-    "validate_mm_uuids",
 ]
 
 MultiModalDataDict = Mapping[str, Any]

@@ -10,13 +10,21 @@ MultiModalUUIDDict = Mapping[str, Any]
 """Per modality, a str or a list with a str or None for each item, as the user gives it."""
 
 
-def parse_mm_uuids(mm_uuids: MultiModalUUIDDict | None) -> dict[str, list[str | None]]:
-    """Return per modality a list of uuids; entries may be None."""
-    return {
-        modality: _to_list(modality, uuids)
-        for modality, uuids in (mm_uuids or {}).items()
-        if uuids is not None
-    }
+class ParsedUUIDs(dict[str, list[str | None]]):
+    """Per modality, a list with a str or None for each item: what `parse_mm_uuids` has checked."""
+
+
+def parse_mm_uuids(mm_uuids: MultiModalUUIDDict | None) -> ParsedUUIDs:
+    """Return the uuids in one form; those that have it are returned as they are."""
+    if isinstance(mm_uuids, ParsedUUIDs):
+        return mm_uuids
+    return ParsedUUIDs(
+        {
+            modality: _to_list(modality, uuids)
+            for modality, uuids in (mm_uuids or {}).items()
+            if uuids is not None
+        }
+    )
 
 
 def _to_list(modality: str, uuids: Any) -> list[str | None]:

@@ -5,7 +5,9 @@ Knows nothing of the network: `http:` and `file:` URLs are refused here.
 
 import base64
 import binascii
+import math
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,9 @@ BYTES_PER_PIXEL = 4
 
 _BASE64_PIECE = 2**18
 """In characters, a multiple of four: some 3 ms."""
+
+CHANNELS = (1, 3, 4)
+"""How many a picture, or a frame, may have."""
 
 _WHITE = (255, 255, 255)
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
@@ -291,6 +296,26 @@ def check_image_size(
         )
 
 
+def has_parsed_exif(image: Image.Image) -> bool:
+    """Return whether somebody has asked for the picture's EXIF; True where Pillow does not tell.
+
+    Pillow keeps that in a private attribute, which is read here alone.
+    """
+    return getattr(image, "_exif", image) is not None
+
+
+def get_image_id(image: Image.Image) -> uuid.UUID | None:
+    """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
+    # No file holds such an object: it can only stand in a table that was asked for before.
+    if not has_parsed_exif(image):
+        return None
+    try:
+        image_id = image.getexif().get(ExifTags.Base.ImageID)
+    except Exception:
+        return None
+    return image_id if isinstance(image_id, uuid.UUID) else None
+
+
 def convert_to_rgb(image: Image.Image) -> Image.Image:
     """Return the picture upright, in RGB, with transparency composited on white.
 
@@ -332,18 +357,29 @@ def image_from_array(
     Integers are 0..255; floats are 0..1.
     """
     pixels = as_numpy(array)
-    if pixels.ndim != 3 or not {pixels.shape[0], pixels.shape[-1]} & {1, 3, 4}:
+    if pixels.ndim != 3 or not {pixels.shape[0], pixels.shape[-1]} & set(CHANNELS):
         raise RequestValueError(
             f"image array has shape {tuple(pixels.shape)}; "
             "it must be (height, width, channels) or (channels, height, width) "
             "with 1, 3 or 4 channels",
             param=param,
         )
-    if pixels.shape[-1] not in (1, 3, 4):
+    if pixels.shape[-1] not in CHANNELS:
         pixels = np.moveaxis(pixels, 0, -1)
     check_image_size((pixels.shape[1], pixels.shape[0]), limits, param=param)
     pixels = np.ascontiguousarray(_as_uint8(pixels, param))
     return convert_to_rgb(Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
+
+
+def video_as_uint8(frames: Any) -> np.ndarray:
+    """Return `frames` as uint8[frames, height, width, 3]: itself where it is that already."""
+    pixels = as_numpy(frames)
+    if pixels.dtype == np.uint8 and pixels.shape[-1] == 3:
+        return pixels
+    if pixels.dtype == np.uint8 and pixels.shape[-1] not in CHANNELS and pixels.shape[1] == 3:
+        return np.moveaxis(pixels, 1, -1)
+    no_limits = MediaLimits(max_image_pixels=max(1, math.prod(pixels.shape)))
+    return np.stack([np.asarray(image_from_array(frame, no_limits)) for frame in pixels])
 
 
 def _as_uint8(pixels: np.ndarray, param: str | None) -> np.ndarray:

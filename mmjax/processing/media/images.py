@@ -6,12 +6,12 @@ from typing import Any
 from PIL import ExifTags, Image
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
-from mmjax.processing.hashing.hasher import MultiModalHasher
 from mmjax.processing.media.decode import (
     MediaLimits,
     MediaWithBytes,
     check_image_size,
     convert_to_rgb,
+    get_image_id,
     image_from_array,
     is_array_like,
     read_image_path,
@@ -53,7 +53,7 @@ def parse_image(
 
 
 def _convert(image: Image.Image, param: str) -> Image.Image:
-    image_id = MultiModalHasher.get_image_id(image)
+    image_id = get_image_id(image)
     try:
         rgb = convert_to_rgb(image)
         if image_id is not None and rgb is not image:

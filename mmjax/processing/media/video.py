@@ -3,7 +3,6 @@
 Frames are taken, files are not: nothing here decodes a container.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +12,16 @@ from PIL import Image
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
+    CHANNELS,
     MediaLimits,
     MediaWithBytes,
     as_numpy,
     check_image_size,
     image_from_array,
     is_array_like,
+    video_as_uint8,
 )
 from mmjax.processing.media.images import parse_image
-
-_CHANNELS = (1, 3, 4)
 
 
 class Video(NamedTuple):
@@ -120,7 +119,7 @@ def _stack_frames(frames: Sequence[Any], limits: MediaLimits, param: str) -> np.
 
 
 def _check_shape(shape: tuple[int, ...], limits: MediaLimits, param: str) -> None:
-    if len(shape) != 4 or not {shape[1], shape[-1]} & set(_CHANNELS):
+    if len(shape) != 4 or not {shape[1], shape[-1]} & set(CHANNELS):
         raise RequestValueError(
             f"{param} has shape {shape}; it must be (frames, height, width, channels) or "
             "(frames, channels, height, width) with 1, 3 or 4 channels",
@@ -134,7 +133,7 @@ def _check_shape(shape: tuple[int, ...], limits: MediaLimits, param: str) -> Non
             "sample fewer",
             param=param,
         )
-    height, width = shape[1:3] if shape[-1] in _CHANNELS else shape[2:]
+    height, width = shape[1:3] if shape[-1] in CHANNELS else shape[2:]
     check_image_size((width, height), limits, param=param)
     pixels = shape[0] * height * width
     if pixels > limits.max_video_pixels:
@@ -174,14 +173,3 @@ def parse_vision_chunk(entry: Any, limits: MediaLimits, *, param: str) -> Mappin
         return {**entry, "image": parse_image(entry["image"], limits, param=param)}
     frames = video_as_uint8(parse_video(entry["video_chunk"], limits, param=param).frames)
     return {**entry, "video_chunk": [Image.fromarray(frame) for frame in frames]}
-
-
-def video_as_uint8(frames: Any) -> np.ndarray:
-    """Return `frames` as uint8[frames, height, width, 3]: itself where it is that already."""
-    pixels = as_numpy(frames)
-    if pixels.dtype == np.uint8 and pixels.shape[-1] == 3:
-        return pixels
-    if pixels.dtype == np.uint8 and pixels.shape[-1] not in _CHANNELS and pixels.shape[1] == 3:
-        return np.moveaxis(pixels, 1, -1)
-    no_limits = MediaLimits(max_image_pixels=max(1, math.prod(pixels.shape)))
-    return np.stack([np.asarray(image_from_array(frame, no_limits)) for frame in pixels])

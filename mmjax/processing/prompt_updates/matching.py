@@ -267,6 +267,15 @@ def _result_of(
     return result
 
 
+def find_unapplied(result: MultiModalPromptUpdatesApplyResult) -> tuple[str, int] | None:
+    """Return (modality, index) of the first item without an applied update; None: all have one."""
+    for modality, alternatives in result.items():
+        for index, alternative in enumerate(alternatives):
+            if alternative is None:
+                return modality, index
+    return None
+
+
 def find_mm_placeholders(
     prompt: list[int],
     mm_prompt_updates: MultiModalPromptUpdates,

@@ -142,52 +142,8 @@ class ResolvedPromptUpdate:
     target: UpdateTarget
     content: PromptUpdateDetails
 
-    def with_target(self, target: UpdateTarget) -> "ResolvedPromptUpdate":
-        return replace(self, target=target)
-
     def with_content(self, content: PromptUpdateInfo) -> "ResolvedPromptUpdate":
         return replace(self, content=_as_details(content))
-
-    def iter_token_matches(
-        self, prompt: list[int], tokenizer: Tokenizer | None = None, *, start_idx: int = 0
-    ) -> Iterator[Match]:
-        """Yield the target's matches in `prompt` from `start_idx` on."""
-        if isinstance(self.target, PromptIndex):
-            yield from _index_match(self.target, prompt, tokenizer, start_idx)
-        else:
-            yield from iter_token_matches(
-                prompt, as_ids(self.target, tokenizer), start_idx=start_idx
-            )
-
-    def iter_text_matches(
-        self, prompt: str, tokenizer: Tokenizer | None = None, *, start_idx: int = 0
-    ) -> Iterator[Match]:
-        """Yield the target's matches in the text `prompt`; an empty text target matches at 0."""
-        if isinstance(self.target, PromptIndex):
-            yield from _index_match(self.target, prompt, tokenizer, start_idx)
-            return
-        target = as_text(self.target, tokenizer)
-        if not target:
-            yield from [Match(0, 0)] if start_idx == 0 else []
-            return
-        while (start := prompt.find(target, start_idx)) >= 0:
-            start_idx = start + len(target)
-            yield Match(start, start_idx)
-
-    def iter_matches(
-        self, prompt: PromptSeq, tokenizer: Tokenizer | None = None, *, start_idx: int = 0
-    ) -> Iterator[Match]:
-        """Yield the target's matches in a prompt of either kind."""
-        if isinstance(prompt, str):
-            return self.iter_text_matches(prompt, tokenizer, start_idx=start_idx)
-        return self.iter_token_matches(prompt, tokenizer, start_idx=start_idx)
-
-
-def _index_match(
-    target: PromptIndex, prompt: PromptSeq, tokenizer: Tokenizer | None, start_idx: int
-) -> list[Match]:
-    index = target.get_match_index(tokenizer, prompt, start_idx)
-    return [] if index is None else [Match(index, index)]
 
 
 MultiModalPromptUpdates = Mapping[str, Sequence[Sequence[ResolvedPromptUpdate]]]
@@ -246,6 +202,22 @@ class PromptReplacement(PromptUpdate):
     @property
     def mode(self) -> UpdateMode:
         return UpdateMode.REPLACE
+
+
+def resolve_updates(
+    prompt_updates: Sequence[PromptUpdate], mm_item_counts: Mapping[str, int]
+) -> dict[str, list[list[ResolvedPromptUpdate]]]:
+    """Resolve each update for each item of its modality."""
+    by_modality: dict[str, list[PromptUpdate]] = {}
+    for update in prompt_updates:
+        by_modality.setdefault(update.modality, []).append(update)
+    return {
+        modality: [
+            [update.resolve(index) for update in updates]
+            for index in range(mm_item_counts.get(modality, 0))
+        ]
+        for modality, updates in by_modality.items()
+    }
 
 
 @dataclass(frozen=True, slots=True, eq=False)

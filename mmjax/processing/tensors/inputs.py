@@ -103,13 +103,6 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
         """Return an item's tensors; raise RuntimeError where they are not here."""
         return _require_tensors(self[modality][index], f"mm_items[{modality!r}][{index}]")
 
-    def require_data(self) -> "MultiModalKwargsItems":
-        """Return self; raise RuntimeError where an item has no tensors."""
-        for modality, items in self.items():
-            for index, item in enumerate(items):
-                _require_tensors(item, f"mm_items[{modality!r}][{index}]")
-        return self
-
     def get_data(self) -> dict[str, NestedTensors]:
         """Merge each modality into one batch; return a flat dict over modalities."""
         batches: dict[str, NestedTensors] = {}
@@ -159,19 +152,6 @@ class MultiModalFeatureSpec:
     def tensors(self) -> MultiModalKwargsItem | None:
         """What `data` holds once it is resolved; RuntimeError where it is still a handle."""
         return None if self.data is None else _require_tensors(self.data, self.identifier)
-
-    @staticmethod
-    def gather_kwargs(
-        features: Iterable["MultiModalFeatureSpec"], keys: Iterable[str]
-    ) -> dict[str, list[NestedTensors]]:
-        """Collect each key's tensors over `features`, skipping absent items and keys."""
-        gathered: dict[str, list[NestedTensors]] = {key: [] for key in keys}
-        for feature in features:
-            item = feature.tensors
-            for key, tensors in gathered.items():
-                if item is not None and key in item:
-                    tensors.append(item[key].data)
-        return gathered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

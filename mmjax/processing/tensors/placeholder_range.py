@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mmjax.processing.tensors.fields import nested_tensors_equal
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceholderRange:
@@ -66,7 +64,10 @@ class PlaceholderRange:
             return NotImplemented
         if (self.offset, self.length) != (other.offset, other.length):
             return False
-        return nested_tensors_equal(self.is_embed, other.is_embed)
+        if self.is_embed is None or other.is_embed is None:
+            return self.is_embed is other.is_embed
+        is_same_dtype = self.is_embed.dtype == other.is_embed.dtype
+        return is_same_dtype and np.array_equal(self.is_embed, other.is_embed)
 
     def __hash__(self) -> int:
         return hash((self.offset, self.length))

@@ -1,4 +1,4 @@
-"""Every way to fail, as OpenAI's error body. Says what the client did, never what Python said."""
+"""Errors as OpenAI's error body, without Python's messages."""
 
 import re
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ _QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The inside of an error body."""
+    """`error` of OpenAI's error body."""
 
     message: str
     type: str
@@ -57,7 +57,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def error_body(error: RequestError) -> ErrorBody:
-    """Return the body of a request's error; one of ours that came as such tells its id, too."""
+    """Return the body of a request's error; an internal error's names the request's id."""
     if error.status == 500:
         return internal_error_body()
     kind = _TYPE_BY_STATUS.get(error.status, "invalid_request_error")
@@ -67,7 +67,7 @@ def error_body(error: RequestError) -> ErrorBody:
 
 
 def internal_error_body() -> ErrorBody:
-    """Return the body for a fault of ours: it tells nothing, the log does."""
+    """Return the body of an internal error: the details are in the log."""
     return ErrorBody(
         ErrorInfo(
             message=f"the server failed on this request (id {REQUEST_ID.get()}); its log says why",
@@ -81,7 +81,7 @@ def internal_error_body() -> ErrorBody:
 def json_response(
     body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return `body` (a Struct, or plain data) as JSON."""
+    """Return `body` (a Struct, or plain data) as a JSON response."""
     return Response(
         msgspec.json.encode(body),
         status_code=status,
@@ -91,7 +91,7 @@ def json_response(
 
 
 class ErrorResponse(Response):
-    """An error as the client gets it; the log gets its reason, without what the client sent."""
+    """A response that logs its error, without values that the client sent."""
 
     def __init__(
         self, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
@@ -127,10 +127,10 @@ def error_response(error: RequestError) -> ErrorResponse:
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     elif error.status == 408:
-        # OpenAI's clients send a 408 again by themselves: it would run into its time again.
+        # OpenAI's clients retry a 408, which would time out again.
         headers["x-should-retry"] = "false"
     if isinstance(error, BodyTimeoutError | ShuttingDownError):
-        # The rest of the body is not waited for.
+        # The rest of the body is not read.
         headers["Connection"] = "close"
     return ErrorResponse(error.status, error_body(error), headers)
 
@@ -138,7 +138,7 @@ def error_response(error: RequestError) -> ErrorResponse:
 def plain_error_response(
     status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
 ) -> ErrorResponse:
-    """Return an error that no RequestError stands for."""
+    """Return an error response without a RequestError."""
     info = ErrorInfo(
         message=message,
         type=_TYPE_BY_STATUS.get(status, "invalid_request_error"),
@@ -149,10 +149,10 @@ def plain_error_response(
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Give every error path of `app` the same body.
+    """Install handlers that answer all errors with OpenAI's body.
 
-    They are coroutines: a function would be called in a thread, of which there are few. Faults of
-    ours are RequestIdMiddleware's.
+    Coroutines, since functions would run in a thread. Unhandled exceptions are answered by
+    RequestIdMiddleware.
     """
 
     @app.exception_handler(RequestError)
@@ -173,7 +173,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
 
 def _without_values(message: str) -> str:
-    """Return a message whose quoted parts are left out: they may be what the client sent."""
+    """Return a message without its quoted parts, which may be values that the client sent."""
     return _printable(_QUOTED.sub("`...`", message[: 2 * _MAX_LOGGED_CHARS]))
 
 

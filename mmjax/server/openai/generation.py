@@ -1,4 +1,4 @@
-"""Chat and completions: a request's fields to a prompt, its outputs to OpenAI's answers."""
+"""Chat and text completions: requests to prompts, outputs to OpenAI's responses."""
 
 import asyncio
 import time
@@ -51,7 +51,7 @@ class GenerationService:
     # ---- chat -----------------------------------------------------------------------------------
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
-        """Answer a conversation."""
+        """Serve /v1/chat/completions."""
         self._check(request, body)
         params = body.sampling_params(self._default_params())
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -82,7 +82,7 @@ class GenerationService:
         return json_response(answer)
 
     async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
-        """Answer with what processing makes of a conversation: no model runs."""
+        """Serve its /render: describe the processed prompt, without running the model."""
         self._check(request, body)
         with _errors_of_messages():
             explaining = self._client.explain(
@@ -120,7 +120,7 @@ class GenerationService:
             yield new_answer(choices=[], usage=usage.usage())
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> PromptDict:
-        """Render the template and decode the images; runs outside of the event loop."""
+        """Render the template and decode the images, outside of the event loop."""
         template = None
         if body.chat_template is not None:
             template = self._chat.template.with_source(body.chat_template)
@@ -135,7 +135,7 @@ class GenerationService:
     # ---- completions ----------------------------------------------------------------------------
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        """Continue texts."""
+        """Serve /v1/completions."""
         self._check(request, body)
         params = body.sampling_params(self._default_params())
         answer_id = f"cmpl-{uuid.uuid4().hex}"
@@ -220,7 +220,7 @@ class GenerationService:
             body.cache_salt = body.cache_salt or _default_salt(request)
 
     def _id_domain(self, request: Request) -> str | None:
-        """Say whose media ids a request names; None: everybody's, for they are trusted."""
+        """Return the namespace of a request's media ids; None: the global one, for trusted ids."""
         if self._are_media_ids_trusted:
             return None
         return f"{getattr(request.state, API_KEY_STATE, '')}/{self._model_name}"
@@ -240,9 +240,9 @@ class GenerationService:
         id_domain: str | None,
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
-        """Add one request for each prompt; where one is refused, none runs.
+        """Add one request for each prompt; if one is refused, abort all.
 
-        Nor where the client leaves meanwhile: RequestCancelledError.
+        Also if the client disconnects meanwhile: RequestCancelledError.
         """
         self._client.capacity.check_size(len(prompts), params.n)
         adding = [
@@ -285,12 +285,12 @@ class GenerationService:
 async def _add_all(
     adding: Sequence[Coroutine[Any, Any, RequestStream]],
 ) -> list[RequestStream | BaseException]:
-    """Return the requests' streams, or why there are none; cancelled, leave none running."""
+    """Return each request's stream or exception; if cancelled, abort all."""
     tasks = [asyncio.create_task(one) for one in adding]
     try:
         return await asyncio.gather(*tasks, return_exceptions=True)
     except asyncio.CancelledError:
-        # Some may have begun already: nobody would read them.
+        # Some may have started already.
         for item in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(item, RequestStream):
                 item.close()
@@ -307,7 +307,7 @@ def _check_priority(body: GenerationRequest, policy: SchedulingPolicy) -> None:
 
 
 def _limits(body: GenerationRequest, config: ServerConfig) -> Mapping[str, Any]:
-    """Return what a request says of its place among the others, and of its time."""
+    """Return the request's priority and timeout."""
     times = [seconds for seconds in (config.request_timeout_s, body.timeout) if seconds]
     return {"priority": body.priority, "timeout_s": min(times, default=0.0)}
 
@@ -328,13 +328,13 @@ async def _gather(
 
 
 def _default_salt(request: Request) -> str:
-    """Keep callers apart: a hit, or its speed, would tell one what another has asked."""
+    """Return a cache salt per API key: cache hits, or their speed, would reveal others' prompts."""
     return f"api key {getattr(request.state, API_KEY_STATE)}"
 
 
 @contextmanager
 def _errors_of_messages() -> Iterator[None]:
-    """Let errors about a prompt name the messages that the template made it of."""
+    """Rename the field of errors from the prompt to `messages`."""
     try:
         yield
     except RequestError as error:

@@ -1,8 +1,8 @@
-"""OpenAI's requests as they come in: every field known, bounded, and meant as vLLM means it.
+"""OpenAI's request bodies, with vLLM's extra fields; every field is bounded.
 
-A field that mmjax cannot honour yet may only have the value that changes nothing. Lists and dicts
-are checked up to their first mistake, and a union's member is chosen before it is checked: a wrong
-request costs no more than a right one.
+A field that mmjax does not support may only have the value that has no effect. Validation of lists
+and dicts stops at their first error, and a union's member is chosen before it is validated, so that
+a wrong request costs no more than a right one.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ MAX_PARTS = 1024
 MAX_PROMPTS = 64
 
 Label = Annotated[str, Field(max_length=256)]
-"""A short text that is only handed on."""
+"""A short text without effect, or passed through."""
 
 Text = Annotated[str, Field(max_length=32 * 2**20)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -44,14 +44,14 @@ Part = str | Annotated[dict[Label, Any], Field(fail_fast=True)]
 
 
 def _tag(value: Any) -> str | None:
-    """Return which member of a union `value` is meant to be: a text, or a list of something."""
+    """Return the union member of `value`: a text, or a list."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
 
 
 def _prompt_tag(value: Any) -> str | None:
-    """Return which form of a prompt `value` is meant to be, by its first element."""
+    """Return the form of a prompt, by its first element."""
     match value:
         case [int(), *_]:
             return "<token ids>"
@@ -98,12 +98,12 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that OpenAI lets be null, and that are never null here."""
+    """Fields whose null means the default."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        """Refuse unknown fields by one error for all of them: pydantic has one for each."""
+        """Refuse unknown fields with one error for all of them; pydantic makes one for each."""
         if not isinstance(data, dict):
             return data
         known = cls.__pydantic_fields__
@@ -122,13 +122,13 @@ class StreamOptions(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """`response_format`: text is what every answer is."""
+    """`response_format`; only text is supported."""
 
     type: Literal["text"]
 
 
 class GenerationRequest(_Strict):
-    """What chat and completions have in common."""
+    """Fields that chat and completions share."""
 
     model: Label | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] = 1
@@ -149,7 +149,7 @@ class GenerationRequest(_Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
-    """A hint for servers that have many caches."""
+    """No effect: a hint for servers with several caches."""
     request_id: Label | None = None
     session_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
@@ -163,7 +163,7 @@ class GenerationRequest(_Strict):
     """Seconds after which the request ends with 408, or an error event; the server's own limit
     holds as well."""
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
-    # Known, and served only with the value that changes nothing.
+    # Not supported: only the value without effect is allowed.
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
@@ -199,10 +199,10 @@ class GenerationRequest(_Strict):
         "structured_outputs": (None,),
         "media_io_kwargs": (None, {}),
     }
-    """Field -> the values with which it changes nothing."""
+    """Field -> its values without effect."""
 
     def check_supported(self) -> None:
-        """Refuse fields that ask for what mmjax does not do yet."""
+        """Refuse fields that mmjax does not support."""
         for name, neutral in self.NEUTRAL.items():
             value = getattr(self, name)
             if not any(value == item and type(value) is type(item) for item in neutral):
@@ -216,7 +216,7 @@ class GenerationRequest(_Strict):
     def to_sampling_params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """Return what the sampler is asked; fields that were not given take `defaults`."""
+        """Return the sampling parameters; fields that were not given take `defaults`."""
         return SamplingParams(
             n=self.n,
             temperature=_or(self.temperature, defaults.temperature),
@@ -236,12 +236,12 @@ class GenerationRequest(_Strict):
 
 
 class ChatMessage(_Strict):
-    """One message; its content parts are read by `frontend.chat`, which names them in errors."""
+    """One message; `frontend.prompt.chat` parses its content parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Label | None = None
-    # What an assistant's message carries when a client sends it back; without calls it is empty.
+    # Fields of an assistant's message that a client sends back; empty without tool calls.
     refusal: Text | None = None
     tool_calls: Objects | None = None
     tool_call_id: Label | None = None
@@ -309,7 +309,7 @@ class ChatCompletionRequest(GenerationRequest):
     }
 
     def check_supported(self) -> None:
-        """Refuse fields that ask for what mmjax does not do yet, or that contradict each other."""
+        """Refuse fields that mmjax does not support, or that contradict each other."""
         super().check_supported()
         for index, message in enumerate(self.messages):
             if message.tool_calls or message.role == "tool":
@@ -330,7 +330,7 @@ class ChatCompletionRequest(GenerationRequest):
             )
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return what the sampler is asked; without a limit, as much as fits."""
+        """Return the sampling parameters; without a limit, `max_tokens` is None."""
         return self.to_sampling_params(
             defaults,
             max_tokens=self.max_completion_tokens or self.max_tokens,
@@ -356,7 +356,7 @@ class CompletionRequest(GenerationRequest):
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
 
     def check_supported(self) -> None:
-        """Refuse fields that ask for what mmjax does not do yet, and too many answers."""
+        """Refuse fields that mmjax does not support, and too many completions."""
         super().check_supported()
         if len(self.prompts()) * self.n > MAX_N:
             raise RequestValueError(
@@ -371,14 +371,13 @@ class CompletionRequest(GenerationRequest):
             return [prompt]
         if not prompt:
             raise RequestValueError("`prompt` is empty; give at least one", param="prompt")
-        # The elements were checked to be of one kind: the first one speaks for hundreds of
-        # thousands.
+        # All elements were checked to be of one kind.
         if isinstance(prompt[0], int):
             return [cast(list[int], prompt)]
         return cast(list[str | list[int]], prompt)
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
-        """Return what the sampler is asked."""
+        """Return the sampling parameters."""
         return self.to_sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
 
 

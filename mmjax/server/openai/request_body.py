@@ -1,8 +1,8 @@
-"""A request's body, from the socket to checked fields, in bounded time, memory and work.
+"""Read a request's body, from the socket to validated fields, in bounded time and memory.
 
-Decoding and checking are calls into C and Rust that hold the interpreter: while one runs, the event
-loop stands, in whichever thread it is. So the work is bounded before it begins, by counting what
-the JSON holds as it comes in.
+Decoding and validation are calls into C and Rust that hold the GIL: the event loop is blocked while
+one runs, in any thread. So the work is bounded before, by counting the JSON's elements as it is
+received.
 """
 
 import asyncio
@@ -20,30 +20,28 @@ from mmjax.errors import BodyTimeoutError, RequestValueError, ShuttingDownError
 from mmjax.server.openai.validation import refusal_of
 
 MAX_VALUES = 2**18
-"""Elements of all lists and objects of a body; most of them are token ids."""
+"""Elements of all lists and objects; most are token ids."""
 
 MAX_NODES = 2**16
-"""Lists, objects and texts (names of fields are texts): dearer than numbers, and far fewer in
-honest requests."""
+"""Lists, objects and strings (also keys), which cost more than numbers."""
 
 MAX_ESCAPES = 2**21
-"""Backslashes in texts: what they stand for is made one by one."""
+"""Backslashes in strings, which are decoded one by one."""
 
 MAX_NON_ASCII_BYTES = 8 * 2**20
-"""Of all texts together; encoded media are ASCII, and copied as they are."""
+"""Of all strings together; encoded media are ASCII."""
 
 MAX_TEXT_BYTES = 4 * 2**20
-"""Of one text that is not ASCII: in memory it has up to four bytes a character. Others may be as
-long as the body."""
+"""Of one string that is not ASCII, which takes up to four bytes a character in memory."""
 
 MAX_STRUCTURE_BYTES = 4 * 2**20
-"""All that stands outside of texts: numbers, marks and spaces."""
+"""Everything outside of strings: numbers, punctuation and spaces."""
 
 MAX_NUMBER_CHARS = 40
-"""Of one number: reading takes time that grows with the square of its length."""
+"""Of one number: parsing it takes time quadratic in its length."""
 
 _INLINE_BYTES = 16 * 2**10
-"""A body up to here is read in less time than a thread takes to begin."""
+"""Smaller bodies are parsed in the event loop, in less time than a thread takes to start."""
 
 _MAX_REREAD_BYTES = 64 * 2**10
 
@@ -58,7 +56,7 @@ class RequestReader:
     """Reads the bodies of all requests."""
 
     def __init__(self, silence_s: float) -> None:
-        """Give up a body of which nothing came for `silence_s` (0: never)."""
+        """`silence_s`: seconds without data after which a body is given up; 0: never."""
         self._silence_s = silence_s
         self._is_stopping = False
         self._open: set[asyncio.Timeout] = set()
@@ -68,8 +66,7 @@ class RequestReader:
     async def read(self, request: Request, model: type[ModelT]) -> ModelT:
         """Return the body as a `model`.
 
-        Raises RequestError, or starlette's ClientDisconnect where the client leaves before its
-        body is whole.
+        Raises RequestError, or starlette's ClientDisconnect.
         """
         body = await self._receive(request)
         if not _is_json(request.headers.get("content-type", "")):
@@ -79,16 +76,16 @@ class RequestReader:
         await self._turn.acquire()
         loop, start = asyncio.get_running_loop(), time.perf_counter()
         try:
-            # Whoever left while others had their turn costs nothing more.
+            # The client may have left while the request waited for its turn.
             if await request.is_disconnected():
                 raise ClientDisconnect
             return await loop.run_in_executor(self._pool, parse, body, model)
         finally:
-            # The event loop stood for some of this time: as much again is its own.
+            # The event loop was blocked for part of this time: leave it as much before the next.
             loop.call_later(time.perf_counter() - start, self._turn.release)
 
     def stop(self) -> None:
-        """Refuse, from now on, the bodies that are not whole yet."""
+        """Refuse incomplete bodies from now on."""
         self._is_stopping = True
         for timeout in self._open:
             timeout.reschedule(asyncio.get_running_loop().time())
@@ -117,15 +114,14 @@ class RequestReader:
         return body
 
     def _seconds_left(self) -> float | None:
-        # 0: what has come is read, and nothing is waited for.
+        # 0: read what has been received, and do not wait.
         return 0.0 if self._is_stopping else self._silence_s or None
 
 
 class JsonScan:
-    """Counts what a JSON text holds, chunk by chunk, before any of it is made.
+    """Counts the elements of a JSON text, chunk by chunk, without decoding it.
 
-    Strings are skipped, whatever they hold. A text that is no JSON may be miscounted behind its
-    first mistake, where no decoder reads on.
+    Invalid JSON may be miscounted after its first error, where a decoder stops.
     """
 
     def __init__(self) -> None:
@@ -137,13 +133,13 @@ class JsonScan:
         self._num_structure_bytes = 0
         self._is_in_string = False
         self._is_escaped = False
-        # Of the text that goes on in the next chunk.
+        # Of the string that continues in the next chunk.
         self._num_text_bytes = 0
         self._is_text_ascii = True
         self._tail = b""
 
     def feed(self, chunk: bytes) -> None:
-        """Count on; raise RequestValueError where it is too much."""
+        """Count a chunk; RequestValueError if a limit is exceeded."""
         if not chunk:
             return
         if not chunk.isascii():
@@ -164,7 +160,7 @@ class JsonScan:
             self._count_structure(structure)
 
     def _count_text(self, part: bytes) -> None:
-        # NOTE: a text that is whole within one chunk is not counted, for it is short.
+        # NOTE: a string within one chunk is not counted, as it is short.
         self._num_text_bytes += len(part)
         has_escapes = self._num_escapes > 0
         self._is_text_ascii &= part.isascii() and not (has_escapes and b"\\u" in part)
@@ -189,7 +185,7 @@ class JsonScan:
         _check(self._num_lists + self._num_quotes // 2, MAX_NODES, "lists, objects and texts")
 
     def _without_escapes(self, chunk: bytes) -> bytes:
-        """Remove escaped backslashes and quotes, so that every quote left begins or ends a text."""
+        """Remove escaped backslashes and quotes, so that every quote left delimits a string."""
         if self._is_escaped:
             self._is_text_ascii &= not chunk.startswith(b"u")
             chunk = chunk[1:]
@@ -209,7 +205,7 @@ def _check(count: int, limit: int, name: str) -> None:
 
 
 def parse(body: bytes | bytearray, model: type[ModelT]) -> ModelT:
-    """Return the fields of a body that JsonScan has passed; raises RequestError."""
+    """Return the fields of a body, after JsonScan; RequestError if they are invalid."""
     data = _decode(body)
     if not isinstance(data, dict):
         raise _no_object()
@@ -217,7 +213,7 @@ def parse(body: bytes | bytearray, model: type[ModelT]) -> ModelT:
         return model.model_validate(data)
     except ValidationError as error:
         refusal = refusal_of(error)
-    # Out here, so that the refusal does not keep pydantic's error, and with it the body.
+    # Outside of `except`, so that the error does not reference pydantic's, and so the body.
     raise refusal
 
 
@@ -229,7 +225,7 @@ def _decode(body: bytes | bytearray) -> Any:
     except ValueError as error:
         reason = str(error).replace(" at line ", ", line ")
     if len(body) <= _MAX_REREAD_BYTES:
-        # Half of a surrogate pair is JSON, and no text: a field can be named for it.
+        # A lone surrogate is valid JSON, but not a valid string: name the field.
         try:
             return json.loads(body, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""OpenAI's answers: what goes out as JSON, made from the frontend's outputs."""
+"""OpenAI's responses, made from the frontend's outputs."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -68,7 +68,7 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One of the `n` answers."""
+    """One of the `n` completions of a chat."""
 
     index: int
     message: ChatAnswer
@@ -79,7 +79,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """What a chunk adds to one of the `n` answers."""
+    """What a chunk adds to one of the `n` completions of a chat."""
 
     index: int
     delta: ChatDelta
@@ -134,7 +134,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class UsageCounter:
-    """Counts the tokens of one response, over its prompts, answers and chunks."""
+    """Counts the tokens of one response, over its prompts, completions and chunks."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, RequestOutput] = {}
@@ -161,18 +161,18 @@ class UsageCounter:
 
 
 class ChoiceOptions(NamedTuple):
-    """What a request wants to see of each answer."""
+    """What a request wants in each choice."""
 
     num_top_logprobs: int = 0
     with_token_ids: bool = False
 
     def token_ids(self, output: CompletionOutput) -> list[int] | msgspec.UnsetType:
-        """Return the ids, where they were asked for."""
+        """Return the token ids if the request wants them."""
         return output.token_ids if self.with_token_ids else msgspec.UNSET
 
 
 def chat_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChoice:
-    """Return a finished answer."""
+    """Return a finished choice."""
     return ChatChoice(
         index=output.index,
         message=ChatAnswer(content=output.text),
@@ -184,7 +184,7 @@ def chat_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChoice:
 
 
 def chat_chunk_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChunkChoice:
-    """Return what a step added to an answer."""
+    """Return what a step added to a choice."""
     is_finished = output.finish_reason is not None
     return ChatChunkChoice(
         index=output.index,
@@ -211,7 +211,7 @@ def text_choice(
 
 
 def chat_logprobs(logprobs: SampleLogprobs | None, num_top: int) -> ChatLogprobs | None:
-    """Return logprobs as chat shows them."""
+    """Return log-probabilities in chat's form."""
     if logprobs is None:
         return None
     content: list[TokenLogprob] = []
@@ -232,7 +232,7 @@ def chat_logprobs(logprobs: SampleLogprobs | None, num_top: int) -> ChatLogprobs
 def text_logprobs(
     logprobs: SampleLogprobs | None, num_top: int, offset: int
 ) -> TextLogprobs | None:
-    """Return logprobs as completions show them."""
+    """Return log-probabilities in completions' form."""
     if logprobs is None:
         return None
     shown = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
@@ -249,7 +249,7 @@ def text_logprobs(
 
 
 def _top_of(entries: list[Logprob], num_top: int) -> list[Logprob]:
-    # The sampled token stands first, whether it is one of the most probable or not.
+    # The sampled token is first, whether it is one of the most probable or not.
     top = [entry for entry in entries if entry.rank is not None and entry.rank <= num_top]
     return sorted(top, key=lambda entry: entry.rank or 0)
 
@@ -260,5 +260,5 @@ def _top_logprob(entry: Logprob) -> TopLogprob:
 
 
 def _finite(logprob: float) -> float:
-    # JSON has no infinity; OpenAI's own floor for "never" is -9999.
+    # JSON has no infinity; OpenAI's minimum is -9999.
     return max(logprob, -9999.0)

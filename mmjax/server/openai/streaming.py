@@ -1,4 +1,4 @@
-"""Server-sent events: `data: {json}` lines, kept alive, ended by `[DONE]` whatever happens."""
+"""Server-sent events: `data: {json}` lines, keep-alive comments, `[DONE]` at the end."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -24,7 +24,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class EventStream(StreamingResponse):
-    """Streams events (Structs) of `streams`, which are closed however the response ends."""
+    """Streams events (Structs), and closes `streams` at the end of the response."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class EventStream(StreamingResponse):
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; a client that leaves before the first one counts, too."""
+        """Send the events; close `streams` also if the client disconnects before the first."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -57,7 +57,7 @@ async def _lines(events: AsyncGenerator[Any, None], keep_alive_s: float) -> Asyn
             else:
                 yield b"data: " + msgspec.json.encode(event) + b"\n\n"
     except RequestError as error:
-        # The status is sent already: the error becomes an event.
+        # The status is sent already: send the error as an event.
         yield b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
     except Exception:
         logger.exception("a stream failed")
@@ -70,7 +70,7 @@ async def _lines(events: AsyncGenerator[Any, None], keep_alive_s: float) -> Asyn
 async def _kept_alive(
     events: AsyncGenerator[Any, None], interval_s: float
 ) -> AsyncIterator[Any | None]:
-    """Yield the events, and None whenever none came for `interval_s`."""
+    """Yield the events, and None whenever there was none for `interval_s`."""
     pending: asyncio.Task[Any] | None = None
     try:
         while True:
@@ -92,9 +92,9 @@ async def _kept_alive(
 
 
 async def merge(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield (number of the stream, output) as they come; closing it closes all of them."""
+    """Yield (index of the stream, output) as they come; closing it closes all streams."""
     if len(streams) == 1:
-        # The common case needs no tasks.
+        # A single stream needs no tasks.
         try:
             async for output in streams[0]:
                 yield 0, output
@@ -137,7 +137,7 @@ async def _pump(
 async def collect(
     request: Request, streams: list[RequestStream], take: Callable[[int, RequestOutput], None]
 ) -> None:
-    """Give every output to `take`; where the client leaves, abort all: RequestCancelledError."""
+    """Call `take` with every output; on disconnect abort all: RequestCancelledError."""
 
     async def read() -> None:
         outputs = merge(streams)
@@ -153,10 +153,10 @@ async def collect(
 async def begin(
     request: Request, streams: list[RequestStream]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Wait for the first output of all `streams`, and return `merge(streams)`, which begins so.
+    """Wait for the first output of any stream, and return `merge(streams)`, beginning with it.
 
-    An error before that is raised here, where it can still be the response's status;
-    RequestCancelledError, and all aborted, when the client leaves.
+    An error before that is raised here, where it can still set the response's status. On
+    disconnect abort all: RequestCancelledError.
     """
     outputs = merge(streams)
 
@@ -183,7 +183,7 @@ async def _join(
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` gives; cancel it where the client leaves, with RequestCancelledError."""
+    """Await `work`; on disconnect cancel it: RequestCancelledError."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     try:
@@ -198,6 +198,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait_for_disconnect(request: Request) -> None:
-    # The body was read before: what comes now can only be the end of the connection.
+    # The body was read before: the next message is the disconnect.
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""What pydantic found wrong with a request, as the client reads it. Holds no values."""
+"""pydantic's validation errors as messages for the client, without values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from mmjax.errors import RequestValueError
 
 UNKNOWN_FIELDS = "unknown_fields"
-"""The type of the one error that stands for all unknown fields of an object."""
+"""Type of the error about all unknown fields of an object."""
 
 _MAX_ERRORS_SHOWN = 3
 _MAX_NAME_CHARS = 64
@@ -17,7 +17,7 @@ _MAX_PATH_CHARS = 256
 
 
 def unknown_fields_error(names: Sequence[str]) -> PydanticCustomError:
-    """Return one error for all of `names`, whose first ones it tells."""
+    """Return one error for all of `names`, of which it lists the first."""
     shown = [name[:_MAX_NAME_CHARS] for name in names[:_MAX_ERRORS_SHOWN]]
     return PydanticCustomError(
         UNKNOWN_FIELDS, "unknown fields", {"names": shown, "num_more": len(names) - len(shown)}
@@ -27,7 +27,7 @@ def unknown_fields_error(names: Sequence[str]) -> PydanticCustomError:
 def refusal_of(error: ValidationError) -> RequestValueError:
     """Return a 400 that names the first few wrong fields.
 
-    The models stop at the first mistake of a list or a dict, so there are few errors in all.
+    The models stop at the first error of a list or a dict, so there are few in all.
     """
     messages: dict[str, str] = {}
     num_more = 0
@@ -40,7 +40,7 @@ def refusal_of(error: ValidationError) -> RequestValueError:
                 field = f"{path}.{name}" if path else name
                 messages[field] = f"`{field}` is not a field that mmjax knows; remove it"
         else:
-            # The members of a union fail at one place each: the first of them speaks.
+            # Each member of a union has an error: keep the first.
             messages.setdefault(path, _message(path, item))
     shown = list(messages.values())[:_MAX_ERRORS_SHOWN]
     num_more += len(messages) - len(shown)
@@ -51,12 +51,12 @@ def refusal_of(error: ValidationError) -> RequestValueError:
 
 
 def field_path(loc: Sequence[str | int]) -> str:
-    """Return pydantic's place as a client writes it: `messages[0].content`."""
+    """Return pydantic's location as a path: `messages[0].content`."""
     path = ""
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        # Names of a union's members, and pydantic's own marks such as `[key]`, hold other signs.
+        # Names of union members, and pydantic's own steps such as `[key]`, have other characters.
         elif step[:_MAX_PATH_CHARS].replace("_", "").replace("-", "").isalnum() and (
             step not in _UNION_MARKS
         ):
@@ -65,7 +65,7 @@ def field_path(loc: Sequence[str | int]) -> str:
 
 
 _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dict", "none"})
-"""What pydantic puts into a place to say which member of a union it tried."""
+"""Steps of pydantic's location that name a union's member."""
 
 
 def _message(path: str, error: Mapping[str, Any]) -> str:

@@ -1,1 +1,1 @@
-"""The cache in shared memory: P0 writes an item once, P1 reads it where it lies."""
+"""The processor cache in shared memory: P0 writes an item once, P1 reads it without a copy."""

@@ -1,7 +1,7 @@
-"""Files of shared memory: where they lie, that they are ours alone, that none is left behind.
+"""Shared-memory files: their directory, permissions, and the removal of stale ones.
 
-A writer holds its file's lock as long as it lives: unlike its process id, nobody else's can be
-mistaken for it, not even between containers that share the memory.
+A writer holds a lock on its file as long as it lives. Unlike a process id, the lock is valid also
+between containers that share the memory.
 """
 
 import fcntl
@@ -24,12 +24,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def new_segment_name() -> str:
-    """Return a name that no other segment has."""
+    """Return a unique name."""
     return f"{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(directory: Path) -> list[Path]:
-    """Remove files whose writer is dead, and return their paths."""
+    """Remove files whose writer has exited, and return their paths."""
     removed = []
     for path in directory.glob(f"*{_SUFFIX}"):
         with suppress(OSError), _locked(path, os.O_RDWR, is_waiting=False):
@@ -42,7 +42,7 @@ def remove_leftovers(directory: Path) -> list[Path]:
 
 @contextmanager
 def _locked(path: Path, flags: int, *, is_waiting: bool) -> Iterator[None]:
-    """Hold the lock of a file or directory; OSError where another has it and we do not wait."""
+    """Lock a file or directory; OSError if it is locked already and not `is_waiting`."""
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | (0 if is_waiting else fcntl.LOCK_NB))
@@ -52,15 +52,15 @@ def _locked(path: Path, flags: int, *, is_waiting: bool) -> Iterator[None]:
 
 
 def create_file(name: str, size: int, directory: Path | None = None) -> tuple[Path, int]:
-    """Make a sparse file that only this user can open; return it locked, with its descriptor.
+    """Create a sparse, locked file that only this user can open; return it and its descriptor.
 
-    What dead processes left in the directory goes. None: a private one in shared memory.
+    Also removes stale files of the directory. `directory` None: a private one in shared memory.
     """
     directory = _find_directory() if directory is None else directory
     _check_private(directory, directory.lstat())
     path = directory / _file_name(name)
     try:
-        # Nobody may take the new file for a leftover before it has its lock.
+        # Else another process could remove the new file as stale before it is locked.
         with _locked(directory, os.O_RDONLY, is_waiting=True):
             remove_leftovers(directory)
             return path, _create_locked(path, size)
@@ -72,7 +72,7 @@ def create_file(name: str, size: int, directory: Path | None = None) -> tuple[Pa
 
 
 def open_file(name: str, directory: Path | None = None) -> tuple[Path, int]:
-    """Return a file that another process made, and a descriptor."""
+    """Open a file that another process created; return it and its descriptor."""
     directories = _candidate_directories() if directory is None else [directory]
     paths = [one / _file_name(name) for one in directories]
     path = next((one for one in paths if one.exists()), None)
@@ -98,8 +98,8 @@ def open_file(name: str, directory: Path | None = None) -> tuple[Path, int]:
 
 
 def remove_file(path: Path, fd: int, pid: int) -> None:
-    """Unlink what process `pid` made, and close its descriptor."""
-    # A forked child ends with the finalizers of its parent, whose file it must leave alone.
+    """Close a descriptor; unlink its file if this is process `pid`, which created it."""
+    # A forked child runs its parent's finalizers, and must not remove the parent's file.
     if pid == os.getpid():
         with suppress(OSError):
             path.unlink()
@@ -132,7 +132,7 @@ def _candidate_directories() -> list[Path]:
 
 
 def _find_directory() -> Path:
-    """Return the first directory that is ours alone, made where it is not there."""
+    """Return the first directory that only this user can access, creating it if needed."""
     reasons = []
     for directory in _candidate_directories():
         try:

@@ -1,4 +1,4 @@
-"""Signs handles of items in shared memory, and tells P0's own from forged ones."""
+"""Sign and verify handles of items in shared memory (HMAC-SHA256)."""
 
 import hmac
 import struct
@@ -9,16 +9,16 @@ from mmjax.processing.tensors.shared_item import SharedItem
 
 
 class ShmHandleError(MMJaxError, ValueError):
-    """A handle that P0 did not sign, or not for this item."""
+    """A handle whose signature is invalid, or that is for another item."""
 
 
 def sign_handle(handle: SharedItem, key: bytes) -> SharedItem:
-    """Return what goes into a message."""
+    """Return the handle with its signature."""
     return replace(handle, signature=_sign(handle, key))
 
 
 def check_handle(handle: SharedItem, mm_hash: str, key: bytes) -> None:
-    """Raise ShmHandleError where P0 did not sign just this, for the item `mm_hash`."""
+    """Raise ShmHandleError unless the signature is valid and the handle is for `mm_hash`."""
     if not hmac.compare_digest(_sign(handle, key), handle.signature):
         raise ShmHandleError(
             f"SHM handle signature does not match object {handle.object_id} at address "
@@ -35,7 +35,7 @@ def _sign(handle: SharedItem, key: bytes) -> bytes:
     mm_hash = handle.mm_hash.encode()
     numbers = (handle.address, handle.object_id, handle.epoch, handle.lease_number, handle.size)
     try:
-        # The hash's length stands before it: nothing can move over to the layout.
+        # The hash's length comes first, so that hash and layout cannot be split differently.
         head = struct.pack("<6Q", *numbers, len(mm_hash))
     except struct.error as error:
         raise ShmHandleError(

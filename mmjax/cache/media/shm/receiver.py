@@ -1,7 +1,7 @@
-"""P1's half of a processor cache in shared memory: reads items where P0 wrote them.
+"""The receiver cache of a processor cache in shared memory: reads the items that P0 wrote.
 
-An item's arrays are read-only views. When the last view of them is gone, whoever held it, the
-object is given back to P0.
+An item's arrays are read-only views. When the last of them is garbage collected, the object is
+released, and P0 may evict it.
 """
 
 import threading
@@ -21,25 +21,25 @@ from mmjax.errors import MultiModalCacheMissError
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.processing.tensors.shared_item import SharedItem
 
-MIN_NUM_READINGS = 1024
-"""So many records of objects that may be gone by now are kept before any is dropped."""
+MIN_NUM_LEASES = 1024
+"""Leases that are kept before those of evicted objects are dropped."""
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What this reader did with one object."""
+class _Lease:
+    """The reader's counts of one object."""
 
     address: int
     size: int
     num_released: int = 0
     num_open: int = 0
     num_first: int = 0
-    """The handles 1 to this one came."""
+    """All handles from 1 to this number have been received."""
     later: set[int] = field(default_factory=set)
-    """Numbers of handles that came before one of a smaller number."""
+    """Numbers of the handles received beyond that, out of order."""
 
     def take(self, lease_number: int) -> bool:
-        """Note a handle; False where it came before: it is given back once only."""
+        """Record a handle; False if it was received before: it is released only once."""
         if lease_number <= self.num_first or lease_number in self.later:
             return False
         self.later.add(lease_number)
@@ -51,34 +51,34 @@ class _Reading:
 
 
 class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
-    """Puts views of shared memory in the place of handles. The only reader."""
+    """Replaces handles by views of shared memory. A segment has one reader."""
 
     def __init__(self, name: str, *, directory: Path | None = None) -> None:
-        """Attach the segment that P0 made.
+        """Attach the segment that P0 created.
 
         Args:
             name: `ShmObjectStoreSenderCache.name`.
-            directory: As P0 has it.
+            directory: As the sender's.
         """
         self._segment = Segment.attach(name, directory)
         self._key = self._segment.key
         self._epoch = self._segment.epoch
-        self._readings: dict[int, _Reading] = {}
-        self._max_num_readings = MIN_NUM_READINGS
+        self._leases: dict[int, _Lease] = {}
+        self._max_num_leases = MIN_NUM_LEASES
         self._lock = threading.Lock()
-        self._given_back: deque[tuple[int, int]] = deque()
+        self._released: deque[tuple[int, int]] = deque()
         """(epoch, object id)"""
         self._is_closed = False
 
     def get_and_update_features(
         self, features: Sequence[MultiModalFeatureSpec]
     ) -> list[MultiModalFeatureSpec]:
-        """Put tensors in the place of handles; what has tensors, keeps them.
+        """Replace handles by tensors; a feature that came with tensors keeps them.
 
-        A feature without either has those of an earlier one with the same hash. ShmHandleError
-        where P0 did not sign a handle, or signed it for
-        another hash. MultiModalCacheMissError names the items whose objects are
-        gone; the other features are filled in by then.
+        A feature without either gets those of an earlier one of the same hash. Raises
+        ShmHandleError for a handle with an invalid signature or for another hash, and
+        MultiModalCacheMissError with the hashes of all evicted objects; the other features are
+        filled in by then.
         """
         found: dict[str, MultiModalKwargsItem] = {}
         read: dict[SharedItem, MultiModalKwargsItem | None] = {}
@@ -91,7 +91,7 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
                 try:
                     item = self._read(item, key, read)
                 except ShmHandleError as error:
-                    # The others are taken all the same, so that they will be given back.
+                    # The other handles are read all the same, so that they are released.
                     item, forgery = None, forgery or str(error)
             elif item is None:
                 item = found.get(key)
@@ -101,17 +101,17 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
             else:
                 found[key] = item
         if forgery:
-            # Anew: an exception in a variable of ours would keep the others' views with it.
+            # A new one: the caught exception's traceback would keep the other items' views alive.
             raise ShmHandleError(forgery)
         if missing:
             raise MultiModalCacheMissError(list(missing))
         return list(features)
 
     def clear_cache(self) -> None:
-        """Do nothing: P0 decides what is held."""
+        """Do nothing: P0 decides what is cached."""
 
     def close(self) -> None:
-        """Detach; views that are left stay readable. Idempotent."""
+        """Detach; existing views stay readable. Idempotent."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -120,63 +120,63 @@ class ShmObjectStoreReceiverCache(BaseMultiModalReceiverCache):
     def _read(
         self, handle: SharedItem, key: str, read: dict[SharedItem, MultiModalKwargsItem | None]
     ) -> MultiModalKwargsItem | None:
-        """Return views of an object; None where it is gone, or the handle came in a request before.
+        """Return views of an object; None if it is evicted or an earlier request had the handle.
 
-        Within one request, `read`, a handle may stand several times.
+        A handle may occur several times within one request, whose results so far are `read`.
         """
         check_handle(handle, key, self._key)
         if handle not in read:
             with self._lock:
                 root = self._lease(handle)
-            self._note_given_back()
+            self._publish_released()
             read[handle] = None if root is None else view_item(handle.layout, root)
         return read[handle]
 
     def _lease(self, handle: SharedItem) -> np.ndarray | None:
-        """Return an object's bytes, to be given back when the last view of them is gone."""
+        """Return an object's bytes, uint8[size], which are released with their last view."""
         address, object_id, size = handle.address, handle.object_id, handle.size
         if self._is_closed or handle.epoch != self._segment.epoch:
             return None
         if handle.epoch != self._epoch:
-            # P0 took this reader for a new one; it cannot have sent it anything before.
-            self._epoch, self._readings = handle.epoch, {}
+            # P0 started an epoch for this reader, so it has sent it nothing before.
+            self._epoch, self._leases = handle.epoch, {}
         if not self._segment.holds(address, object_id, size):
             return None
-        reading = self._readings.setdefault(object_id, _Reading(address, size))
-        if not reading.take(handle.lease_number):
+        lease = self._leases.setdefault(object_id, _Lease(address, size))
+        if not lease.take(handle.lease_number):
             return None
         root = np.frombuffer(self._segment.data[address : address + size], np.uint8)
-        weakref.finalize(root, self._give_back, self._epoch, object_id).atexit = False
-        if len(self._readings) > self._max_num_readings:
-            self._drop_readings()
+        weakref.finalize(root, self._release, self._epoch, object_id).atexit = False
+        if len(self._leases) > self._max_num_leases:
+            self._drop_leases()
         return root
 
-    def _drop_readings(self) -> None:
-        for object_id, reading in list(self._readings.items()):
-            is_held = self._segment.holds(reading.address, object_id, reading.size)
-            if not is_held and not reading.num_open:
-                del self._readings[object_id]
-        self._max_num_readings = max(MIN_NUM_READINGS, 2 * len(self._readings))
+    def _drop_leases(self) -> None:
+        for object_id, lease in list(self._leases.items()):
+            is_held = self._segment.holds(lease.address, object_id, lease.size)
+            if not is_held and not lease.num_open:
+                del self._leases[object_id]
+        self._max_num_leases = max(MIN_NUM_LEASES, 2 * len(self._leases))
 
-    def _give_back(self, epoch: int, object_id: int) -> None:
-        # The garbage collector calls this anywhere, in a thread that has our lock too: note it,
-        # and leave the rest to whoever has the lock.
-        self._given_back.append((epoch, object_id))
-        self._note_given_back()
+    def _release(self, epoch: int, object_id: int) -> None:
+        # The garbage collector may call this in a thread that holds our lock: queue it, and let
+        # the lock's holder do the rest.
+        self._released.append((epoch, object_id))
+        self._publish_released()
 
-    def _note_given_back(self) -> None:
-        """Tell P0 what was given back. Every holder of the lock does so afterwards."""
-        while self._given_back and self._lock.acquire(blocking=False):
+    def _publish_released(self) -> None:
+        """Store queued releases for P0. Called after every use of the lock."""
+        while self._released and self._lock.acquire(blocking=False):
             try:
-                while self._given_back:
-                    self._count_given_back(*self._given_back.popleft())
+                while self._released:
+                    self._count_released(*self._released.popleft())
             finally:
                 self._lock.release()
 
-    def _count_given_back(self, epoch: int, object_id: int) -> None:
+    def _count_released(self, epoch: int, object_id: int) -> None:
         if self._is_closed or epoch != self._epoch:
             return
-        reading = self._readings[object_id]
-        reading.num_open -= 1
-        reading.num_released += 1
-        self._segment.set_num_released(reading.address, reading.num_released, epoch)
+        lease = self._leases[object_id]
+        lease.num_open -= 1
+        lease.num_released += 1
+        self._segment.set_num_released(lease.address, lease.num_released, epoch)

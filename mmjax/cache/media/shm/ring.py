@@ -1,10 +1,9 @@
-"""Where objects lie in a ring of bytes. Knows nothing of memory: addresses and sizes, no bytes.
+"""A ring-buffer allocator: addresses and sizes only, no memory.
 
-Room is taken behind the newest block, from the oldest ones that may go. A block that may not go
-is stepped over, and met again a round later: it holds up nobody but itself. No block crosses the
-end; what is too long for the rest of the round goes to the beginning.
+A new block goes after the newest one, evicting the oldest. A block in use is skipped, and tried
+again a round later. No block crosses the end: what does not fit before it goes to the beginning.
 
-    newest: b                     a new e needs two places; c is being read
+    newest: b                     e needs two units; c is in use
     | a | b | c | d | . |         behind b lie c, which stays, and d, which goes
     | a | b | c | e   e |
 """
@@ -14,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 
 class Block:
-    """A run of bytes that one object has; the ring sets `address`."""
+    """The bytes of one object; the ring sets `address`."""
 
     __slots__ = ("address", "following", "preceding", "size")
 
     def __init__(self, size: int) -> None:
         self.address = -1
         self.size = size
-        # Any: blocks of the ring's kind, and the end.
+        # Any: a block of the ring's type, or the end.
         self.preceding: Any = self
         self.following: Any = self
 
@@ -34,12 +33,12 @@ B = TypeVar("B", bound=Block)
 
 
 class Ring(Generic[B]):
-    """Blocks in the order of their addresses, and the place where the next one goes."""
+    """A linked list of blocks by address, and the cursor where the next one goes."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_bytes = 0
-        """What the blocks take together."""
+        """Sum of the blocks' sizes."""
         self._end = Block(0)
         self._end.address = capacity
         self._cursor = 0
@@ -52,7 +51,7 @@ class Ring(Generic[B]):
             block = block.following
 
     def place(self, block: B, is_evictable: Callable[[B], bool]) -> list[B] | None:
-        """Give a block an address, and return those that had to go; None: nothing changed."""
+        """Give a block an address, and return the evicted blocks; None, without change, if full."""
         found = self._find(block.size, is_evictable)
         if found is None:
             return None
@@ -69,7 +68,7 @@ class Ring(Generic[B]):
     def _find(
         self, size: int, is_evictable: Callable[[B], bool]
     ) -> tuple[int, list[B], Any] | None:
-        """Return an address, the blocks in the way, and the first one behind."""
+        """Return an address, the blocks to evict, and the block that follows."""
         address, follower = self._cursor, self._behind_cursor
         victims: list[B] = []
         is_second_round = False
@@ -88,7 +87,7 @@ class Ring(Generic[B]):
         return address, victims, follower
 
     def remove(self, block: B) -> None:
-        """Take a block out."""
+        """Free a block."""
         block.preceding.following = block.following
         block.following.preceding = block.preceding
         self.num_bytes -= block.size
@@ -98,5 +97,5 @@ class Ring(Generic[B]):
             self._cursor = 0
 
     def shrink(self, capacity: int) -> None:
-        """Place nothing behind `capacity` from now on."""
+        """Place nothing beyond `capacity` from now on."""
         self.capacity = min(self.capacity, capacity)

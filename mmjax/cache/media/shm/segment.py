@@ -1,24 +1,24 @@
-"""The file in shared memory that P0 writes and P1 reads, and who may store which word of it.
+"""The shared-memory file that P0 writes and P1 reads, and who stores which word of it.
 
     control   magic, version, capacity, epoch, key     stored by P0
     released  one word for each page of data           stored by P1, zeroed by P0
-    data      objects, each on pages of its own        stored by P0; P1 maps it read-only
+    data      objects, each on its own pages           stored by P0; P1 maps it read-only
 
-Why no lock is shared: every word has one side that counts with it, and is eight aligned bytes,
-which the machine stores and loads whole.
+No lock is shared: every word has one writer, and is eight aligned bytes, which are stored and
+loaded atomically.
 
-- P0 counts in its own memory how often it handed an object out, P1 counts in `released` how often
-  it gave it back. P0 takes an object's room only where both counts are equal. A stale load of
-  `released` shows too small a count: then P0 spares the object for another while.
-- P0 stores an object's bytes before it sends the message that names them, and P1 loads them after
-  it received that message: the socket between them orders the two.
-- P1 stores `released` behind a lock of its own, which orders its loads of the object before it.
-- A word of `released` carries the epoch of its reader. P0 starts an epoch where a reader died:
-  counts of an earlier one are no counts, and the new reader begins at 0.
+- P0 counts in its own memory the handles of an object that it sent, P1 counts in `released` those
+  that it released. P0 evicts an object only if both counts are equal. A stale load of `released`
+  is too small: P0 then keeps the object for longer.
+- P0 stores an object's bytes before it sends the message with its handle, and P1 loads them after
+  it received that message: the socket orders the two.
+- P1 stores `released` under a lock of its own, which orders its loads of the object before it.
+- A word of `released` contains the epoch of its reader. P0 starts an epoch when a reader died:
+  counts of an earlier epoch are ignored, and the new reader starts at 0.
 
-The key that signs handles lies in the control page: whoever can read the file can read every
-object in it, so that the key gives nothing more; it stands in no argument, environment or
-message; and a P1 that is started anew finds it by attaching.
+The key that signs handles is in the control page: a process that can read the file can read every
+object in it, so the key gives it nothing more; it is in no argument, environment variable or
+message; and a restarted P1 gets it by attaching.
 """
 
 import mmap
@@ -35,7 +35,7 @@ from mmjax.errors import ConfigError
 from mmjax.rounding import round_up
 
 PAGE = 4096
-"""Objects begin at multiples of it."""
+"""Alignment of objects in bytes."""
 HEADER = 64
 """Bytes before an object's arrays: mark, id, size."""
 
@@ -47,9 +47,9 @@ _COUNT_BITS = 40
 
 
 class Segment:
-    """One mapping of the file: P0's (`create`) or P1's (`attach`)."""
+    """A mapping of the file: P0's (`create`) or P1's (`attach`)."""
 
-    _give_back: Callable[[], object] = staticmethod(lambda: None)
+    _remove_file: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, path: Path, fd: int, capacity: int, *, is_writer: bool) -> None:
         self.path = path
@@ -61,7 +61,7 @@ class Segment:
             whole = memoryview(self._maps[0])
             self._control, self.data = whole[:offset], whole[offset:]
         else:
-            # P1 can store releases, and nothing else: not even a stray write changes an object.
+            # Read-only, so that P1 cannot change an object even by a stray write.
             data = mmap.mmap(fd, capacity, prot=mmap.PROT_READ, offset=offset)
             self._maps = [mmap.mmap(fd, offset), data]
             self._control, self.data = map(memoryview, self._maps)
@@ -71,7 +71,7 @@ class Segment:
 
     @classmethod
     def create(cls, capacity: int, name: str, directory: Path | None = None) -> "Segment":
-        """Make the file, of `capacity` bytes of data: whole pages."""
+        """Create the file, of `capacity` bytes of data: whole pages."""
         path, fd = create_file(name, _data_offset(capacity) + capacity, directory)
         try:
             with mmap.mmap(fd, PAGE) as page:
@@ -80,12 +80,12 @@ class Segment:
         except BaseException:
             remove_file(path, fd, os.getpid())
             raise
-        segment._give_back = weakref.finalize(segment, remove_file, path, fd, os.getpid())
+        segment._remove_file = weakref.finalize(segment, remove_file, path, fd, os.getpid())
         return segment
 
     @classmethod
     def attach(cls, name: str, directory: Path | None = None) -> "Segment":
-        """Map the file that P0 made."""
+        """Map the file that P0 created."""
         path, fd = open_file(name, directory)
         try:
             return cls(path, fd, _read_capacity(path, fd), is_writer=False)
@@ -99,17 +99,17 @@ class Segment:
 
     @property
     def epoch(self) -> int:
-        """How many readers there have been."""
+        """Number of the current reader."""
         return self._words[_WORD_EPOCH]
 
     def start_epoch(self) -> None:
-        """Make what earlier readers release count for nothing."""
+        """Start the next reader's epoch: releases by earlier ones are ignored."""
         self._words[_WORD_EPOCH] += 1
 
     # ---- one object ----------------------------------------------------------------------------
 
     def publish(self, address: int, object_id: int, size: int) -> None:
-        """Mark the bytes at `address` as an object that no reader has had yet."""
+        """Write the header of a new object at `address`; its count of releases is 0."""
         word = address // 8
         self._data_words[word + 1] = object_id
         self._data_words[word + 2] = size
@@ -117,35 +117,35 @@ class Segment:
         self._words[self._release_word(address)] = 0
 
     def erase(self, address: int) -> None:
-        """Take the mark away: a handle that names this object is stale from now on."""
+        """Erase an object's header: its handles are stale from now on."""
         self._data_words[address // 8] = 0
 
     def holds(self, address: int, object_id: int, size: int) -> bool:
-        """Whether this very object lies at `address`."""
+        """Whether this object is at `address`."""
         if address % PAGE or not HEADER <= size <= self.capacity - address:
             return False
         word = address // 8
-        # The mark is secret: no picture can be drawn so that its bytes look like a header.
+        # The mark is secret, so that no image's bytes can be crafted to look like a header.
         return self._data_words[word : word + 3].tolist() == [self._mark, object_id, size]
 
     def num_released(self, address: int) -> int:
-        """How often the present reader gave the object back."""
+        """How many of the object's handles the current reader has released."""
         word = self._words[self._release_word(address)]
         return word & ((1 << _COUNT_BITS) - 1) if word >> _COUNT_BITS == self.epoch else 0
 
     def set_num_released(self, address: int, count: int, epoch: int) -> None:
-        """Note that a reader of `epoch` gave the object back `count` times; void if it is over."""
+        """Store how many of the object's handles the reader of `epoch` has released."""
         if epoch == self.epoch:
             self._words[self._release_word(address)] = epoch << _COUNT_BITS | count
 
     def back_with_memory(self, address: int, size: int) -> None:
-        """Reserve pages; OSError where there is none left (a mere store would kill the process)."""
+        """Reserve pages; OSError if there are none (a store would raise SIGBUS)."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._fd, _data_offset(self.capacity) + address, size)
 
     def close(self) -> None:
-        """Give the mapping back once no view needs it; P0 removes the file. Idempotent."""
-        self._give_back()
+        """Unmap once no view needs the memory; P0 also removes the file. Idempotent."""
+        self._remove_file()
         for view in (self._words, self._data_words, self._control, self.data):
             with suppress(BufferError):
                 view.release()

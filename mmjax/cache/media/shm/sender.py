@@ -1,8 +1,7 @@
-"""P0's half of a processor cache in shared memory: writes an item once, and sends its handle.
+"""The sender cache of a processor cache in shared memory: writes an item once, sends its handle.
 
-P0 alone decides what is held. A handle keeps its item from eviction until P1 has given it back.
-Evicted is what lies there longest, and only what nobody reads. An item for which there is no room
-goes to P1 by message, with its tensors.
+P0 alone decides what is cached. An item is not evicted before P1 has released its handles. Eviction
+is first-in, first-out. An item for which there is no room is sent with its tensors.
 """
 
 from collections.abc import Sequence
@@ -32,9 +31,9 @@ class _Held(NamedTuple):
 
 
 class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
-    """Writes items to shared memory, and hands out handles. The only writer.
+    """Writes items to shared memory, and makes their handles. A segment has one writer.
 
-    Every handle must reach the reader, or be withdrawn: it keeps its item until then.
+    Every handle must reach the reader or be withdrawn: its item is not evicted before.
     """
 
     def __init__(
@@ -45,13 +44,13 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
         name: str | None = None,
         directory: Path | None = None,
     ) -> None:
-        """Make the segment.
+        """Create the segment.
 
         Args:
-            capacity_bytes: What the items may take together, each rounded up to pages.
-            max_object_bytes: A larger item goes by message.
-            name: What P1 attaches; None: a new one, to be read from `name`.
-            directory: Where the file lies, for this user alone; None: in shared memory.
+            capacity_bytes: Of all items, each rounded up to pages.
+            max_object_bytes: A larger item is sent in messages.
+            name: Of the segment; None: a new one, in the attribute `name`.
+            directory: Of the file, private to this user; None: in shared memory.
         """
         super().__init__()
         if capacity_bytes < PAGE:
@@ -71,21 +70,21 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
         self._info = self._last_info = CacheInfo(0, 0)
         self._has_noted_oversize = False
 
-    # ---- what is held --------------------------------------------------------------------------
+    # ---- look-ups ------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Bytes that the items may take together."""
+        """Bytes that all items may take."""
         return self._writer.ring.capacity
 
     @property
     def currsize(self) -> int:
-        """Bytes that items take, those included that are forgotten and still being read."""
+        """Bytes that items take, including removed ones that P1 still reads."""
         return self._writer.ring.num_bytes
 
     @property
     def num_in_use(self) -> int:
-        """Items that are being written or read."""
+        """Number of items that are being written or read."""
         with self._lock:
             return sum(map(self._writer.is_in_use, self._writer.ring))
 
@@ -97,9 +96,9 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
         return None if held is None else held.updates
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
-        """Spare a held item, where there is other room, until its handle is made.
+        """Prefer to evict other items until this one's handle is made.
 
-        Its place in the ring stays: what lies there longest goes first, used or not.
+        Eviction stays first-in, first-out: use does not change an item's place.
         """
         with self._lock:
             if mm_hash in self._held:
@@ -116,7 +115,7 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
     # ---- changes -------------------------------------------------------------------------------
 
     def get_and_update_item(self, mm_item: ProcessedItem | None, mm_hash: str) -> SentItem:
-        """Return a handle: of what is held, else of `mm_item`; itself where there is no room."""
+        """Return a handle of the cached item, or of `mm_item`; `mm_item` itself without room."""
         with self._lock:
             held = self._held.get(mm_hash)
             self._info = CacheInfo(self._info.hits + (held is not None), self._info.total + 1)
@@ -135,28 +134,28 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
                 self._forget(mm_hash)
 
     def clear_cache(self) -> None:
-        """Forget every item; what is being read stays where it is until it is given back."""
+        """Remove all items; the memory of those in use is freed when they are released."""
         with self._lock:
             for mm_hash in list(self._held):
                 self._forget(mm_hash)
 
     def withdraw(self, item: ItemData) -> None:
-        """Take back what was made and will not be sent; a second time changes nothing."""
+        """Release a handle that will not be sent. Idempotent."""
         with self._lock:
             if isinstance(item, SharedItem) and not self._writer.is_closed:
                 self._writer.withdraw(item)
 
     def reset_readers(self) -> None:
-        """Void every handle, after the reader died: nothing is in use, all that is held stays.
+        """Release all handles after the reader died; items stay cached.
 
-        To be called before the next reader gets its first handle, and never while one reads.
+        Call it before the next reader is sent its first handle, never while a reader lives.
         """
         with self._lock:
             if not self._writer.is_closed:
                 self._writer.reset_readers()
 
     def close(self) -> None:
-        """Forget every item and remove the segment; items go by message from now on."""
+        """Remove all items and the segment; items are sent in messages from now on."""
         with self._lock:
             self.clear_cache()
             self._writer.close()
@@ -166,15 +165,14 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
     def _store(
         self, plan: Plan, updates: Sequence[ResolvedPromptUpdate], mm_hash: str
     ) -> SharedItem | None:
-        """Write an item, and return its handle; None where there is no room."""
+        """Write an item, and return its handle; None without room."""
         with self._lock:
             reserved = None if self._writer.is_closed else self._writer.reserve(plan)
             if reserved is None:
                 return None
         stored, buffer = reserved
         try:
-            # Other threads go on meanwhile, unless this is one of a request's items: those are
-            # one change, and `get_and_update` holds the lock until the last of them is written.
+            # Without the lock, unless `get_and_update` holds it: a request's items are one change.
             plan.write(buffer)
         except BaseException:
             with self._lock:

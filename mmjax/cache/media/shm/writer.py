@@ -1,7 +1,7 @@
-"""Objects in shared memory, as their only writer sees them: room, handles, what is being read.
+"""The writer's side of objects in shared memory: allocation, handles, reference counts.
 
-Knows nothing of prompts, and of hashes only what a handle says. Its caller sees to it that one
-thread at a time is here; `Plan.write` alone, between `reserve` and `publish`, needs no turn.
+Not thread-safe: its caller holds a lock. Only `Plan.write`, between `reserve` and `publish`, needs
+none.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ class StoredObject(Block):
         self.is_written = False
         """False while a thread copies the arrays."""
         self.is_spared = False
-        """Whether to evict others first."""
+        """Whether others are evicted first."""
         self.num_handles = 0
-        """Made for the present reader."""
+        """Handles made for the current reader."""
         self.withdrawn: set[int] = set()
-        """Numbers of handles that were not sent."""
+        """Lease numbers of handles that were not sent."""
 
 
 class ObjectWriter:
-    """Reserves room, publishes what was written there, and makes handles."""
+    """Reserves memory, publishes objects, and makes handles."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class ObjectWriter:
         self._on_evicted = on_evicted
         self._num_objects = 0
         self._num_backed = 0
-        """Bytes from the beginning for which there is memory."""
+        """Bytes from the beginning for which pages are reserved."""
         self._has_noted_full = False
         self._warmer = PageWarmer(self._segment)
         self._warmer.stay_ahead_of(0)
         self.is_closed = False
 
     def reserve(self, plan: Plan) -> tuple[StoredObject, memoryview] | None:
-        """Make room for an object, and return its bytes; None where all room is in use."""
+        """Allocate an object, and return its bytes; None if all memory is in use."""
         stored = StoredObject(self._num_objects, plan)
         self._num_objects += 1
         victims = self.ring.place(stored, self._is_evictable)
@@ -77,22 +77,22 @@ class ObjectWriter:
         return stored, self._segment.data[stored.address : stored.stop]
 
     def publish(self, stored: StoredObject) -> None:
-        """Let readers find an object whose bytes are written."""
+        """Make a written object visible to the reader."""
         self._segment.publish(stored.address, stored.object_id, stored.size)
         stored.is_written = True
 
     def abandon(self, stored: StoredObject) -> None:
-        """Give back room whose object will not be published."""
+        """Free an object that will not be published."""
         self.ring.remove(stored)
 
     def retire(self, stored: StoredObject) -> None:
-        """Give an object's room back now, or where it is being read, once that is over."""
+        """Free an object now, or, if it is in use, once its handles are released."""
         if not self.is_in_use(stored):
             self._segment.erase(stored.address)
             self.ring.remove(stored)
 
     def make_handle(self, stored: StoredObject, mm_hash: str) -> SharedItem:
-        """Return a handle for an item; it keeps the object until the reader has given it back."""
+        """Return a signed handle; the object is in use until the reader releases it."""
         stored.num_handles += 1
         stored.is_spared = False
         handle = SharedItem(
@@ -107,7 +107,7 @@ class ObjectWriter:
         return sign_handle(handle, self._key)
 
     def withdraw(self, handle: SharedItem) -> None:
-        """Take back a handle that no reader will get."""
+        """Release a handle that will not be sent."""
         check_handle(handle, handle.mm_hash, self._key)
         if handle.epoch != self._segment.epoch:
             return
@@ -116,14 +116,14 @@ class ObjectWriter:
                 stored.withdrawn.add(handle.lease_number)
 
     def reset_readers(self) -> None:
-        """Void all handles."""
+        """Release all handles, and start an epoch."""
         self._segment.start_epoch()
         for stored in self.ring:
             stored.num_handles = 0
             stored.withdrawn.clear()
 
     def is_in_use(self, stored: StoredObject) -> bool:
-        """Whether an object is being written, or a handle of it is on its way or being read."""
+        """Whether an object is being written, or a handle of it is not released."""
         if self.is_closed or not stored.is_written:
             return not self.is_closed
         num_sent = stored.num_handles - len(stored.withdrawn)
@@ -140,14 +140,14 @@ class ObjectWriter:
         return not stored.is_spared and not self.is_in_use(stored)
 
     def _back(self, stored: StoredObject) -> bool:
-        """See that there is memory behind an object's pages."""
+        """Reserve an object's pages; False, and the object is freed, if there are none."""
         if stored.stop > self._num_backed:
             try:
                 self._segment.back_with_memory(self._num_backed, stored.stop - self._num_backed)
             except OSError as error:
                 self._note_full(error)
                 self.ring.remove(stored)
-                # What is smaller may still fit.
+                # Smaller objects may still fit.
                 self.ring.shrink(stored.stop - PAGE)
                 return False
             self._num_backed = stored.stop

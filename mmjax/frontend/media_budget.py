@@ -1,4 +1,4 @@
-"""How much the encoder must hold: asked of the processor, whose dummy inputs are the worst case."""
+"""The encoder budget that the model's largest item needs, from the processor's dummy inputs."""
 
 from dataclasses import replace
 
@@ -8,11 +8,11 @@ from mmjax.processing.encoder_budget import MultiModalBudget
 
 
 def with_encoder_budget(config: EngineConfig) -> EngineConfig:
-    """Return the same with room for the model's largest item in a step, and in the encoder cache.
+    """Return a configuration whose steps and encoder cache have room for the model's largest item.
 
-    P1 loads no processor: by itself it has room for a unit of its tower. Where that is the largest
-    item, nobody is asked, which saves seconds of imports before P1 starts. ConfigError for settings
-    of media that the HF processor refuses.
+    P1 loads no processor, and by itself has room for one unit of the tower. If that is the largest
+    item, no processor is loaded here either, which saves seconds before P1 starts. Raises
+    ConfigError for media settings that the HF processor refuses.
     """
     row, mm = MULTIMODAL_REGISTRY.find_row(config.model.architecture), config.model.mm
     # A number of images needs no question; sizes do, and names that no model may know.
