@@ -211,7 +211,7 @@ def test_answers_are_those_of_one_pass(settings: dict[str, Any]):
     assert serve(core, messages("batch")) == expected_answers()
     for n, message in enumerate(messages("alone")):  # found in the prefix cache, but for the end
         assert serve(core, [message]) == [expected_answers()[n]]
-    assert core.prefix_cache_info.hits > 0
+    assert core.stats().prefix_cache_hits > 0
     assert core.compilations == 0
     core.recover()
     assert serve(core, messages("after a failed step")) == expected_answers()

@@ -119,9 +119,8 @@ class TestMarks:
         class Unmarked(nnx.Module, SupportsMultiModal):
             pass
 
-        with pytest.raises(
-            NotImplementedError, match=r"`Unmarked` has no `language_model`.*override"
-        ):
+        words = r"`Unmarked` has no `language_model`.*override"
+        with pytest.raises(NotImplementedError, match=words):
             Unmarked().get_language_model()
 
 
