@@ -12,7 +12,6 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
-from mmjax.layers.cpu.prevent_fusion import prevent_fusion
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import GemmaRMSNorm
@@ -196,6 +195,4 @@ class GemmaTextModel(nnx.Module):
         for layer, kind, cache in zip(self.layers, self.config.layer_types, caches, strict=True):
             hidden, cache = layer(hidden, angles[kind], cache, metadata)
             written.append(cache)
-        if len(hidden) == 1:  # one row alone would be fused into its norm, and round otherwise
-            hidden = prevent_fusion(lambda x: x, hidden, positions[0] >= 0)
         return self.norm(hidden), None if kv_cache is None else tuple(written)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool
 def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
     """Return `compute(x)`: on the CPU of a branch that is taken `always`, which XLA cannot know.
 
-    Else it is fused into each of its uses, which costs time where there are many, and may round
-    otherwise where sums are made of it. A barrier does not hinder XLA there.
+    Else it is fused into each of its uses, which costs time where there are many. A barrier does
+    not hinder XLA there.
     """
 
     def never(x: Array) -> Any:
