@@ -75,7 +75,7 @@ def gemma3(head_dim: int) -> Gemma3Config:
 
 DECODERS = {
     "gemma3": (tiny_config(), 60),
-    **{f"gemma3, heads of {width}": (gemma3(width), 12) for width in (32, 64, 128)},
+    **{f"gemma3, heads of {width}": (gemma3(width), 20) for width in (32, 64, 128)},
 }
 """Of each decoder: a config that is small in the sense of docs/determinism.md, and how many
 schedules. Heads of many widths, for kernels are chosen by them."""
