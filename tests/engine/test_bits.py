@@ -6,9 +6,11 @@ Answers alone would hide a difference until two tokens tie; every row of every s
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Gemma3Config
 
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import SchedulerOutput
@@ -25,8 +27,8 @@ class RecordingBench(Bench):
     No overlap and no prefix cache: the host knows every token, and every token is computed.
     """
 
-    def __init__(self) -> None:
-        super().__init__(tiny_config(), num_prompts=12)
+    def __init__(self, config: Gemma3Config) -> None:
+        super().__init__(config, num_prompts=12)
         self.states: dict[Prefix, dict[bytes, set[StepBucket]]] = {}
         self._is_causal = False
         self._dispatch = self.core._runner.dispatch
@@ -62,10 +64,28 @@ class RecordingBench(Bench):
                 yield self._is_causal, tuple(request.token_ids[: place + 1].tolist()), pictures
 
 
+def gemma3(head_dim: int) -> Gemma3Config:
+    """Return the tiny model with other heads, and without its third layer."""
+    config: dict[str, Any] = tiny_config().to_dict()
+    text = config["text_config"]
+    text.update(head_dim=head_dim, query_pre_attn_scalar=head_dim, num_hidden_layers=2)
+    text["layer_types"] = text["layer_types"][:2]
+    return Gemma3Config.from_dict(config)
+
+
+DECODERS = {
+    "gemma3": (tiny_config(), 60),
+    **{f"gemma3, heads of {width}": (gemma3(width), 20) for width in (32, 64, 128)},
+}
+"""Of each decoder: a config that is small in the sense of docs/determinism.md, and how many
+schedules. Heads of many widths, for kernels are chosen by them."""
+
+
 @pytest.mark.timeout(600)
-def test_a_token_has_one_state() -> None:
-    bench = RecordingBench()
-    for seed in range(60):
+@pytest.mark.parametrize(("config", "num_schedules"), DECODERS.values(), ids=DECODERS)
+def test_a_token_has_one_state(config: Gemma3Config, num_schedules: int) -> None:
+    bench = RecordingBench(config)
+    for seed in range(num_schedules):
         bench.run(seed)
     programs = {
         bucket for found in bench.states.values() for some in found.values() for bucket in some

@@ -40,10 +40,16 @@ class CausalGemma3(Gemma3ForConditionalGeneration):
 
 
 def make_programs(
-    model_class: Any, platform: str, dtype: Any, placement: Placement | None = None
+    model_class: Any,
+    platform: str,
+    dtype: Any,
+    placement: Placement | None = None,
+    *,
+    width: int = 32,
 ) -> Programs:
     """Describe an engine's programs as they are on `platform`."""
     config: Any = copy.deepcopy(tiny_config())
+    config.text_config.hidden_size = width
     config.vision_config.hidden_size = 32  # heads of 16: cuDNN takes multiples of 8
     graphdef, params = build_abstract(model_class, config, dtype=jnp.dtype(dtype))
     model = bind(graphdef, params)
@@ -160,3 +166,23 @@ def test_the_cpu_never_sees_cudnn():
     programs = make_programs(Gemma3ForConditionalGeneration, "cpu", jnp.dtype(jnp.bfloat16))
     for program in programs.by_kind(8)["encode"]:
         assert not CUDNN_KERNEL.search(lower(program, "cpu"))
+
+
+def rows_of_a_lone_token(programs: Programs) -> int:
+    """Return the rows over which the program of one decoding token adds up its last norm."""
+    program = next(
+        program for program in programs.by_kind(8)["step"] if program.label == "step 1 x 1"
+    )
+    jaxpr = str(program.jitted.trace(**program.arguments).jaxpr)
+    *_, last_norm = re.findall(r":f32\[(\d+),1\] = rsqrt", jaxpr)
+    return int(last_norm)
+
+
+def test_a_lone_token_of_a_small_model_gets_a_row_beside_it() -> None:
+    """XLA has other code for one row; where weights are large, that is what makes it fast."""
+    small, wide = (
+        make_programs(Gemma3ForConditionalGeneration, "cpu", jnp.float32, width=width)
+        for width in (32, 8192)
+    )
+    assert rows_of_a_lone_token(small) == 2
+    assert rows_of_a_lone_token(wide) == 1

@@ -152,6 +152,31 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
 
 
+def add_padding_row(batch: StepBatch) -> StepBatch:
+    """Return the batch with one row more, which is nobody's token: no tile asks for it."""
+
+    def pad(field: Int[Array, "*other T"], value: int = 0) -> Int[Array, "*other _more"]:
+        widths = [(0, 0)] * (field.ndim - 1) + [(0, 1)]
+        return jnp.pad(field, widths, constant_values=value)
+
+    metadata = batch.metadata
+    num_rows = len(batch.token_ids)
+    return batch._replace(
+        token_ids=pad(batch.token_ids),
+        token_from=pad(batch.token_from, -1),
+        positions=pad(batch.positions),
+        src_index=pad(batch.src_index, -1),
+        metadata=metadata._replace(
+            slot_block=pad(metadata.slot_block, jnp.iinfo(jnp.int32).max),
+            slot_offset=pad(metadata.slot_offset),
+            token_index=pad(metadata.token_index),
+            span_end=None if metadata.span_end is None else pad(metadata.span_end),
+            tile_rows=jnp.where(metadata.tile_rows < num_rows, metadata.tile_rows, num_rows + 1),
+            row_slot=pad(metadata.row_slot),
+        ),
+    )
+
+
 def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
     """Return the first rows of a packed batch, floats and seeds restored, under jit."""
     fields = {

@@ -10,9 +10,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.engine.device.batch import Layout, sample_layout, step_layout, unpack_sample, unpack_step
+from mmjax.engine.device.batch import (
+    Layout,
+    add_padding_row,
+    sample_layout,
+    step_layout,
+    unpack_sample,
+    unpack_step,
+)
 from mmjax.engine.device.compilation import Program, compiler_options
 from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
@@ -21,6 +29,8 @@ from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import KVCache, LayerCache, allocate
+from mmjax.layers.cpu.product import is_small
+from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import join_embeds
@@ -104,6 +114,7 @@ def write_rows(
 
 def step(
     graphdef: Any,
+    adds_row_to_one: bool,
     *,
     layout: Layout,
     params: Params,
@@ -117,9 +128,14 @@ def step(
     Tokens that the host has not read yet are rows of the `previous` sample. Encoder hidden states
     of an encoder-decoder model's new requests are rows of the pool, too. Returns the state, and
     the rest of the packed buffer: the input of `sample`.
+
+    `adds_row_to_one`: a lone token is computed beside padding. XLA multiplies one row on the CPU
+    with other code, and fuses what makes it into sums over it: both add in another order.
     """
     model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
+    if adds_row_to_one and len(batch.token_ids) == 1:
+        batch = add_padding_row(batch)
     sampled = previous[jnp.maximum(batch.token_from, 0)]
     text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
     is_embed = (batch.src_index >= 0)[:, None]
@@ -243,7 +259,7 @@ class Programs:
         )
         self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
         self.step = jit(
-            partial(step, graphdef),
+            partial(step, graphdef, self._adds_row_to_one()),
             static_argnames="layout",
             donate_argnames="state",
             out_shardings=(self._shardings.state, whole),
@@ -253,6 +269,20 @@ class Programs:
             static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=whole,
         )
+
+    def _adds_row_to_one(self) -> bool:
+        """Return whether a token has one state in all programs, and so needs a row beside it.
+
+        On the CPU, where no product of a step depends on the number of rows (docs/determinism.md).
+        """
+        model = bind(self._shape.graphdef, self._params)
+        towers = getattr(model, "tower_names", ())
+        weights = (
+            module.weight.get_value()
+            for path, module in nnx.iter_modules(model)
+            if isinstance(module, Linear) and path[0] not in towers
+        )
+        return self._placement.platform == "cpu" and all(map(is_small, weights))
 
     @property
     def bytes_per_block(self) -> int:

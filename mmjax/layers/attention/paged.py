@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
 from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.embed import soft_cap as apply_soft_cap
-from mmjax.rounding import cdiv
+from mmjax.rounding import cdiv, round_up
 
 MASKED = -1e30
 """Finite, so that rows that attend to nothing (padding) give zeros and no NaN."""
@@ -21,6 +21,10 @@ SLOTS_AT_ONCE = 128
 LARGE_BLOCK = 2**12
 """Elements of keys in a block. From here on decoding, whose products have few rows, computes one
 block an iteration, which is faster; below, it sums in the order of prefill, bit for bit."""
+
+COLUMNS_ALIKE = 64
+"""XLA gives products of few and of many rows to CPU kernels that add alike where the right side has
+at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads may have."""
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
@@ -94,7 +98,8 @@ def _attend(
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
     tiles = tiles if is_large else _pad_single_row(tiles)
-    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap)
+    columns = cache.head_dim if is_large else _columns_alike(cache.head_dim)
+    fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns)
     is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
@@ -102,6 +107,11 @@ def _attend(
     on_cpu = attend if is_decoding else partial(_attend_each_tile, attend=attend)
     out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=attend)
     return _from_tiles(out[:, :, :num_rows], metadata)[..., : query.shape[-1]]
+
+
+def _columns_alike(head_dim: int) -> int:
+    """Return how wide values must be for a row to add alike in tiles of any number of rows."""
+    return head_dim if head_dim <= 16 else round_up(head_dim, COLUMNS_ALIKE)
 
 
 def _pad_single_row(tiles: Tiles) -> Tiles:
@@ -176,12 +186,18 @@ def _fold_blocks(
     *,
     cache: LayerCache,
     soft_cap: float | None,
+    num_columns: int,
 ) -> State:
-    """Add some blocks, given by their indices in each tile's table, to the state."""
+    """Add some blocks, given by their indices in each tile's table, to the state.
+
+    `num_columns`: to which zeros widen the values for their product.
+    """
     peak, total, summed = state
     width = tiles.tables.shape[1]
     ids = jnp.take_along_axis(tiles.tables, jnp.minimum(blocks, width - 1), axis=1)
     keys, values = cache.read_keys(ids), cache.read_values(ids)
+    head_dim = values.shape[-1]
+    values = jnp.pad(values, [(0, 0)] * 4 + [(0, num_columns - head_dim)])
     offsets = jnp.arange(cache.block_size, dtype=jnp.int32)
     keys_at = (blocks[..., None] * cache.block_size + offsets[None, None])[:, None, None]
     is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
@@ -198,7 +214,7 @@ def _fold_blocks(
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
-    )
+    )[..., :head_dim]
     return new_peak, total * decay + weights.sum((3, 4)), summed * decay[..., None] + seen
 
 

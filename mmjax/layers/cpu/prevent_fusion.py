@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool
 def prevent_fusion(compute: Callable[[Array], Any], x: Array, always: Bool[Array, ""]) -> Any:
     """Return `compute(x)`, computed once: on the CPU in a branch that is `always` taken.
 
-    XLA cannot know that it is. Fused into each of its uses, `compute` would take more time, and
-    sums of it may round differently. `optimization_barrier` does not prevent that on the CPU.
+    XLA cannot know that it is. Fused into each of its uses, `compute` would take more time.
+    `optimization_barrier` does not prevent that on the CPU.
     """
 
     def never(x: Array) -> Any:

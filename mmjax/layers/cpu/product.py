@@ -32,10 +32,15 @@ def product(
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
 
 
+def is_small(weight: Array | jax.ShapeDtypeStruct) -> bool:
+    """Return whether products with `weight` give a row the same bits in any number of rows."""
+    return weight.size < MIN_WEIGHT_SIZE
+
+
 def _choose(x: Float[Array, "T D"], weight: Float[Array, "F D"]) -> Product | None:
     """Return the CPU's program for float32; None: the plain product."""
     rows = x.shape[0]
-    if weight.size < MIN_WEIGHT_SIZE:
+    if is_small(weight):
         return _by_two_rows if rows == 1 else None
     if not 1 < rows <= MAX_FEW_ROWS and rows != SHORT_PROMPT_ROWS:
         return None
