@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.norm import GemmaRMSNorm
+from mmjax.layers.vision import VisionConfig
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower
+from mmjax.towers.siglip import SiglipVisionTower
 from mmjax.weights.rules import Rule
 
 
@@ -55,7 +56,7 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         self.vision_tower = SiglipVisionTower(
-            SiglipConfig.from_hf(hf_config.vision_config), dtype=dtype
+            VisionConfig.from_hf(hf_config.vision_config), dtype=dtype
         )
         self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
