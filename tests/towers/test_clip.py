@@ -15,8 +15,7 @@ from mmjax.layers.module import bind, build_abstract
 from mmjax.layers.vision import VisionConfig
 from mmjax.towers.clip import ClipVisionTower
 from mmjax.weights.rules import Rule
-from tests.kit import fill_by_name
-from tests.oracle import assert_close, params_of
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 RULES = (Rule(r"^(vision_model\.)?post_layernorm\..*", None), Rule(r"^vision_model\.", ""))
 
@@ -37,7 +36,7 @@ def test_every_state_is_hfs(name: str):
     settings = {**TINY, **CONFIGS[name]}
     config = CLIPVisionConfig(**settings)
     reference = CLIPVisionModel(config).eval()
-    fill_by_name(reference)
+    fill_with_unit_norms(reference)
     side = settings["image_size"]
     shape = (2, settings.get("num_channels", 3), side, side)
     pixels = np.random.default_rng(0).normal(size=shape).astype(np.float32)
