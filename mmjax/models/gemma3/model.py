@@ -76,7 +76,7 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens D"]:
         """Return the soft tokens of every picture or crop."""
-        weight = self.vision_tower.post_layernorm.weight
+        weight = self.vision_tower.embeddings.patch_embedding.weight
         with jax.named_scope("vision_tower"):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
         with jax.named_scope("multi_modal_projector"):
