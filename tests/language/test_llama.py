@@ -34,7 +34,7 @@ CLASSES: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
 }
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": 130,
     "hidden_size": 32,
     "intermediate_size": 48,
