@@ -13,7 +13,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.llava.processor import count_kept_features
+from mmjax.models.llava.host_inputs import count_kept_features
 from mmjax.models.registry import get_placeholder_str
 from mmjax.processing import PromptUpdateError
 from tests.kit import draw

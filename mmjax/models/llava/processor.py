@@ -6,11 +6,12 @@ Before: `look <image> please`. After: `look <image>*576 please`; all of them tak
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
+from mmjax.models.llava.host_inputs import count_extra_features, count_image_tokens
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import (
@@ -23,6 +24,7 @@ from mmjax.processing.items.parse import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
+    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
@@ -30,8 +32,9 @@ from mmjax.processing.registry import ProcessorFactories
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
-_NUM_EXTRA_FEATURES = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Features of a tower that stand for no patch (CLIP's class token), by its `model_type`."""
+
+class LlavaDataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
@@ -42,25 +45,15 @@ class LlavaProcessingInfo(BaseProcessingInfo):
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         return "<image>" if modality == "image" else None
 
-    @cached_property
-    def num_extra_features(self) -> int:
-        tower = self.get_hf_config().vision_config.model_type
-        if tower not in _NUM_EXTRA_FEATURES:
-            known = ", ".join(f"`{name}`" for name in _NUM_EXTRA_FEATURES)
-            raise CheckpointError(
-                f"the vision tower is a `{tower}`; LLaVA is served with one of {known}"
-            )
-        return _NUM_EXTRA_FEATURES[tower]
+    def get_data_parser(self) -> LlavaDataParser:
+        return LlavaDataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
 
     @cached_property
     def num_image_tokens(self) -> int:
-        """How many embeddings a picture has: the features of the tower that the model keeps."""
-        hf_config = self.get_hf_config()
-        vision_config = hf_config.vision_config
-        side = vision_config.image_size // vision_config.patch_size
-        return count_kept_features(
-            side * side + self.num_extra_features, hf_config.vision_feature_select_strategy
-        )
+        """How many embeddings a picture has."""
+        return count_image_tokens(self.get_hf_config())
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor, by config.json where processor_config.json is silent."""
@@ -84,7 +77,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
             tokenizer=self.get_tokenizer(),
             chat_template=self.ctx.model_config.chat_template,
             image_token=settings.get("image_token", "<image>"),
-            num_additional_image_tokens=self.num_extra_features,
+            num_additional_image_tokens=count_extra_features(hf_config),
             **facts,
         )
         if processor.image_token_id != hf_config.image_token_id:
@@ -101,18 +94,6 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         return {"image": self.num_image_tokens}
-
-
-def count_kept_features(num_features: int, strategy: str) -> int:
-    """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
-    # "default" drops the first feature of any tower, also where that is a patch.
-    kept = {"default": num_features - 1, "full": num_features, "class": 1}
-    if strategy not in kept:
-        raise CheckpointError(
-            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
-            f"it must be one of {', '.join(kept)}"
-        )
-    return kept[strategy]
 
 
 def load_image_processor(path: Path) -> Any:

@@ -1,0 +1,137 @@
+"""Tiny random LLaVAs: HF's model and ours with the same weights, prompts, directories."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from transformers import (
+    AutoConfig,
+    CLIPVisionConfig,
+    Gemma3TextConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MistralConfig,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
+
+from mmjax.layers.module import build_abstract
+from mmjax.models.host_inputs import PromptItem
+from mmjax.models.llava.host_inputs import count_image_tokens
+from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
+from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.processing.tensors.inputs import PlaceholderRange
+from tests.oracle import fill_with_unit_norms, params_of
+from tests.processing.families.family import edit_golden
+
+IMAGE_TOKEN = 120
+TEXT: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+TEXT_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "gemma3": Gemma3TextConfig,
+}
+VISION_CONFIGS = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
+
+
+def tiny_config(
+    *,
+    decoder: str = "llama",
+    tower: str = "clip",
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> LlavaConfig:
+    """Return a LLaVA of two decoder blocks and three of the tower, with 16 patches a picture."""
+    return LlavaConfig(
+        text_config=TEXT_CONFIGS[decoder](**{**TEXT, **(text or {})}),
+        vision_config=VISION_CONFIGS[tower](**{**VISION, **(vision or {})}),
+        image_token_index=IMAGE_TOKEN,
+        **settings,
+    )
+
+
+def random_llava(config: Any, seed: int = 0) -> Any:
+    """Return HF's model with random weights, whose `generate` never ends a text."""
+    model = LlavaForConditionalGeneration(config).eval()
+    fill_with_unit_norms(model, seed)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
+
+
+def paged_llava(reference: Any, max_len: int = 160) -> PagedModel:
+    """Return our model with the reference's weights."""
+    config = reference.config
+    _, abstract = build_abstract(Model, config, dtype=jnp.float32)
+    params = params_of(reference, abstract, Model.rules(config))
+    return PagedModel(Model, config, params, max_len)
+
+
+def draw_pixels(config: Any, seed: int) -> np.ndarray:
+    """Return a processed picture."""
+    side = config.vision_config.image_size
+    return np.random.default_rng(seed).normal(size=(3, side, side)).astype(np.float32)
+
+
+def draw_sample(config: Any, texts: Sequence[int], seed: int = 0) -> Sample:
+    """Return a prompt of `texts[0]` random tokens, a picture, `texts[1]` tokens, a picture, ..."""
+    generator = np.random.default_rng(seed)
+    tokens = count_image_tokens(config)
+    ids: list[int] = []
+    items = []
+    for number, length in enumerate(texts):
+        if number:
+            place = PlaceholderRange(offset=len(ids), length=tokens)
+            pixels = draw_pixels(config, 10 * seed + number)
+            items.append(PromptItem(place, {"pixel_values": pixels}))
+            ids += [IMAGE_TOKEN] * tokens
+        ids += generator.integers(5, IMAGE_TOKEN, length).tolist()
+    return Sample(token_ids=np.array(ids, np.int32), items=items)
+
+
+def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
+    """Return the sample as HF's processor would give it."""
+    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if sample.items:
+        pixels = np.stack([item.tensors["pixel_values"] for item in sample.items])
+        inputs["pixel_values"] = torch.tensor(pixels)
+    return inputs
+
+
+@cache
+def plain_reference() -> Any:
+    """Return the plain tiny model, made once."""
+    return random_llava(tiny_config())
+
+
+def tiny_llava_checkpoint(folder: Path, **edits: Mapping[str, Any] | None) -> Path:
+    """Write random weights beside a copy of the golden directory, with its JSON files edited."""
+    path = edit_golden("llava", folder, **edits)
+    model = random_llava(AutoConfig.from_pretrained(path))
+    model.save_pretrained(path)
+    return path
