@@ -1,7 +1,9 @@
 """Tiny random LLaVAs: HF's model and ours with the same weights, prompts, directories."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,28 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from mmjax.config import ParallelConfig
+from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
 from mmjax.models.llava.host_inputs import count_image_tokens
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.parity.arrays import PagedModel, Sample
-from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
+from mmjax.processing.tensors.inputs import (
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.oracle import fill_with_unit_norms, params_of
 from tests.processing.families.family import edit_golden
 
 IMAGE_TOKEN = 120
+MAX_EMBEDS = 64
+"""Of the largest picture."""
 TEXT: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -135,3 +149,58 @@ def tiny_llava_checkpoint(folder: Path, **edits: Mapping[str, Any] | None) -> Pa
     model = random_llava(AutoConfig.from_pretrained(path))
     model.save_pretrained(path)
     return path
+
+
+def llava_engine(reference: Any, *, num_devices: int = 1, **settings: Any) -> EngineCore:
+    """Start an engine over the reference's weights; `settings` as of `engine_config`."""
+    ours = paged_llava(reference)
+    spec = ours.cache_spec
+    block_size, num_blocks = settings.pop("block_size", 8), settings.pop("num_blocks", None)
+    config = engine_config(block_size=block_size, **settings)
+    width = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    memory = None if num_blocks is None else num_blocks * block_size * width * 4
+    config = replace(
+        config,
+        model=replace(config.model, hf_config=reference.config),
+        cache=replace(config.cache, kv_cache_memory_bytes=memory),
+        parallel=ParallelConfig(tensor_parallel_size=num_devices),
+        max_embeds_per_item={"image": MAX_EMBEDS},
+    )
+    return EngineCore.from_model(Model, ours.params, config)
+
+
+def to_message(sample: Sample, request_id: str, max_tokens: int) -> EngineCoreRequest:
+    """Return a sample as P0 sends it; an item is named by its content."""
+    features = []
+    for place, tensors in sample.items:
+        name = sha256(b"".join(value.tobytes() for value in tensors.values())).hexdigest()
+        elems = {
+            key: MultiModalFieldElem(data=value, field=MultiModalBatchedField())
+            for key, value in tensors.items()
+        }
+        features.append(
+            MultiModalFeatureSpec(
+                data=MultiModalKwargsItem(elems),
+                modality="image",
+                identifier=name,
+                mm_position=place,
+                mm_hash=name,
+            )
+        )
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=sample.token_ids.tolist(),
+        mm_features=features,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+    )
+
+
+def serve(
+    core: EngineCore, samples: Sequence[Sample], prefix: str, max_tokens: int = 8
+) -> list[tuple[int, ...]]:
+    """Return the answers to all samples, given at once."""
+    messages = [to_message(s, f"{prefix} {n}", max_tokens) for n, s in enumerate(samples)]
+    for message in messages:
+        core.add_request(message)
+    news = drain(core)
+    return [tuple(tokens_of(news[message.request_id])) for message in messages]
