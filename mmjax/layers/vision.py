@@ -38,6 +38,10 @@ class PatchEmbedding(nnx.Module):
         patches = whole.reshape(images, channels, rows, size, columns, size)
         patches = patches.transpose(0, 2, 4, 1, 3, 5)  # I Y X C size size
         patches = patches.reshape(images, rows * columns, channels * size * size)
+        return self.project(patches)
+
+    def project(self, patches: Float[Array, "... _pixels"]) -> Float[Array, "... D"]:
+        """Project patches that are cut already, their pixels by channel, row and column."""
         weight = self.weight[...].reshape(self.weight.shape[0], -1)
         return linear(patches, weight, None if self.bias is None else self.bias[...])
 
