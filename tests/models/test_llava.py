@@ -8,14 +8,17 @@ import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract, flatten_params
-from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.models.llava.host_inputs import has_pixtral_tower
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.models.llava.model import read_feature_layers
 from mmjax.parity.reference import generate_reference, run_reference
 from tests.models.tiny_llava import (
+    PIXTRAL,
     draw_sample,
     paged_llava,
     random_llava,
+    reference_of,
     tiny_config,
     torch_inputs,
 )
@@ -46,6 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision": {"image_size": 31},
     },
     "siglip's embedding without its first patch": {"tower": "siglip", "vision_feature_layer": [0]},
+    "pixtral": {**PIXTRAL, "decoder": "mistral"},
+    "two states of pixtral": {**PIXTRAL, "vision_feature_layer": [1, -2]},
 }
 
 
@@ -55,8 +60,9 @@ def test_states_logits_and_tokens_are_hfs(name: str):
     reference = random_llava(config)
     sample = draw_sample(config, (20, 1, 17))
     expected = run_reference(reference, torch_inputs(sample), Model.rules(config))
-    # the tower: embeddings, blocks; the projector; 2 blocks, norm, logits
-    assert len(expected) == 1 + max(read_feature_layers(config)) + 1 + 2 + 2
+    # the tower: embeddings (Pixtral's are no module), blocks; the projector; 2 blocks, norm, logits
+    num_embeddings = 0 if has_pixtral_tower(config) else 1
+    assert len(expected) == num_embeddings + max(read_feature_layers(config)) + 1 + 2 + 2
 
     ours = paged_llava(reference)
     assert_close(ours.run(sample), expected)
@@ -64,8 +70,9 @@ def test_states_logits_and_tokens_are_hfs(name: str):
     assert ours.generate(sample, 32) == tokens
 
 
-def test_any_number_of_pictures():
-    reference = random_llava(tiny_config())
+@pytest.mark.parametrize("tower", ["clip", "pixtral"])
+def test_any_number_of_pictures(tower: str):
+    reference = reference_of(tower)
     ours = paged_llava(reference)
     for texts in [(25,), (0, 12), (3, 0, 0, 5)]:
         sample = draw_sample(reference.config, texts, seed=len(texts))
@@ -95,12 +102,28 @@ def test_what_the_engine_must_know_is_said():
     assert not Model.has_bidirectional_spans
 
 
+def test_pixtrals_patches_are_packed():
+    host_inputs = Model.host_inputs(tiny_config(**PIXTRAL))
+    assert host_inputs.encoder_spec == PackedEncoderSpec(
+        inputs={"pixel_values": ((3 * 7 * 7,), "float32"), "places": ((2,), "int32")},
+        patches_per_token=1,
+    )
+    pixels = np.arange(3 * 14 * 21, dtype=np.float32).reshape(3, 14, 21)
+    units = host_inputs.units({"pixel_values": pixels})
+    assert units["places"].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    np.testing.assert_array_equal(units["pixel_values"][5].reshape(3, 7, 7), pixels[:, 7:, 14:])
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"vision_feature_layer": -5}, r"`vision_feature_layer` is -5, .* 3 layers; .* -4 to 3"),
         ({"vision_feature_layer": [1, 4]}, r"`vision_feature_layer` is \[1, 4\]"),
         ({"vision_feature_layer": []}, r"`vision_feature_layer` is \[\]"),
+        (
+            {"vision_config.model_type": "pixtral"},
+            "`vision_feature_select_strategy` .* 'default'; it must be `full` with a `pixtral`",
+        ),
         ({"vision_feature_select_strategy": "most"}, "'most'; it must be one of default, full"),
         ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
         ({"vision_config.model_type": "dinov2"}, "the vision tower is a `dinov2`"),

@@ -13,6 +13,7 @@ import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
@@ -49,18 +50,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {
         "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
     },
-    "llava-1.5-13b": {
-        "text_config": {
-            "model_type": "llama",
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "max_position_embeddings": 4096,
-            "num_attention_heads": 40,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 40,
-            "vocab_size": 32064,
-        }
-    },
     "bakllava-7b": {
         "text_config": {
             "model_type": "mistral",
@@ -86,28 +75,55 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "vocab_size": 128256,
         },
     },
+    "pixtral-12b": {
+        "image_seq_length": 1,
+        "image_token_index": 10,
+        "vision_config": {
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "image_size": 1024,
+            "model_type": "pixtral",
+            "patch_size": 16,
+            "rope_theta": 10000.0,
+        },
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "text_config": {
+            "model_type": "mistral",
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 1024000,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+    },
 }
 """What the hub's config.json files say; the rest are defaults, as there."""
 
 NUM_PARAMETERS = {
     "llava-1.5-7b": 7.05e9,
-    "llava-1.5-13b": 13.34e9,
     "bakllava-7b": 7.55e9,
     "llama 3.1 behind siglip": 8.45e9,
+    "pixtral-12b": 12.68e9,
 }
 NUM_UNREAD = {
     # of the last block, its norm; SigLIP's pooling head too
     "llava-1.5-7b": 16 + 2,
-    "llava-1.5-13b": 16 + 2,
     "bakllava-7b": 16 + 2,
     "llama 3.1 behind siglip": 16 + 2 + 11,
+    "pixtral-12b": 0,
 }
 TOKENS_PER_IMAGE = dict.fromkeys(PUBLISHED, 576) | {"llama 3.1 behind siglip": 729}
 
 LAYOUTS = {
     "hub": {
         "model.language_model.": "language_model.model.",
-        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.vision_tower.": "vision_tower.{inner}",
         "model.multi_modal_projector.": "multi_modal_projector.",
         "lm_head.": "language_model.lm_head.",
     },
@@ -145,11 +161,14 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
 
 
-def tell(name: str, layout: str) -> str:
-    """Return the name that a file of `layout` has for the module's tensor `name`."""
+def tell(name: str, layout: str, inner: str) -> str:
+    """Return the name that a file of `layout` has for the module's tensor `name`.
+
+    `inner`: what the tower's own class calls itself in the hub's files.
+    """
     for old, new in LAYOUTS[layout].items():
         if name.startswith(old):
-            return new + name.removeprefix(old).removeprefix("vision_model.")
+            return new.format(inner=inner) + name.removeprefix(old)
     return name
 
 
@@ -157,8 +176,9 @@ def tell(name: str, layout: str) -> str:
 def test_every_tensor_is_used_once_but_for_what_nobody_reads(
     name: str, abstract: dict[str, Any], shapes: dict[str, tuple[int, ...]], layout: str
 ):
+    inner = "" if name == "pixtral-12b" else "vision_model."
     tensors = [
-        StoredTensor(tell(key, layout), "model.safetensors", shape, "BF16", None)
+        StoredTensor(tell(key, layout, inner), "model.safetensors", shape, "BF16", None)
         for key, shape in shapes.items()
     ]
     rules = Model.rules(published_config(name))
@@ -177,12 +197,21 @@ def test_the_size_is_the_published_one(name: str, abstract: dict[str, Any]):
 
 def test_a_picture_and_a_step_have_their_shapes(name: str):
     config = published_config(name)
-    width, side = config.text_config.hidden_size, config.vision_config.image_size
+    width = config.text_config.hidden_size
     graphdef, params = build_abstract(Model, config, dtype=jnp.bfloat16)
-    pixels = jax.ShapeDtypeStruct((2, 3, side, side), jnp.float32)
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)
-    assert (rows.shape, rows.dtype) == ((2, TOKENS_PER_IMAGE[name], width), jnp.bfloat16)
-    assert Model.host_inputs(config).encoder_spec.tokens_per_unit == TOKENS_PER_IMAGE[name]
+    spec = Model.host_inputs(config).encoder_spec
+    if isinstance(spec, EncoderSpec):
+        assert spec.tokens_per_unit == TOKENS_PER_IMAGE[name]
+        size, expected, packed = 2, (2, TOKENS_PER_IMAGE[name], width), {}
+    else:
+        size, expected = 256, (256, width)
+        packed = {"segment_ids": jax.ShapeDtypeStruct((256,), jnp.int32)}
+    inputs = packed | {
+        key: jax.ShapeDtypeStruct((size, *shape), dtype)
+        for key, (shape, dtype) in spec.inputs.items()
+    }
+    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, inputs)
+    assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
     hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
     assert (logits.shape, logits.dtype) == ((4, config.text_config.vocab_size), jnp.float32)

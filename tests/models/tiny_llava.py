@@ -19,6 +19,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
+    PixtralVisionConfig,
     Qwen2Config,
     SiglipVisionConfig,
 )
@@ -27,9 +28,10 @@ from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
-from mmjax.models.llava.host_inputs import count_image_tokens
+from mmjax.models.llava.host_inputs import count_image_tokens, has_pixtral_tower
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
@@ -40,9 +42,8 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.oracle import fill_with_unit_norms, params_of
-from tests.processing.families.family import edit_golden
 
-IMAGE_TOKEN = 120
+IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
 MAX_EMBEDS = 64
 """Of the largest picture."""
 TEXT: dict[str, Any] = {
@@ -69,7 +70,16 @@ TEXT_CONFIGS = {
     "qwen2": Qwen2Config,
     "gemma3": Gemma3TextConfig,
 }
-VISION_CONFIGS = {"clip": CLIPVisionConfig, "siglip": SiglipVisionConfig}
+VISION_CONFIGS = {
+    "clip": CLIPVisionConfig,
+    "siglip": SiglipVisionConfig,
+    "pixtral": PixtralVisionConfig,
+}
+PIXTRAL: dict[str, Any] = {
+    "tower": "pixtral",
+    "vision_feature_select_strategy": "full",
+    "vision_feature_layer": -1,
+}
 
 
 def tiny_config(
@@ -105,49 +115,56 @@ def paged_llava(reference: Any, max_len: int = 160) -> PagedModel:
     return PagedModel(Model, config, params, max_len)
 
 
-def draw_pixels(config: Any, seed: int) -> np.ndarray:
-    """Return a processed picture."""
-    side = config.vision_config.image_size
-    return np.random.default_rng(seed).normal(size=(3, side, side)).astype(np.float32)
+GRIDS = [(3, 4), (1, 1), (5, 2)]
+"""Rows and columns of patches of Pixtral's pictures, by turns."""
+
+
+def draw_picture(config: Any, number: int, seed: int) -> tuple[np.ndarray, list[int]]:
+    """Return the pixels and the token ids of a processed picture."""
+    vision = config.vision_config
+    if has_pixtral_tower(config):
+        rows, columns = GRIDS[number % len(GRIDS)]
+        ids = [*[IMAGE_TOKEN] * columns, BREAK_TOKEN] * rows
+        ids[-1] = END_TOKEN
+        shape = (3, rows * vision.patch_size, columns * vision.patch_size)
+    else:
+        ids = [IMAGE_TOKEN] * count_image_tokens(config)
+        shape = (3, vision.image_size, vision.image_size)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32), ids
 
 
 def draw_sample(config: Any, texts: Sequence[int], seed: int = 0) -> Sample:
     """Return a prompt of `texts[0]` random tokens, a picture, `texts[1]` tokens, a picture, ..."""
     generator = np.random.default_rng(seed)
-    tokens = count_image_tokens(config)
     ids: list[int] = []
     items = []
     for number, length in enumerate(texts):
         if number:
-            place = PlaceholderRange(offset=len(ids), length=tokens)
-            pixels = draw_pixels(config, 10 * seed + number)
+            pixels, own = draw_picture(config, number + seed, 10 * seed + number)
+            place = PlaceholderRange(len(ids), len(own), np.equal(own, IMAGE_TOKEN))
             items.append(PromptItem(place, {"pixel_values": pixels}))
-            ids += [IMAGE_TOKEN] * tokens
+            ids += own
         ids += generator.integers(5, IMAGE_TOKEN, length).tolist()
     return Sample(token_ids=np.array(ids, np.int32), items=items)
 
 
 def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
-    """Return the sample as HF's processor would give it."""
-    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if sample.items:
-        pixels = np.stack([item.tensors["pixel_values"] for item in sample.items])
-        inputs["pixel_values"] = torch.tensor(pixels)
-    return inputs
+    """Return the sample as HF's processor would give it, for either kind of tower."""
+    return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
 
 
 @cache
-def plain_reference() -> Any:
-    """Return the plain tiny model, made once."""
-    return random_llava(tiny_config())
+def reference_of(tower: str) -> Any:
+    """Return the plain tiny model with a tower, made once."""
+    settings: dict[str, Any] = PIXTRAL if tower == "pixtral" else {"tower": tower}
+    return random_llava(tiny_config(**settings))
 
 
-def tiny_llava_checkpoint(folder: Path, **edits: Mapping[str, Any] | None) -> Path:
-    """Write random weights beside a copy of the golden directory, with its JSON files edited."""
-    path = edit_golden("llava", folder, **edits)
-    model = random_llava(AutoConfig.from_pretrained(path))
-    model.save_pretrained(path)
+def tiny_llava_checkpoint(path: Path) -> Path:
+    """Write random weights beside the other files of a directory; return it."""
+    generation = (path / "generation_config.json").read_bytes()
+    random_llava(AutoConfig.from_pretrained(path)).save_pretrained(path)
+    (path / "generation_config.json").write_bytes(generation)
     return path
 
 

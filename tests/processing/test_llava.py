@@ -119,7 +119,7 @@ def test_siglip_has_no_class_token(tmp_path: Path, strategy: str, expected: int)
     np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
 
 
-@pytest.mark.parametrize("tower", ["pixtral", "dinov2"])
+@pytest.mark.parametrize("tower", ["siglip2_vision_model", "dinov2"])
 def test_another_tower_is_refused_by_name(tmp_path: Path, tower: str):
     path = edit_golden("llava", tmp_path, config={"vision_config.model_type": tower})
     with pytest.raises(CheckpointError, match=f"is a `{tower}`; .*`clip_vision_model`"):

@@ -6,14 +6,12 @@ Both doors (HTTP and `LLM.chat`) come through here. Knows nothing of HTTP.
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import MAX_CHARS_PER_TOKEN, InputProcessor, PromptDict
-from mmjax.models.registry import get_placeholder_str
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field: an answer has one, clients send either back, templates know either."""
@@ -49,7 +47,7 @@ class ChatParser:
                 check_mm_data=input_processor.check_mm_data,
                 takes_embeds=input_processor.takes_embeds,
             ),
-            placeholder=partial(get_placeholder_str, model_config.architecture),
+            placeholder=input_processor.get_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
             max_chars=model_config.max_model_len * MAX_CHARS_PER_TOKEN,
         )

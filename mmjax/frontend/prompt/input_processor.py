@@ -73,6 +73,10 @@ class InputProcessor:
         """Whether the model, whatever the operator says, takes embeddings in place of pictures."""
         return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
 
+    def get_placeholder_str(self, modality: str, i: int) -> str | None:
+        """Return what stands for the i-th (from 1) item of a modality in a text without parts."""
+        return self._pool.first.info.get_placeholder_str(modality, i)
+
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
         """Refuse what `prepare` would refuse of media, short of decoding them."""
         self._pool.first.info.parse_mm_data(mm_data)

@@ -1,6 +1,7 @@
-"""LLaVA-1.5 (Liu et al., arXiv 2310.03744): CLIP or SigLIP, a two-layer projector, a decoder.
+"""LLaVA-1.5 (Liu et al., arXiv 2310.03744): a tower, a two-layer projector, a decoder.
 
-Which decoder is `text_config`'s affair: Vicuna, Llama, Mistral, Qwen2 and Gemma are no code here.
+The tower is CLIP, SigLIP, or Pixtral's, which HF wraps so too. Which decoder is `text_config`'s
+affair: Vicuna, Llama, Mistral, Qwen2 and Gemma are no code here.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
@@ -19,11 +20,14 @@ from mmjax.layers.vision import VisionConfig
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.llava.host_inputs import (
     LlavaHostInputs,
+    check_whole_pictures,
     choose_features,
     count_extra_features,
+    has_pixtral_tower,
 )
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.clip import ClipVisionTower
+from mmjax.towers.pixtral import PixtralConfig, PixtralVisionTower
 from mmjax.towers.siglip import SiglipVisionTower
 from mmjax.weights.rules import Rule
 
@@ -64,7 +68,9 @@ class LlavaForConditionalGeneration(MultiModalModel):
         tower = r"^(model\.)?vision_tower\.(vision_model\.)?"
         read = max(read_feature_layers(hf_config))
         unread = "|".join(map(str, range(read, hf_config.vision_config.num_hidden_layers)))
-        drops = [Rule(rf"{tower}encoder\.layers\.({unread})\.", None)] if unread else []
+        drops = (
+            [Rule(rf"{tower}(encoder|transformer)\.layers\.({unread})\.", None)] if unread else []
+        )
         return (
             *drops,
             Rule(rf"{tower}(head|post_layernorm)\.", None),
@@ -75,16 +81,19 @@ class LlavaForConditionalGeneration(MultiModalModel):
         )
 
     def embed_multimodal(
-        self, pixel_values: Float[Array, "I C _y _x"]
-    ) -> Float[Array, "I _tokens D"]:
-        """Return the embeddings of every picture."""
+        self, pixel_values: Float[Array, "..."], **packed: Int[Array, "..."]
+    ) -> Float[Array, "I _tokens D"] | Float[Array, "P D"]:
+        """Return the embeddings of every picture, or of every patch of a pack.
+
+        `packed`: what Pixtral's tower takes beside the pixels.
+        """
         weight = self.multi_modal_projector.linear_1.weight
         with jax.named_scope("vision_tower"):
             _, states = self.vision_tower(
-                pixel_values.astype(weight.dtype), feature_layers=self.feature_layers
+                pixel_values.astype(weight.dtype), feature_layers=self.feature_layers, **packed
             )
-        kept = choose_features(states[0].shape[1], self.strategy)
-        features = jnp.concatenate([state[:, kept] for state in states], axis=-1)
+        kept = choose_features(states[0].shape[-2], self.strategy)
+        features = jnp.concatenate([state[..., kept, :] for state in states], axis=-1)
         with jax.named_scope("multi_modal_projector"):
             return self.multi_modal_projector(features)
 
@@ -106,8 +115,13 @@ def read_feature_layers(hf_config: Any) -> tuple[int, ...]:
 
 def _build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:
     """Return the tower up to the last layer that is read."""
+    vision = hf_config.vision_config
+    if has_pixtral_tower(hf_config):
+        check_whole_pictures(hf_config)
+        read = replace(PixtralConfig.from_hf(vision), num_hidden_layers=num_layers)
+        return PixtralVisionTower(read, dtype=dtype)
     count_extra_features(hf_config)  # refuses other towers
-    config = replace(VisionConfig.from_hf(hf_config.vision_config), num_hidden_layers=num_layers)
-    if hf_config.vision_config.model_type == "clip_vision_model":
+    config = replace(VisionConfig.from_hf(vision), num_hidden_layers=num_layers)
+    if vision.model_type == "clip_vision_model":
         return ClipVisionTower(config, dtype=dtype)
     return SiglipVisionTower(config, dtype=dtype, has_final_norm=False)

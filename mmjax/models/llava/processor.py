@@ -11,8 +11,14 @@ from typing import Any, ClassVar
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
-from mmjax.models.llava.host_inputs import count_extra_features, count_image_tokens
-from mmjax.processing.context import BaseProcessingInfo
+from mmjax.models.llava import pixtral
+from mmjax.models.llava.host_inputs import (
+    count_extra_features,
+    count_image_tokens,
+    has_pixtral_tower,
+)
+from mmjax.processing.commit import ProcessorCache
+from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import (
     check_pixel_size,
@@ -175,7 +181,18 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
         return [PromptReplacement("image", [image_token_id], get_replacement)]
 
 
-FACTORIES = ProcessorFactories(
+class LlavaFactories(ProcessorFactories):
+    """By the checkpoint's tower: Pixtral's pictures have rows of their own size, and marks."""
+
+    def build_processor(
+        self, ctx: InputProcessingContext, *, cache: ProcessorCache | None = None
+    ) -> BaseMultiModalProcessor[Any]:
+        if has_pixtral_tower(ctx.get_hf_config()):
+            return pixtral.FACTORIES.build_processor(ctx, cache=cache)
+        return super().build_processor(ctx, cache=cache)
+
+
+FACTORIES = LlavaFactories(
     info=LlavaProcessingInfo,
     dummy_inputs=LlavaDummyInputsBuilder,
     processor=LlavaMultiModalProcessor,
