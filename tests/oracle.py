@@ -46,6 +46,18 @@ def assert_close(
     assert all(far[name] <= atol * scale[name] for name in far), far
 
 
+def fill_with_unit_norms(model: torch.nn.Module, seed: int = 0) -> None:
+    """Fill a torch model as `fill_by_name` does, norms near 1 where their weight is not centred."""
+    fill_by_name(model, seed)
+    for module in model.modules():
+        name = type(module).__name__
+        weight = getattr(module, "weight", None)
+        is_norm = name.endswith("Norm") and not name.startswith("Gemma")
+        if is_norm and isinstance(weight, torch.Tensor) and weight.mean() < 0.5:
+            with torch.no_grad():
+                weight += 1.0
+
+
 def random_gemma3(
     *,
     text: Mapping[str, Any] | None = None,

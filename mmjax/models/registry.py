@@ -61,7 +61,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", has_model=False, factories="HF_FACTORIES"
         ),
-        "LlavaForConditionalGeneration": ModelRow("llava", has_model=False),
+        "LlavaForConditionalGeneration": ModelRow("llava"),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),
     }
 )

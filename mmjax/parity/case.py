@@ -11,7 +11,13 @@ from mmjax.config import ModelConfig
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
-from mmjax.parity.reference import generate_reference, load_reference, run_reference
+from mmjax.parity.reference import (
+    generate_reference,
+    load_reference,
+    make_reference_inputs,
+    run_reference,
+)
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 
 DEFAULT_MAX_TOKENS = 32
 
@@ -36,7 +42,10 @@ class Parity:
         self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
         self.hf_processor = self.processor.info.get_hf_processor()
-        # mmjax first, for its errors about missing files or tensors.
+        self._chat_template = model_config.chat_template or getattr(
+            self.hf_processor, "chat_template", None
+        )
+        # Ours first: it explains a directory that lacks files or tensors.
         self.ours = PagedModel.from_directory(
             model_config.path, model_class, model_config.hf_config, max_len=max_len
         )
@@ -58,7 +67,7 @@ class Parity:
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn, images before the text, by the chat template if there is one."""
         tokenizer = self.processor.info.get_tokenizer()
-        template = self.hf_processor.chat_template or tokenizer.chat_template
+        template = self._chat_template or tokenizer.chat_template
         if template is None:
             mark = self.processor.info.find_placeholder_str("image", 1) or ""
             return mark * num_images + text
@@ -82,7 +91,11 @@ class Parity:
         return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the outputs of HF's processor, which takes only text prompts."""
+        """Return the case as HF's processor gives it; it takes text only."""
+        if isinstance(self.hf_processor, ProcessorOfParts):
+            # HF's own needs torchvision: its model is given what ours made.
+            sample = self.process(case)
+            return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)

@@ -5,7 +5,7 @@ The only module that imports torch, when it is called.
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,30 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[Rule | Split]) -> dic
         name: value[0] if name.startswith("language_model.") else value
         for name, value in outputs.items()
     }
+
+
+def make_reference_inputs(
+    token_ids: np.ndarray, items: Sequence[Mapping[str, np.ndarray]]
+) -> dict[str, Any]:
+    """Return torch tensors of a batch of one, of what our processor made of a prompt.
+
+    Pictures of several sizes are padded, and `image_sizes` says what is theirs.
+    """
+    torch = import_torch()
+    ids = torch.tensor(token_ids, dtype=torch.long)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for name in items[0] if items else ():
+        values = [np.asarray(item[name]) for item in items]
+        sizes = np.array([value.shape for value in values])
+        most = sizes.max(0)
+        padded = [
+            np.pad(value, [(0, end) for end in most - size])
+            for value, size in zip(values, sizes, strict=True)
+        ]
+        inputs[name] = torch.tensor(np.stack(padded))
+        if name == "pixel_values" and (sizes != most).any():
+            inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
+    return inputs
 
 
 def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:

@@ -51,16 +51,16 @@ def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
             refuse(architecture)
         assert str(caught.value) == (
             f"architecture `{architecture}` can be processed but not served yet: mmjax has its "
-            "processor and no model; served are `Gemma3ForConditionalGeneration`"
+            f"processor and no model; served are {', '.join(f'`{name}`' for name in SERVED)}"
         )
 
 
-def test_serving_llava_ends_with_the_reason(capsys: pytest.CaptureFixture[str]):
-    assert mmjax.serve.main([str(GOLDEN / "llava"), "--port", "0"]) == 1
+def test_serving_chameleon_ends_with_the_reason(capsys: pytest.CaptureFixture[str]):
+    assert mmjax.serve.main([str(GOLDEN / "chameleon"), "--port", "0"]) == 1
     said = capsys.readouterr().err
-    assert "`LlavaForConditionalGeneration` can be processed but not served yet" in said
+    assert "`ChameleonForConditionalGeneration` can be processed but not served yet" in said
     with pytest.raises(CheckpointError, match="can be processed but not served yet"):
-        LLM(GOLDEN / "llava")
+        LLM(GOLDEN / "chameleon")
 
 
 def test_an_unknown_architecture_gets_the_nearest_name():

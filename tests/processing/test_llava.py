@@ -13,7 +13,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.models.llava.processor import count_kept_features
+from mmjax.models.llava.host_inputs import count_kept_features
 from mmjax.processing import PromptUpdateError
 from tests.kit import draw
 from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
@@ -118,7 +118,7 @@ def test_siglip_has_no_class_token(tmp_path: Path, strategy: str, expected: int)
     np.testing.assert_array_equal(ours.mm_kwargs.get_data()["pixel_values"], hf["pixel_values"])
 
 
-@pytest.mark.parametrize("tower", ["pixtral", "dinov2"])
+@pytest.mark.parametrize("tower", ["siglip2_vision_model", "dinov2"])
 def test_another_tower_is_refused_by_name(tmp_path: Path, tower: str):
     path = edit_golden("llava", tmp_path, config={"vision_config.model_type": tower})
     with pytest.raises(CheckpointError, match=f"is a `{tower}`; .*`clip_vision_model`"):

@@ -10,7 +10,8 @@ import torch
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from mmjax.layers.module import bind, build_abstract
-from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower
+from mmjax.layers.vision import VisionConfig
+from mmjax.towers.siglip import SiglipVisionTower
 from mmjax.weights.rules import Rule
 from tests.kit import fill_by_name
 from tests.oracle import assert_close, params_of
@@ -43,7 +44,7 @@ def test_every_state_is_hfs(name: str):
         expected = reference(torch.tensor(pixels), output_hidden_states=True)
 
     graphdef, abstract = build_abstract(
-        SiglipVisionTower, SiglipConfig.from_hf(config), dtype=jnp.float32
+        SiglipVisionTower, VisionConfig.from_hf(config), dtype=jnp.float32
     )
     params = params_of(reference, abstract, RULES)
     layers = range(config.num_hidden_layers + 1)

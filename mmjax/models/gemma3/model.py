@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.norm import GemmaRMSNorm
+from mmjax.layers.vision import VisionConfig
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.siglip import SiglipConfig, SiglipVisionTower
+from mmjax.towers.siglip import SiglipVisionTower
 from mmjax.weights.rules import Rule
 
 
@@ -56,7 +57,7 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision = SiglipConfig.from_hf(hf_config.vision_config)
+        vision = VisionConfig.from_hf(hf_config.vision_config)
         with self._mark_tower_model(hf_config, "image"):
             self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
             self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
@@ -76,8 +77,8 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
     def embed_multimodal(
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens D"]:
-        """Return the soft tokens of every image or crop."""
-        weight = self.vision_tower.post_layernorm.weight
+        """Return the soft tokens of every picture or crop."""
+        weight = self.vision_tower.embeddings.patch_embedding.weight
         with jax.named_scope("vision_tower"):
             patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
         with jax.named_scope("multi_modal_projector"):

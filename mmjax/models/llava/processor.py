@@ -6,13 +6,20 @@ Before: `look <image> please`. After: `look <image>*576 please`; all of them tak
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
+from mmjax.models.llava import pixtral
+from mmjax.models.llava.host_inputs import (
+    count_extra_features,
+    count_image_tokens,
+    has_pixtral_tower,
+)
 from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.commit import ProcessorCache
+from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import (
     check_pixel_size,
@@ -24,14 +31,16 @@ from mmjax.processing.items.parse import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
+    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
-_NUM_EXTRA_FEATURES = {"clip_vision_model": 1, "siglip_vision_model": 0}
-"""Features besides patches (CLIP's class token), by the tower's `model_type`."""
+
+class LlavaDataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
@@ -42,25 +51,15 @@ class LlavaProcessingInfo(BaseProcessingInfo):
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         return "<image>" if modality == "image" else None
 
-    @cached_property
-    def num_extra_features(self) -> int:
-        tower = self.get_hf_config().vision_config.model_type
-        if tower not in _NUM_EXTRA_FEATURES:
-            known = ", ".join(f"`{name}`" for name in _NUM_EXTRA_FEATURES)
-            raise CheckpointError(
-                f"the vision tower is a `{tower}`; LLaVA is served with one of {known}"
-            )
-        return _NUM_EXTRA_FEATURES[tower]
+    def get_data_parser(self) -> LlavaDataParser:
+        return LlavaDataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
 
     @cached_property
     def num_image_tokens(self) -> int:
-        """Number of embeddings of an image: the tower's features that the model selects."""
-        hf_config = self.get_hf_config()
-        vision_config = hf_config.vision_config
-        side = vision_config.image_size // vision_config.patch_size
-        return count_kept_features(
-            side * side + self.num_extra_features, hf_config.vision_feature_select_strategy
-        )
+        """How many embeddings a picture has."""
+        return count_image_tokens(self.get_hf_config())
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor, from config.json if processor_config.json lacks a value."""
@@ -84,7 +83,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
             tokenizer=self.get_tokenizer(),
             chat_template=self.ctx.model_config.chat_template,
             image_token=settings.get("image_token", "<image>"),
-            num_additional_image_tokens=self.num_extra_features,
+            num_additional_image_tokens=count_extra_features(hf_config),
             **facts,
         )
         if processor.image_token_id != hf_config.image_token_id:
@@ -101,18 +100,6 @@ class LlavaProcessingInfo(BaseProcessingInfo):
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         return {"image": self.num_image_tokens}
-
-
-def count_kept_features(num_features: int, strategy: str) -> int:
-    """Return the number of a tower's features that `vision_feature_select_strategy` selects."""
-    # "default" drops the first feature of any tower, even if it is a patch.
-    kept = {"default": num_features - 1, "full": num_features, "class": 1}
-    if strategy not in kept:
-        raise CheckpointError(
-            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
-            f"it must be one of {', '.join(kept)}"
-        )
-    return kept[strategy]
 
 
 def load_image_processor(path: Path) -> Any:
@@ -194,7 +181,18 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
         return [PromptReplacement("image", [image_token_id], get_replacement)]
 
 
-FACTORIES = ProcessorFactories(
+class LlavaFactories(ProcessorFactories):
+    """By the checkpoint's tower: Pixtral's pictures have rows of their own size, and marks."""
+
+    def build_processor(
+        self, ctx: InputProcessingContext, *, cache: ProcessorCache | None = None
+    ) -> BaseMultiModalProcessor[Any]:
+        if has_pixtral_tower(ctx.get_hf_config()):
+            return pixtral.FACTORIES.build_processor(ctx, cache=cache)
+        return super().build_processor(ctx, cache=cache)
+
+
+FACTORIES = LlavaFactories(
     info=LlavaProcessingInfo,
     dummy_inputs=LlavaDummyInputsBuilder,
     processor=LlavaMultiModalProcessor,

@@ -1,14 +1,24 @@
-"""LLaVA's tiny golden directory, and HF's processor as the oracle."""
+"""LLaVA's tiny golden directory, and HF's processor as the oracle; a Pixtral made of it."""
 
+import json
 from collections.abc import Mapping
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 
-from tests.processing.families.family import GOLDEN, Family, HFInputs, golden_processor
+from tests.processing.families.family import (
+    GOLDEN,
+    Family,
+    HFInputs,
+    edit_golden,
+    golden_processor,
+)
+
+PIXTRAL_PATCH, PIXTRAL_EDGE = 14, 56
 
 
 @cache
@@ -27,6 +37,38 @@ def hf_processor() -> Any:
 def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
     outputs = hf_processor()(text=prompt, images=images or None, return_tensors="np", **kwargs)
     return HFInputs(outputs["input_ids"][0].tolist(), outputs)
+
+
+def write_pixtral(folder: Path, **config: Any) -> Path:
+    """Write a Pixtral as the hub has it: patches of 14 pixels, pictures of up to 56 x 56."""
+    vision = {
+        **{"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 48, "patch_size": 14},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": PIXTRAL_EDGE},
+        **{"hidden_act": "silu", "rope_theta": 10000.0, "head_dim": 16},
+    }
+    settings = {
+        "image_token_index": 1000,
+        "vision_config": vision,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+    }
+    path = edit_golden("llava", folder, config={**settings, **config})
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]}
+    )
+    tokenizer.save_pretrained(path)
+    image_processor = {
+        "image_processor_type": "PixtralImageProcessor",
+        "patch_size": {"height": PIXTRAL_PATCH, "width": PIXTRAL_PATCH},
+        "size": {"longest_edge": PIXTRAL_EDGE},
+    }
+    processor = {"processor_class": "PixtralProcessor", "patch_size": PIXTRAL_PATCH}
+    (path / "preprocessor_config.json").write_text(json.dumps(image_processor))
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    template = path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<image>\n", "[IMG]"))
+    return path
 
 
 FAMILY = Family(

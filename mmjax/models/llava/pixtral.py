@@ -1,0 +1,225 @@
+"""Pixtral's prompt side, where LLaVA wraps its tower: a token a patch, a mark behind every row.
+
+Before: `look [IMG] please`. After, for 2 rows of 3 patches: `look [IMG] [IMG] [IMG] [IMG_BREAK]
+[IMG] [IMG] [IMG] [IMG_END] please`; only `[IMG]` takes embeddings.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.llava.host_inputs import check_whole_pictures
+from mmjax.models.registry import ProcessorFactories
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates.updates import (
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+
+IMAGE_TOKEN = "[IMG]"
+_MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+"""Behind a row, and behind the last; a checkpoint may name others."""
+_FIXED = frozenset({"patch_size", "do_resize", "do_center_crop", "crop_size", "do_pad", "pad_size"})
+"""A picture would have other sides than whole patches."""
+
+
+class PixtralImageScaler:
+    """HF's image processor: pictures scaled to whole patches, and not padded to each other."""
+
+    def __init__(self, hf_processor: Any, patch_size: int) -> None:
+        self.hf = hf_processor
+        self.patch_size = patch_size
+
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset(self.hf.valid_kwargs.__annotations__) - _FIXED
+
+    def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
+        """Return `pixel_values`, a list of float32[C, height, width]."""
+        longest = self.get_longest_edge(kwargs)
+        for image in images:
+            _check_sliver(ImageSize(*image.size), longest)
+        fixed = {
+            "size": {"longest_edge": longest},
+            "patch_size": {"height": self.patch_size, "width": self.patch_size},
+            "do_resize": True,
+            "do_center_crop": False,
+            "do_pad": False,
+            "return_tensors": None,
+        }
+        return {"pixel_values": list(self.hf(list(images), **{**kwargs, **fixed})["pixel_values"])}
+
+    def get_longest_edge(self, kwargs: Mapping[str, Any]) -> int:
+        """Return the pixels of the longer side, at most, under an HF call's kwargs."""
+        size = kwargs.get("size") or dict(self.hf.size)
+        longest = size.get("longest_edge") if isinstance(size, Mapping) else None
+        if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
+            raise RequestValueError(
+                f"`size` is {size!r} in mm_processor_kwargs; it must be an object of a positive "
+                "`longest_edge`",
+                param="mm_processor_kwargs",
+            )
+        return longest
+
+
+def _check_sliver(size: ImageSize, longest: int) -> None:
+    if max(size) > longest and min(size) * longest < max(size):
+        raise RequestValueError(
+            f"image is {size.width}x{size.height} pixels; scaled until its longer side is "
+            f"{longest}, the shorter has none: crop it",
+            param="multi_modal_data",
+        )
+
+
+class PixtralDataParser(MultiModalDataParser):
+    @staticmethod
+    def is_embeddings(data: object) -> bool:
+        """Refuse embeddings: nothing says how many of them are a row."""
+        if MultiModalDataParser.is_embeddings(data):
+            raise RequestValueError(
+                "Pixtral takes pictures, not their embeddings; give the picture",
+                param="multi_modal_data",
+            )
+        return False
+
+
+class PixtralProcessingInfo(BaseProcessingInfo):
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return IMAGE_TOKEN if modality == "image" else None
+
+    def get_data_parser(self) -> PixtralDataParser:
+        return PixtralDataParser(limits=self.get_media_limits())
+
+    def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
+        """Do nothing: `longest_edge` is held to what was planned, and never scales up."""
+
+    @property
+    def patch_size(self) -> int:
+        return self.get_hf_config().vision_config.patch_size
+
+    @cached_property
+    def token_ids(self) -> Mapping[str, int]:
+        """The ids of `image_token`, `image_break_token` and `image_end_token`."""
+        vocabulary = self.get_tokenizer().get_vocab()
+        settings = self._settings
+        names = {key: settings.get(key, default) for key, default in _MARKS.items()}
+        names["image_token"] = settings.get("image_token", IMAGE_TOKEN)
+        missing = [name for name in names.values() if name not in vocabulary]
+        if missing:
+            raise CheckpointError(
+                f"the tokenizer does not know {', '.join(f'`{name}`' for name in missing)}, which "
+                "Pixtral's prompts are made of"
+            )
+        ids = {key: vocabulary[name] for key, name in names.items()}
+        expected = self.get_hf_config().image_token_id
+        if ids["image_token"] != expected:
+            raise CheckpointError(
+                f"`{names['image_token']}` is token {ids['image_token']}, but `image_token_index` "
+                f"of config.json is {expected}"
+            )
+        return ids
+
+    @cached_property
+    def _settings(self) -> Mapping[str, Any]:
+        # On use only: it brings an installed torch along.
+        from transformers.processing_utils import ProcessorMixin
+
+        settings, _ = ProcessorMixin.get_processor_dict(self.ctx.model_config.path)
+        return settings
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        """Put together what AutoProcessor would, which wants torchvision."""
+        # On use only: it brings an installed torch along.
+        from transformers.models.pixtral.image_processing_pil_pixtral import (
+            PixtralImageProcessorPil,
+        )
+
+        check_whole_pictures(self.get_hf_config())
+        patch_size = self._settings.get("patch_size", self.patch_size)
+        if patch_size != self.patch_size or self._settings.get("spatial_merge_size", 1) != 1:
+            raise CheckpointError(
+                f"`patch_size` and `spatial_merge_size` of processor_config.json are {patch_size} "
+                f"and {self._settings.get('spatial_merge_size', 1)}, but config.json's tower has "
+                f"patches of {self.patch_size}, which are not merged; make them equal"
+            )
+        _ = self.token_ids
+        own = PixtralImageProcessorPil.from_pretrained(self.ctx.model_config.path)
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=PixtralImageScaler(own, self.patch_size),
+        )
+
+    def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
+        """Return the pixels of a picture's longer side under kwargs over the operator's."""
+        parts = self.get_hf_processor()
+        scoped = parts.scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))["images_kwargs"]
+        return parts.image_processor.get_longest_edge(scoped)
+
+    def get_largest_mm_kwargs(self) -> Mapping[str, object]:
+        """Return the larger one of the checkpoint's size and the operator's."""
+        own = self.get_hf_processor().image_processor.get_longest_edge({})
+        return {"size": {"longest_edge": max(own, self.get_longest_edge({}))}}
+
+    def get_largest_side(self) -> int:
+        """Return the rows, and the columns, of the picture with the most patches."""
+        return -(-self.get_longest_edge(self.get_planned_mm_kwargs()) // self.patch_size)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": self.get_largest_side() ** 2}
+
+
+class PixtralDummyInputsBuilder(ImageDummyInputsBuilder[PixtralProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
+        side = self.info.get_longest_edge(self.info.get_planned_mm_kwargs())
+        return ImageSize(width=side, height=side)
+
+
+class PixtralMultiModalProcessor(BaseMultiModalProcessor[PixtralProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {"pixel_values": MultiModalFieldConfig.batched("image")}
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        ids, patch_size = self.info.token_ids, self.info.patch_size
+        image = ids["image_token"]
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            pixels: Any = out_mm_kwargs.get_item("image", item_idx)["pixel_values"].data
+            rows, columns = (side // patch_size for side in pixels.shape[1:])
+            full = [*[image] * columns, ids["image_break_token"]] * rows
+            full[-1] = ids["image_end_token"]
+            return PromptUpdateDetails.select_token_id(full, image)
+
+        return [PromptReplacement("image", [image], get_replacement)]
+
+
+FACTORIES = ProcessorFactories(
+    info=PixtralProcessingInfo,
+    dummy_inputs=PixtralDummyInputsBuilder,
+    processor=PixtralMultiModalProcessor,
+)

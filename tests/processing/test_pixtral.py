@@ -1,0 +1,144 @@
+"""Pixtral's prompts under LLaVA's name: rows of `[IMG]`, a mark behind each, pictures as HF's."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
+from mmjax.errors import CheckpointError, RequestError
+from mmjax.processing import PromptUpdateError
+from tests.kit import draw
+from tests.processing.families.family import golden_processor
+from tests.processing.families.llava import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
+
+IMAGE, BREAK, END = 1000, 1001, 1002
+SIZES = [(1, 1), (37, 211), (640, 480), (56, 56), (90, 14), (14, 15)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pixtral(tmp_path_factory.mktemp("pixtral"))
+
+
+@pytest.fixture(params=["uncached", "cached"])
+def processor(request: pytest.FixtureRequest, path: Path) -> Any:
+    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
+    return golden_processor("llava", path=path, processor_cache=cache)
+
+
+def grid_of(width: int, height: int) -> tuple[int, int]:
+    """Return rows and columns, by the formula of the published processor."""
+    ratio = max(width / PIXTRAL_EDGE, height / PIXTRAL_EDGE, 1.0)
+    sides = (
+        (math.floor(height / ratio), math.floor(width / ratio)) if ratio > 1 else (height, width)
+    )
+    rows, columns = ((side - 1) // PIXTRAL_PATCH + 1 for side in sides)
+    return rows, columns
+
+
+def marked(rows: int, columns: int) -> list[int]:
+    return ([IMAGE] * columns + [BREAK]) * (rows - 1) + [IMAGE] * columns + [END]
+
+
+def both_kinds(processor: Any, prompt: str) -> list[Any]:
+    return [prompt, processor.info.get_tokenizer().encode(prompt)]
+
+
+@pytest.mark.parametrize("num_images", [0, 1, 2, 6])
+def test_rows_are_marked_and_pixels_are_hfs(processor: Any, path: Path, num_images: int):
+    images = [draw(*size, seed) for seed, size in enumerate(SIZES[:num_images])]
+    prompt = "look " + " and ".join(["[IMG]"] * num_images) + " what?"
+    tokenizer = processor.info.get_tokenizer()
+    text = "look " + " and ".join(
+        "".join(tokenizer.convert_ids_to_tokens(marked(*grid_of(*size))))
+        for size in SIZES[:num_images]
+    )
+    expected = tokenizer.encode(text + " what?")
+    hf = PixtralImageProcessorPil.from_pretrained(path)
+    for kind in both_kinds(processor, prompt):
+        inputs = processor.apply(kind, {"image": images} if images else {})
+        assert inputs.prompt_token_ids == expected
+        places = inputs.mm_placeholders.get("image", [])
+        assert [one.length for one in places] == [
+            len(marked(*grid_of(*size))) for size in SIZES[:num_images]
+        ]
+        for place, item, image in zip(
+            places, inputs.mm_kwargs.get("image", []), images, strict=True
+        ):
+            rows, columns = grid_of(*image.size)
+            assert place.get_num_embeds() == rows * columns
+            shown = np.array(expected)[place.offset : place.offset + place.length]
+            np.testing.assert_array_equal(place.is_embed, shown == IMAGE)
+            alone = hf([image], return_tensors="np")["pixel_values"][0]
+            np.testing.assert_array_equal(item.get_data()["pixel_values"], alone)
+
+
+def test_the_dummy_input_is_the_maximum(processor: Any):
+    inputs = processor.get_dummy_mm_inputs({"image": 2}, max_num_batched_tokens=1024)
+    assert processor.get_mm_max_tokens_per_item() == {"image": 16}
+    assert [one.get_num_embeds() for one in inputs.mm_placeholders["image"]] == [16, 16]
+
+
+def test_a_request_may_ask_for_smaller_pictures(path: Path):
+    processor = golden_processor("llava", path=path, trust_request_mm_kwargs=True)
+    for longest, expected in [(28, 4), (56, 16)]:
+        kwargs = {"size": {"longest_edge": longest}}
+        inputs = processor.apply("[IMG]", {"image": draw(60, 60)}, hf_processor_mm_kwargs=kwargs)
+        assert inputs.mm_placeholders["image"][0].get_num_embeds() == expected
+    for kwargs, match in [
+        ({"size": {"longest_edge": 57}}, "`size.longest_edge` is 57 .* at most 56"),
+        ({"size": {"height": 28, "width": 28}}, "must be an object of a positive `longest_edge`"),
+        ({"patch_size": 7}, "`patch_size`, which this model's processor does not know"),
+        ({"do_resize": False}, "`do_resize`, which this model's processor does not know"),
+    ]:
+        with pytest.raises(RequestError, match=match) as caught:
+            processor.apply("[IMG]", {"image": draw(60, 60)}, hf_processor_mm_kwargs=kwargs)
+        assert (caught.value.param or "").startswith("mm_processor_kwargs")
+
+
+def test_a_sliver_is_refused(processor: Any):
+    with pytest.raises(RequestError, match=r"500x1 pixels; .* the shorter has none: crop it"):
+        processor.apply("[IMG]", {"image": draw(500, 1)})
+    assert processor.apply("[IMG]", {"image": draw(56, 1)}).prompt_token_ids[1:] == marked(1, 4)
+
+
+def test_embeddings_are_refused(path: Path):
+    processor = golden_processor("llava", path=path, enable_mm_embeds=True)
+    with pytest.raises(RequestError, match="Pixtral takes pictures, not their embeddings"):
+        processor.apply("[IMG]", {"image": [torch.ones(4, 64)]})
+
+
+@pytest.mark.parametrize("num_images", [0, 2])
+def test_placeholders_and_pictures_go_together(processor: Any, num_images: int):
+    for kind in both_kinds(processor, "a [IMG]"):
+        with pytest.raises(PromptUpdateError, match=r"prompt has 1 `\[IMG\]` placeholder but"):
+            processor.apply(kind, {"image": [draw(20, 20)] * num_images})
+
+
+@pytest.mark.parametrize(
+    ("edits", "match"),
+    [
+        ({"image_token_index": 7}, r"`\[IMG\]` is token 1000, but `image_token_index` .* is 7"),
+        ({"vision_config.patch_size": 7}, "processor_config.json are 14 and 1, but .* of 7"),
+        ({"vision_feature_select_strategy": "default"}, "must be `full` with a `pixtral` tower"),
+    ],
+)
+def test_a_checkpoint_that_contradicts_itself_is_named(
+    tmp_path: Path, edits: dict[str, Any], match: str
+):
+    processor = golden_processor("llava", path=write_pixtral(tmp_path, **edits))
+    with pytest.raises(CheckpointError, match=match):
+        processor.apply("[IMG]", {"image": draw(20, 20)})
+
+
+def test_a_tokenizer_without_the_marks_is_named(tmp_path: Path):
+    path = write_pixtral(tmp_path)
+    settings = '{"patch_size": 14, "image_break_token": "[ROW]"}'
+    (path / "processor_config.json").write_text(settings)
+    with pytest.raises(CheckpointError, match=r"does not know `\[ROW\]`"):
+        golden_processor("llava", path=path).apply("[IMG]", {"image": draw(20, 20)})
