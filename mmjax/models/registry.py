@@ -34,9 +34,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
         "InternVLChatModel": ModelRow("internvl", has_model=False),
-        "InternVLForConditionalGeneration": ModelRow(
-            "internvl", has_model=False, factories="HF_FACTORIES"
-        ),
+        "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava", has_model=False),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),
     }
