@@ -33,7 +33,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
-        "InternVLChatModel": ModelRow("internvl", has_model=False),
+        "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava", has_model=False),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),

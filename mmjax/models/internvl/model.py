@@ -4,7 +4,8 @@ Two layouts of the same model: HF's (`InternVLForConditionalGeneration`), and th
 (`InternVLChatModel`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,11 +17,7 @@ from mmjax.layers.activation import get_activation
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.models.interface import MultiModalModel
-from mmjax.models.internvl.host_inputs import (
-    InternVLHostInputs,
-    only_side,
-    shuffle_factor,
-)
+from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
 from mmjax.weights.rules import Rule, Split
@@ -29,6 +26,52 @@ _PROJECTOR_EPS = 1e-5
 """Of the projector's norm, which no configuration names: torch's own."""
 _QK_NORM_EPS = 1e-6
 """Of the norms of queries and keys, which HF's configuration does not name."""
+
+_ORIGINAL_VISION: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 3200,
+        "intermediate_size": 12800,
+        "num_attention_heads": 25,
+        "num_hidden_layers": 48,
+        "num_channels": 3,
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "norm_type": "rms_norm",
+        "qkv_bias": False,
+        "qk_normalization": True,
+    }
+)
+"""What a key of an `intern_vit_6b` configuration means where it is left out."""
+_ORIGINAL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        r"^vision_model\.embeddings\.class_embedding$": "vision_tower.embeddings.cls_token",
+        r"^vision_model\.embeddings\.(position|patch)_embedding": (
+            r"vision_tower.embeddings.\1_embeddings"
+        ),
+        r"^vision_model\.(.*)\.attn\.proj\.": r"vision_tower.\1.attention.projection_layer.",
+        r"^vision_model\.(.*)\.attn\.": r"vision_tower.\1.attention.",
+        r"^vision_model\.(.*)\.norm1\.": r"vision_tower.\1.layernorm_before.",
+        r"^vision_model\.(.*)\.norm2\.": r"vision_tower.\1.layernorm_after.",
+        r"^vision_model\.(.*)\.ls([12])$": r"vision_tower.\1.lambda_\2",
+        r"^vision_model\.": "vision_tower.",
+        r"^mlp1\.0\.": "multi_modal_projector.layer_norm.",
+        r"^mlp1\.1\.": "multi_modal_projector.linear_1.",
+        r"^mlp1\.3\.": "multi_modal_projector.linear_2.",
+        # InternLM2's, arXiv 2403.17297
+        r"^language_model\.output\.": "language_model.lm_head.",
+        r"^language_model\.model\.tok_embeddings\.": "language_model.embed_tokens.",
+        r"^language_model\.model\.(.*)\.attention\.wo\.": r"language_model.\1.self_attn.o_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w1\.": r"language_model.\1.mlp.gate_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w3\.": r"language_model.\1.mlp.up_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w2\.": r"language_model.\1.mlp.down_proj.",
+        r"^language_model\.model\.(.*)\.attention_norm\.": r"language_model.\1.input_layernorm.",
+        r"^language_model\.model\.(.*)\.ffn_norm\.": (
+            r"language_model.\1.post_attention_layernorm."
+        ),
+        r"^language_model\.model\.": "language_model.",
+    }
+)
+"""Names in the original layout -> names in the tree; the first that matches decides."""
 
 
 def pixel_shuffle(
@@ -138,6 +181,92 @@ class InternVLForConditionalGeneration(InternVLModel):
             Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
             Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
         )
+
+
+class InternVLChatModel(InternVLModel):
+    """Served as the original's class of this name."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        text_config = hf_config.get_text_config()
+        version = getattr(hf_config, "ps_version", "v1")
+        if version not in ("v1", "v2"):
+            raise CheckpointError(f"`ps_version` is `{version}`; it must be `v1` or `v2`")
+        _check_original(hf_config)
+        super().__init__(
+            hf_config,
+            _read_original_vision(hf_config),
+            projector_act="gelu",
+            is_tied=getattr(text_config, "tie_word_embeddings", False),
+            dtype=dtype,
+            is_transposed=version == "v1",
+        )
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
+        vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
+        unread = range(vision.num_blocks, _read_original(hf_config)["num_hidden_layers"])
+        head_dim = text.hidden_size // text.num_attention_heads
+        queries = text.num_attention_heads // text.num_key_value_heads * head_dim
+        return (
+            *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
+            Split(
+                r"^vision_model\.(.*)\.attn\.qkv\.",
+                [rf"vision_tower.\1.attention.{part}_proj." for part in "qkv"],
+                [vision.hidden_size] * 3,
+            ),
+            Split(
+                r"^language_model\.model\.(.*)\.attention\.wqkv\.",
+                [rf"language_model.\1.self_attn.{part}_proj." for part in "qkv"],
+                [queries, head_dim, head_dim],
+            ),
+            *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
+        )
+
+
+def _check_original(hf_config: Any) -> None:
+    """Refuse what `InternVLChatModel` would compute otherwise than we do."""
+    vision, text = hf_config.vision_config, hf_config.get_text_config()
+    positions = getattr(text, "rope_pos_id_version", "default")
+    if positions != "default":
+        raise CheckpointError(
+            f"`rope_pos_id_version` of `llm_config` is `{positions}`; mmjax knows `default` alone"
+        )
+    (kind, *_) = getattr(text, "architectures", None) or ("",)
+    if kind == "InternLM2VEForCausalLM":
+        raise CheckpointError(
+            f"`architectures` of `llm_config` is `{kind}`, a decoder that mmjax does not have"
+        )
+    forced = getattr(hf_config, "force_image_size", None)
+    if forced not in (None, only_side(vision.image_size, "image_size")):
+        raise CheckpointError(
+            f"`force_image_size` is {forced}, and the vision tower's `image_size` is "
+            f"{vision.image_size}; they must be equal: positions are not interpolated"
+        )
+
+
+def _read_original(hf_config: Any) -> dict[str, Any]:
+    """Return the keys of an `intern_vit_6b` configuration; its code knows what is left out."""
+    vision = hf_config.vision_config
+    return {key: getattr(vision, key, value) for key, value in _ORIGINAL_VISION.items()}
+
+
+def _read_original_vision(hf_config: Any) -> InternViTConfig:
+    """Read the original's vision tower, and which of its states the projector reads."""
+    vision, values = hf_config.vision_config, _read_original(hf_config)
+    layer = getattr(hf_config, "select_layer", -1)
+    num_layers = values.pop("num_hidden_layers")
+    return InternViTConfig(
+        has_qkv_bias=values.pop("qkv_bias"),
+        has_qk_norm=values.pop("qk_normalization"),
+        qk_norm_eps=values["layer_norm_eps"],
+        **values,
+        num_blocks=count_blocks(layer, num_layers, name="select_layer"),
+        image_size=only_side(vision.image_size, "image_size"),
+        patch_size=only_side(vision.patch_size, "patch_size"),
+        has_position_table=True,
+        has_final_norm=False,
+    )
 
 
 def _read_vision(hf_config: Any) -> InternViTConfig:
