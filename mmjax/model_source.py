@@ -26,6 +26,12 @@ CHECKPOINT_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", "*.model", "tokenizer*",
 _LANGUAGE_PARTS = {"internvl_chat": "llm_config"}
 """Model types unknown to transformers -> the key of their language model in config.json."""
 
+_SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
+    "internlm2": ("llama", {"attention_bias": ("bias", True)}),
+}
+"""Model types that transformers does not know -> one that computes the same; of its keys, those
+that have another name there, and what they are where they are left out."""
+
 
 def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
     """Return the local directory of `model`: None (the embedded default), a directory, a hub id."""
@@ -196,7 +202,11 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
     for key, value in raw.items():
         if key.endswith("_config") and isinstance(value, dict):
             model_type = str(value.get("model_type"))
-            # NOTE: this mapping is lazy, and its `get` finds nothing.
+            if model_type in _SAME_AS:
+                model_type, renamed = _SAME_AS[model_type]
+                respelled = {new: value.get(*old) for new, old in renamed.items()}
+                value = {**value, **respelled, "model_type": model_type}
+            # NOTE: this mapping loads on use, and its `get` finds nothing.
             is_known = model_type in CONFIG_MAPPING
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
             parts[key] = make.from_dict(value)

@@ -1,7 +1,8 @@
 """Llama's decoder (arXiv 2302.13971), and those that differ from it by a key of their config alone.
 
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
-Qwen2-VL's text model (three axes of positions; arXiv 2409.12191).
+Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
+arXiv 2505.09388).
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from mmjax.layers.rope import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """The keys of a `llama`, `mistral`, `qwen2` or `qwen2_vl_text` config that arrays depend on."""
+    """The keys that arrays depend on, of each config that `models/text_model.py` reads by this."""
 
     vocab_size: int
     hidden_size: int
@@ -43,6 +44,8 @@ class LlamaConfig:
     has_qkv_bias: bool
     has_output_bias: bool
     has_mlp_bias: bool
+    has_qk_norm: bool
+    """Whether each head's queries and keys are normed, before they are rotated."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
@@ -71,6 +74,7 @@ class LlamaConfig:
             has_qkv_bias=has_qkv_bias,
             has_output_bias=has_qkv_bias and not kind.startswith("qwen2"),
             has_mlp_bias=getattr(hf_config, "mlp_bias", False),
+            has_qk_norm=kind == "qwen3",
             windows=tuple(window if one == "sliding_attention" else None for one in types),
             rope_parameters=_read_rope(hf_config),
         )
@@ -104,6 +108,9 @@ class LlamaAttention(nnx.Module):
         self.k_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
         self.v_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
         self.o_proj = Linear(query_width, width, use_bias=config.has_output_bias, dtype=dtype)
+        norm = {"eps": config.rms_norm_eps, "dtype": dtype}
+        self.q_norm = RMSNorm(head_dim, **norm) if config.has_qk_norm else None
+        self.k_norm = RMSNorm(head_dim, **norm) if config.has_qk_norm else None
         self.head_dim = head_dim
         self.window = window
 
@@ -119,6 +126,8 @@ class LlamaAttention(nnx.Module):
             project(x).reshape(x.shape[0], -1, self.head_dim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
         scale = self.head_dim**-0.5
         out, cache = attention(query, key, value, cache, metadata, scale=scale, window=self.window)

@@ -57,10 +57,8 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
-        "InternVLChatModel": ModelRow("internvl", has_model=False),
-        "InternVLForConditionalGeneration": ModelRow(
-            "internvl", has_model=False, factories="HF_FACTORIES"
-        ),
+        "InternVLChatModel": ModelRow("internvl"),
+        "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),
     }

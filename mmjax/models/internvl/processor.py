@@ -8,12 +8,13 @@ video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.internvl.host_inputs import PIXEL_KEYS, only_side
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
@@ -67,7 +68,7 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
     def num_tile_tokens(self) -> int:
         """Number of embeddings of a tile."""
         hf_config = self.get_hf_config()
-        patch_size = _only_side(hf_config.vision_config.patch_size, "patch_size")
+        patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
 
     def get_token_id(self, token: str) -> int:
@@ -116,7 +117,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
 
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
-    pixel_keys: ClassVar = {"image": "pixel_values_flat", "video": "pixel_values_flat_video"}
+    pixel_keys: ClassVar = PIXEL_KEYS["original"]
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)
@@ -135,7 +136,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     def tile_size(self) -> int:
         hf_config = self.get_hf_config()
         forced = getattr(hf_config, "force_image_size", None)
-        return forced or _only_side(hf_config.vision_config.image_size, "image_size")
+        return forced or only_side(hf_config.vision_config.image_size, "image_size")
 
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(
@@ -150,7 +151,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
 
     frame_separator = "\n"
     tile_kwargs = ("crop_to_patches", "max_patches")
-    pixel_keys: ClassVar = {"image": "pixel_values", "video": "pixel_values_videos"}
+    pixel_keys: ClassVar = PIXEL_KEYS["hf"]
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None, "video": None}
@@ -161,7 +162,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
 
     @property
     def tile_size(self) -> int:
-        return _only_side(self.get_hf_config().vision_config.image_size, "image_size")
+        return only_side(self.get_hf_config().vision_config.image_size, "image_size")
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Assemble the HF processor's parts: AutoProcessor needs torchvision for videos."""
@@ -285,16 +286,6 @@ class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessing
             if spliced is not None:
                 return spliced
         return super()._apply_token_matches(prompt, mm_prompt_updates)
-
-
-def _only_side(size: Any, name: str) -> int:
-    """Return the side of a square, given as one number or as two."""
-    sides = set(size) if isinstance(size, list | tuple) else {size}
-    if len(sides) != 1:
-        raise CheckpointError(
-            f"`{name}` of config.json's vision_config is {size}; tiles are square"
-        )
-    return sides.pop()
 
 
 FACTORIES = ProcessorFactories(

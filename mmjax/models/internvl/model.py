@@ -1,0 +1,298 @@
+"""InternVL (Chen et al., arXiv 2404.16821): InternViT, pixel shuffle, an MLP, a text decoder.
+
+Two layouts of the same model: HF's (`InternVLForConditionalGeneration`), and the original one
+(`InternVLChatModel`).
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.activation import get_activation
+from mmjax.layers.linear import Linear
+from mmjax.layers.norm import LayerNorm
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
+from mmjax.models.text_model import build_text_model
+from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
+from mmjax.weights.rules import Rule, Split
+
+_PROJECTOR_EPS = 1e-5
+"""Of the projector's norm, which no configuration names: torch's own."""
+_QK_NORM_EPS = 1e-6
+"""Of the norms of queries and keys, which HF's configuration does not name."""
+
+_ORIGINAL_VISION: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 3200,
+        "intermediate_size": 12800,
+        "num_attention_heads": 25,
+        "num_hidden_layers": 48,
+        "num_channels": 3,
+        "layer_norm_eps": 1e-6,
+        "hidden_act": "gelu",
+        "norm_type": "rms_norm",
+        "qkv_bias": False,
+        "qk_normalization": True,
+    }
+)
+"""What a key of an `intern_vit_6b` configuration means where it is left out."""
+_ORIGINAL_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        r"^vision_model\.embeddings\.class_embedding$": "vision_tower.embeddings.cls_token",
+        r"^vision_model\.embeddings\.(position|patch)_embedding": (
+            r"vision_tower.embeddings.\1_embeddings"
+        ),
+        r"^vision_model\.(.*)\.attn\.proj\.": r"vision_tower.\1.attention.projection_layer.",
+        r"^vision_model\.(.*)\.attn\.": r"vision_tower.\1.attention.",
+        r"^vision_model\.(.*)\.norm1\.": r"vision_tower.\1.layernorm_before.",
+        r"^vision_model\.(.*)\.norm2\.": r"vision_tower.\1.layernorm_after.",
+        r"^vision_model\.(.*)\.ls([12])$": r"vision_tower.\1.lambda_\2",
+        r"^vision_model\.": "vision_tower.",
+        r"^mlp1\.0\.": "multi_modal_projector.layer_norm.",
+        r"^mlp1\.1\.": "multi_modal_projector.linear_1.",
+        r"^mlp1\.3\.": "multi_modal_projector.linear_2.",
+        # InternLM2's, arXiv 2403.17297
+        r"^language_model\.output\.": "language_model.lm_head.",
+        r"^language_model\.model\.tok_embeddings\.": "language_model.embed_tokens.",
+        r"^language_model\.model\.(.*)\.attention\.wo\.": r"language_model.\1.self_attn.o_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w1\.": r"language_model.\1.mlp.gate_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w3\.": r"language_model.\1.mlp.up_proj.",
+        r"^language_model\.model\.(.*)\.feed_forward\.w2\.": r"language_model.\1.mlp.down_proj.",
+        r"^language_model\.model\.(.*)\.attention_norm\.": r"language_model.\1.input_layernorm.",
+        r"^language_model\.model\.(.*)\.ffn_norm\.": (
+            r"language_model.\1.post_attention_layernorm."
+        ),
+        r"^language_model\.model\.": "language_model.",
+    }
+)
+"""Names in the original layout -> names in the tree; the first that matches decides."""
+
+
+def pixel_shuffle(
+    states: Float[Array, "I P D"], factor: int, *, is_transposed: bool = False
+) -> Float[Array, "I _tokens _width"]:
+    """Join each square of `factor` by `factor` patches into one state, row by row.
+
+    `is_transposed`: the squares stand column by column (`ps_version` v1, as models before 2024 saw
+    them).
+    """
+    images, num_patches, width = states.shape
+    side = round(num_patches**0.5) // factor
+    squares = states.reshape(images, side, factor, side, factor, width)
+    order = (0, 3, 1, 2, 4, 5) if is_transposed else (0, 1, 3, 2, 4, 5)
+    return squares.transpose(order).reshape(images, side * side, factor**2 * width)
+
+
+class InternVLMultiModalProjector(nnx.Module):
+    """Norm, then two linear layers to the decoder's width."""
+
+    def __init__(self, in_features: int, width: int, activation: str, *, dtype: Any) -> None:
+        self.layer_norm = LayerNorm(in_features, eps=_PROJECTOR_EPS, dtype=dtype)
+        self.linear_1 = Linear(in_features, width, use_bias=True, dtype=dtype)
+        self.linear_2 = Linear(width, width, use_bias=True, dtype=dtype)
+        self.activation = get_activation(activation)
+
+    def __call__(self, states: Float[Array, "I P D"]) -> Float[Array, "I P F"]:
+        """Return the embeddings of every tile."""
+        return self.linear_2(self.activation(self.linear_1(self.layer_norm(states))))
+
+
+class InternVLModel(MultiModalModel):
+    """What both layouts build, of configurations that are spelled differently."""
+
+    host_inputs = InternVLHostInputs
+
+    def __init__(
+        self,
+        hf_config: Any,
+        vision: InternViTConfig,
+        *,
+        projector_act: str,
+        is_tied: bool,
+        dtype: Any,
+        is_transposed: bool = False,
+    ) -> None:
+        self.factor, self.is_transposed = shuffle_factor(hf_config), is_transposed
+        with self._mark_tower_model(hf_config, {"image", "video"}):
+            self.vision_tower = InternViT(vision, dtype=dtype)
+            self.multi_modal_projector = InternVLMultiModalProjector(
+                self.factor**2 * vision.hidden_size,
+                hf_config.get_text_config().hidden_size,
+                projector_act,
+                dtype=dtype,
+            )
+        self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
+
+    def embed_multimodal(
+        self, pixel_values: Float[Array, "I C _y _x"]
+    ) -> Float[Array, "I _tokens D"]:
+        """Return the embeddings of every tile or frame."""
+        weight = self.multi_modal_projector.linear_1.weight
+        with jax.named_scope("vision_tower"):
+            states = self.vision_tower(pixel_values.astype(weight.dtype))
+        with jax.named_scope("multi_modal_projector"):
+            squares = pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
+            return self.multi_modal_projector(squares)
+
+
+class InternVLForConditionalGeneration(InternVLModel):
+    """Served as HF's class of this name."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        strategy = hf_config.vision_feature_select_strategy
+        if strategy != "default":
+            raise CheckpointError(
+                f"`vision_feature_select_strategy` is `{strategy}`; InternVL's must be `default`: "
+                "a tile's class token has no place among its patches"
+            )
+        super().__init__(
+            hf_config,
+            _read_vision(hf_config),
+            projector_act=hf_config.projector_hidden_act,
+            is_tied=_is_tied(hf_config),
+            dtype=dtype,
+        )
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Map the hub's layout, save_pretrained's, and the module's own names."""
+        vision = _read_vision(hf_config)
+        tower = r"^(?:model\.)?vision_tower\."
+        unread = range(vision.num_blocks, hf_config.vision_config.num_hidden_layers)
+        dropped = [rf"{tower}encoder\.layer\.{layer}\." for layer in unread]
+        dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
+        if not vision.has_final_norm:
+            dropped.append(rf"{tower}layernorm\.")
+        return (
+            *(Rule(pattern, None) for pattern in dropped),
+            Rule(rf"{tower}encoder\.layer\.", "vision_tower.encoder.layers."),
+            Rule(
+                rf"{tower}embeddings\.patch_embeddings\.projection\.",
+                "vision_tower.embeddings.patch_embeddings.",
+            ),
+            Rule(r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
+            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
+            Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
+        )
+
+
+class InternVLChatModel(InternVLModel):
+    """Served as the original's class of this name."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        text_config = hf_config.get_text_config()
+        version = getattr(hf_config, "ps_version", "v1")
+        if version not in ("v1", "v2"):
+            raise CheckpointError(f"`ps_version` is `{version}`; it must be `v1` or `v2`")
+        _check_original(hf_config)
+        super().__init__(
+            hf_config,
+            _read_original_vision(hf_config),
+            projector_act="gelu",
+            is_tied=getattr(text_config, "tie_word_embeddings", False),
+            dtype=dtype,
+            is_transposed=version == "v1",
+        )
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
+        vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
+        unread = range(vision.num_blocks, _read_original(hf_config)["num_hidden_layers"])
+        head_dim = text.hidden_size // text.num_attention_heads
+        queries = text.num_attention_heads // text.num_key_value_heads * head_dim
+        return (
+            *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
+            Split(
+                r"^vision_model\.(.*)\.attn\.qkv\.",
+                [rf"vision_tower.\1.attention.{part}_proj." for part in "qkv"],
+                [vision.hidden_size] * 3,
+            ),
+            Split(
+                r"^language_model\.model\.(.*)\.attention\.wqkv\.",
+                [rf"language_model.\1.self_attn.{part}_proj." for part in "qkv"],
+                [queries, head_dim, head_dim],
+            ),
+            *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
+        )
+
+
+def _check_original(hf_config: Any) -> None:
+    """Refuse what `InternVLChatModel` would compute otherwise than we do."""
+    vision, text = hf_config.vision_config, hf_config.get_text_config()
+    positions = getattr(text, "rope_pos_id_version", "default")
+    if positions != "default":
+        raise CheckpointError(
+            f"`rope_pos_id_version` of `llm_config` is `{positions}`; mmjax knows `default` alone"
+        )
+    (kind, *_) = getattr(text, "architectures", None) or ("",)
+    if kind == "InternLM2VEForCausalLM":
+        raise CheckpointError(
+            f"`architectures` of `llm_config` is `{kind}`, a decoder that mmjax does not have"
+        )
+    forced = getattr(hf_config, "force_image_size", None)
+    if forced not in (None, only_side(vision.image_size, "image_size")):
+        raise CheckpointError(
+            f"`force_image_size` is {forced}, and the vision tower's `image_size` is "
+            f"{vision.image_size}; they must be equal: positions are not interpolated"
+        )
+
+
+def _read_original(hf_config: Any) -> dict[str, Any]:
+    """Return the keys of an `intern_vit_6b` configuration; its code knows what is left out."""
+    vision = hf_config.vision_config
+    return {key: getattr(vision, key, value) for key, value in _ORIGINAL_VISION.items()}
+
+
+def _read_original_vision(hf_config: Any) -> InternViTConfig:
+    """Read the original's vision tower, and which of its states the projector reads."""
+    vision, values = hf_config.vision_config, _read_original(hf_config)
+    layer = getattr(hf_config, "select_layer", -1)
+    num_layers = values.pop("num_hidden_layers")
+    return InternViTConfig(
+        has_qkv_bias=values.pop("qkv_bias"),
+        has_qk_norm=values.pop("qk_normalization"),
+        qk_norm_eps=values["layer_norm_eps"],
+        **values,
+        num_blocks=count_blocks(layer, num_layers, name="select_layer"),
+        image_size=only_side(vision.image_size, "image_size"),
+        patch_size=only_side(vision.patch_size, "patch_size"),
+        has_position_table=True,
+        has_final_norm=False,
+    )
+
+
+def _read_vision(hf_config: Any) -> InternViTConfig:
+    """Read HF's `InternVLVisionConfig`, and which of its states the projector reads."""
+    vision = hf_config.vision_config
+    layer, name = hf_config.vision_feature_layer, "vision_feature_layer"
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
+    same = (*same, "layer_norm_eps", "hidden_act", "norm_type")
+    return InternViTConfig(
+        **{key: getattr(vision, key) for key in same},
+        num_blocks=count_blocks(layer, vision.num_hidden_layers, name=name),
+        image_size=only_side(vision.image_size, "image_size"),
+        patch_size=only_side(vision.patch_size, "patch_size"),
+        has_qkv_bias=vision.attention_bias,
+        has_qk_norm=vision.use_qk_norm,
+        qk_norm_eps=_QK_NORM_EPS,
+        has_position_table=vision.use_absolute_position_embeddings,
+        has_final_norm=layer == -1 and not vision.use_mean_pooling,
+    )
+
+
+def _is_tied(hf_config: Any) -> bool:
+    """Return whether the head is the table of tokens, as the transformers that wrote it meant it.
+
+    Before 5.0 the text model's own key said so, and the key here was not written.
+    """
+    written_by = getattr(hf_config, "transformers_version", None) or ""
+    if written_by.startswith("4."):
+        return hf_config.get_text_config().tie_word_embeddings
+    return hf_config.tie_word_embeddings

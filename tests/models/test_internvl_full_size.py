@@ -1,0 +1,158 @@
+"""InternVL at its published sizes, without weights: every tensor of a checkpoint has one place.
+
+Names and shapes come from HF's module on torch's meta device, told as the file layouts do.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import InternVLConfig
+from transformers import InternVLForConditionalGeneration as Reference
+
+from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.models.internvl.host_inputs import InternVLHostInputs
+from mmjax.models.internvl.model import InternVLChatModel, InternVLForConditionalGeneration
+from mmjax.weights.load import match_tensors
+from mmjax.weights.safetensors import StoredTensor
+from tests.models.tiny_internvl import original_config, to_original
+
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+VIT_300M = {"attention_bias": True}
+VIT_6B = {
+    "hidden_size": 3200,
+    "intermediate_size": 12800,
+    "num_attention_heads": 25,
+    "num_hidden_layers": 45,
+    "norm_type": "rms_norm",
+    "use_qk_norm": True,
+}
+QWEN2 = {"model_type": "qwen2", "vocab_size": 151674, "rope_scaling": DYNAMIC, "rope_theta": 1e6}
+INTERNLM2 = {**QWEN2, "model_type": "llama", "vocab_size": 92553, "rms_norm_eps": 1e-5}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "3-1b": (
+        {
+            **QWEN2,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+        },
+        VIT_300M,
+    ),
+    "2.5-8b": (
+        {
+            **INTERNLM2,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 8,
+        },
+        VIT_300M,
+    ),
+    "2.5-26b": (
+        {
+            **INTERNLM2,
+            "hidden_size": 6144,
+            "intermediate_size": 16384,
+            "num_attention_heads": 48,
+            "num_hidden_layers": 48,
+            "num_key_value_heads": 8,
+        },
+        VIT_6B,
+    ),
+    "3.5-8b": (
+        {
+            "model_type": "qwen3",
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+        },
+        VIT_300M,
+    ),
+}
+"""What the hub's config.json files say of text and vision; the rest are defaults, as there."""
+
+NUM_PARAMETERS = {"3-1b": 0.94e9, "2.5-8b": 8.08e9, "2.5-26b": 25.5e9, "3.5-8b": 8.53e9}
+
+LAYOUTS = {
+    "files": {
+        "model.language_model.": "language_model.model.",
+        "model.": "",
+        "lm_": "language_model.lm_",
+    },
+    "module": {},
+    "original": {},
+}
+"""How each layout tells a prefix of the module's own names; the hub's files and save_pretrained's
+are named alike."""
+
+
+@cache
+def published_config(size: str) -> Any:
+    text, vision = PUBLISHED[size]
+    config = InternVLConfig(text_config=text, vision_config=vision)
+    config.transformers_version = "4.52.0.dev0"
+    return config
+
+
+@cache
+def reference_tensors(size: str) -> dict[str, torch.Tensor]:
+    """HF's names and shapes."""
+    with torch.device("meta"):
+        return Reference(published_config(size)).state_dict()
+
+
+def tell(name: str, layout: str) -> str:
+    """Return the name that a file of `layout` has for the module's tensor `name`."""
+    for old, new in LAYOUTS[layout].items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_every_tensor_is_used_once_and_none_is_left_over(tmp_path: Path, size: str, layout: str):
+    config, tensors = published_config(size), reference_tensors(size)
+    model: Any = InternVLForConditionalGeneration
+    if layout == "original":
+        is_internlm2 = size.startswith("2.5")
+        tensors = to_original(config, tensors, is_internlm2=is_internlm2)
+        config = original_config(config, tmp_path, is_internlm2=is_internlm2)
+        model = InternVLChatModel
+    files = [
+        StoredTensor(tell(name, layout), "model.safetensors", tuple(tensor.shape), "BF16", None)
+        for name, tensor in tensors.items()
+    ]
+    expected = flatten_params(build_abstract(model, config, dtype=jnp.bfloat16)[1])
+    # Reports what is missing, unexpected or misshapen, and two tensors for one place.
+    sources = match_tensors(files, expected, model.rules(config), source=layout)
+    assert sources.keys() == expected.keys()
+    assert len({tensor.name for tensor in sources.values()}) == len(files)
+    total = sum(int(np.prod(leaf.shape)) for leaf in expected.values())
+    assert total == pytest.approx(NUM_PARAMETERS[size], rel=0.01)
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_a_tile_and_a_step_have_their_shapes(size: str):
+    config = published_config(size)
+    text = config.text_config
+    assert InternVLHostInputs(config).encoder_spec.tokens_per_unit == 256
+    graphdef, params = build_abstract(InternVLForConditionalGeneration, config, dtype=jnp.bfloat16)
+    pixels = jax.ShapeDtypeStruct((2, 3, 448, 448), jnp.float32)
+    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)
+    assert (rows.shape, rows.dtype) == ((2, 256, text.hidden_size), jnp.bfloat16)
+    hidden = jax.ShapeDtypeStruct((4, text.hidden_size), jnp.bfloat16)
+    logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
+    assert (logits.shape, logits.dtype) == ((4, text.vocab_size), jnp.float32)

@@ -1,0 +1,124 @@
+"""InternVL in the original layout: the same weights under other names answer as HF's do."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import build_abstract
+from mmjax.models.internvl.model import (
+    InternVLChatModel,
+    InternVLForConditionalGeneration,
+    pixel_shuffle,
+)
+from mmjax.parity.arrays import PagedModel
+from mmjax.parity.reference import generate_reference, run_reference
+from tests.models.tiny_internvl import (
+    draw_sample,
+    original_config,
+    random_internvl,
+    tiny_config,
+    to_original,
+    torch_inputs,
+    words,
+)
+from tests.oracle import assert_close, params_of
+
+SHORT = {"num_hidden_layers": 2}
+LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
+SIXB = {"norm_type": "rms_norm", "use_qk_norm": True}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2, tied": {"vision": {"attention_bias": True}, "tie_word_embeddings": True},
+    "llama, 6b": {"text": LLAMA, "vision": SIXB},
+    "internlm2, state before the last": {"text": LLAMA, "vision_feature_layer": -2},
+    "internlm2, biases, columns first": {"text": {**LLAMA, "attention_bias": True}},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
+    settings = CONFIGS[name]
+    is_tied = settings.get("tie_word_embeddings", False)
+    text = {**settings.get("text", {}), "tie_word_embeddings": is_tied}
+    vision = {**SHORT, **settings.get("vision", {})}
+    config = tiny_config(**{**settings, "text": text, "vision": vision})
+    reference = random_internvl(config)
+    if "columns first" in name:
+        shuffle = reference.model.pixel_shuffle
+        reference.model.pixel_shuffle = lambda *args, **kwargs: shuffle(*args, **kwargs).transpose(
+            1, 2
+        )
+    is_internlm2 = "internlm2" in name
+    version = "v1" if "columns first" in name else "v2"
+    hf_config = original_config(config, tmp_path, is_internlm2=is_internlm2, ps_version=version)
+    renamed = to_original(config, reference.state_dict(), is_internlm2=is_internlm2)
+    assert any("wqkv" in key for key in renamed) == is_internlm2
+    _, abstract = build_abstract(InternVLChatModel, hf_config, dtype=jnp.float32)
+    files: Any = SimpleNamespace(state_dict=lambda: renamed)
+    params = params_of(files, abstract, InternVLChatModel.rules(hf_config))
+    ours = PagedModel(InternVLChatModel, hf_config, params, 256)
+
+    sample = draw_sample(config, (words(0, 20), 3, [5], 1, words(2, 7)), "pixel_values_flat")
+    rules = InternVLForConditionalGeneration.rules(config)
+    expected = run_reference(reference, torch_inputs(sample), rules)
+    assert_close(ours.run(sample), expected)
+    assert ours.generate(sample, 32) == generate_reference(reference, torch_inputs(sample), 32)
+
+
+def test_columns_first_is_the_transpose():
+    states = np.random.default_rng(0).normal(size=(2, 16, 3)).astype(np.float32)
+    rows, columns = (
+        np.asarray(pixel_shuffle(jnp.asarray(states), 2, is_transposed=is_transposed))
+        for is_transposed in (False, True)
+    )
+    np.testing.assert_array_equal(rows[:, [0, 2, 1, 3]], columns)
+    np.testing.assert_array_equal(rows[0, 1], states[0, [2, 3, 6, 7]].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"ps_version": "v3"}, "ps_version.*v3"),
+        ({"select_layer": 9}, "select_layer.*9"),
+        ({"force_image_size": 64}, "force_image_size.*64"),
+        ({"downsample_ratio": 0.4}, "downsample_ratio.*0.4"),
+        ({"llm_config": {"model_type": "phi3"}}, "phi3"),
+        ({"llm_config": {"model_type": "internlm3"}}, "internlm3"),
+        (
+            {"llm_config": {"model_type": "internlm2", "rope_pos_id_version": "v2pe"}},
+            "rope_pos_id_version.*v2pe",
+        ),
+        (
+            {
+                "llm_config": {
+                    "model_type": "internlm2",
+                    "architectures": ["InternLM2VEForCausalLM"],
+                }
+            },
+            "InternLM2VEForCausalLM",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, settings: dict[str, Any], match: str):
+    hf_config = original_config(tiny_config(), tmp_path, **settings)
+    with pytest.raises(CheckpointError, match=match):
+        build_abstract(InternVLChatModel, hf_config, dtype=jnp.float32)
+
+
+def test_what_the_configuration_leaves_out(tmp_path: Path):
+    """As the code beside the first published checkpoints has it: the 6B tower, v1."""
+    vision = {"image_size": 28, "patch_size": 14, "num_hidden_layers": 1}
+    hf_config = original_config(
+        tiny_config(), tmp_path, vision_config=vision, force_image_size=None
+    )
+    for key in ("ps_version", "select_layer"):
+        delattr(hf_config, key)
+    model = InternVLChatModel(hf_config, dtype=jnp.float32)
+    assert model.is_transposed
+    assert len(model.vision_tower.encoder.layers) == 1
+    assert model.vision_tower.encoder.layers[0].attention.q_norm is not None
+    assert model.multi_modal_projector.linear_1.weight.shape == (32, 4 * 3200)
