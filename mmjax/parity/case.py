@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,13 @@ from mmjax.config import ModelConfig
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
-from mmjax.parity.reference import generate_reference, load_reference, run_reference
+from mmjax.parity.reference import (
+    generate_reference,
+    import_torch,
+    load_reference,
+    run_reference,
+)
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 
 DEFAULT_MAX_TOKENS = 32
 
@@ -58,7 +65,7 @@ class Parity:
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn with the pictures before the text, by the chat template if any."""
         tokenizer = self.processor.info.get_tokenizer()
-        template = self.hf_processor.chat_template or tokenizer.chat_template
+        template = getattr(self.hf_processor, "chat_template", None) or tokenizer.chat_template
         if template is None:
             mark = self.processor.info.get_placeholder_str("image", 1) or ""
             return mark * num_images + text
@@ -74,15 +81,22 @@ class Parity:
 
     def process(self, case: Case) -> Sample:
         """Return the case as our processor gives it."""
-        inputs = self.processor.apply(
+        return make_sample(self._apply(case))
+
+    def _apply(self, case: Case) -> Any:
+        return self.processor.apply(
             case.prompt,
             {"image": list(case.images)} if case.images else {},
             hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
         )
-        return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the case as HF's processor gives it; it takes text only."""
+        """Return the case as HF's processor gives it; it takes text only.
+
+        Where HF's processor cannot be loaded without torchvision, as our own gives it.
+        """
+        if isinstance(self.hf_processor, ProcessorOfParts):
+            return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
@@ -92,6 +106,22 @@ class Parity:
             return_tensors="pt",
             **(case.mm_processor_kwargs or {}),
         )
+
+    def _as_reference(self, inputs: Any) -> dict[str, Any]:
+        """Return what our processor gave as HF's model takes it."""
+        torch = import_torch()
+        ids = torch.tensor([inputs.prompt_token_ids])
+        tensors = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            **{name: torch.tensor(value) for name, value in inputs.mm_kwargs.get_data().items()},
+        }
+        known = signature(self.reference.forward).parameters
+        if "mm_token_type_ids" in known:
+            kinds = (self.config.image_token_id, self.config.video_token_id)
+            marks = [(ids == token_id).int() * n for n, token_id in enumerate(kinds, 1)]
+            tensors["mm_token_type_ids"] = sum(marks)
+        return {name: value for name, value in tensors.items() if name in known}
 
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
         """Run both sides on their own processors' inputs."""
