@@ -16,16 +16,18 @@ from tests.models.qwen2_vl import (
 )
 from tests.oracle import assert_close
 
-TWO_IMAGES = [9, ("image", 1, (1, 4, 6)), 5, ("image", 2, (1, 8, 2)), 7]
+TWO_IMAGES = [9, ("image", 1, (1, 6, 10)), 5, ("image", 2, (1, 8, 2)), 7]
 MIXED = [
     3,
     ("image", 1, (1, 6, 10)),
     2,
-    ("video", 2, (3, 4, 6), 0.7),
+    ("video", 2, (5, 6, 2), 0.7),
     4,
-    ("image", 3, (1, 4, 4)),
+    ("image", 3, (1, 2, 8)),
     5,
 ]
+"""As many patches in each, or one of two numbers: as few programs. Frames of whole and cut windows;
+a video longer than its frames are wide."""
 OTHER_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_vl": ("qwen2_vl", {}),
@@ -80,16 +82,9 @@ def test_states_logits_and_tokens_are_hfs(name: str):
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize(
-    "parts",
-    [
-        pytest.param([12], id="text"),
-        pytest.param([4, ("video", 3, (2, 4, 6), 0.5), 6], id="a video"),
-    ],
-)
-def test_text_and_videos_alone(kind: str, parts: Any):
+def test_a_video_alone(kind: str):
     reference, ours = tiny_qwen(kind)
-    sample = draw_sample(parts)
+    sample = draw_sample([4, ("video", 3, (3, 4, 6), 0.5), 6])
     rules = ours.model_class.rules(reference.config)
     assert_close(ours.run(sample), run_reference(reference, torch_inputs(sample, reference), rules))
 

@@ -20,11 +20,12 @@ from tests.models.qwen2_vl import CLASSES, Part, draw_sample, qwen_config, tiny_
 
 PROMPTS: list[list[Part]] = [
     [3, ("image", 1, (1, 4, 6)), 4],
-    [("video", 2, (3, 4, 2), 1.5), 2, ("image", 1, (1, 4, 6)), 3],
+    [("video", 2, (3, 4, 2), 1.5), 2, ("image", 6, (1, 6, 4)), 3],
     [21],
     [3, ("image", 1, (1, 4, 6)), 4, ("image", 3, (1, 6, 12)), 2],
-    [5, ("image", 4, (1, 10, 4)), 1, ("video", 5, (2, 4, 8), 0.5), 6],
+    [5, ("image", 4, (1, 12, 6)), 1, ("video", 5, (3, 4, 6), 0.5), 6],
 ]
+"""Items of 24 patches and of 72: two programs of the oracle."""
 MAX_TOKENS = 8
 
 
@@ -37,7 +38,7 @@ def make_engine(
         config,
         model=replace(config.model, hf_config=qwen_config(kind)),
         parallel=ParallelConfig(tensor_parallel_size=size),
-        max_embeds_per_item={"image": 24, "video": 48},
+        max_embeds_per_item={"image": 18, "video": 18},
     )
     config = config.with_mm(mm or MultiModalConfig())
     return EngineCore.from_model(CLASSES[kind][1], tiny_qwen(kind)[1].params, config)
@@ -133,15 +134,15 @@ def test_embeddings_stand_in_for_pictures_and_videos(core: EngineCore):
         for feature in make_message("pictures", parts).mm_features
     ]
     tensors = [
-        {"image_embeds": rows[0], "image_grid_thw": np.array([1, 10, 4])},
-        {"video_embeds": rows[1], "video_grid_thw": np.array([2, 4, 8])},
+        {"image_embeds": rows[0], "image_grid_thw": np.array([1, 12, 6])},
+        {"video_embeds": rows[1], "video_grid_thw": np.array([3, 4, 6])},
     ]
     assert serve(core, [make_message("embeddings", parts, tensors=tensors)]) == answers
     assert answers == [expected_answers("qwen2_vl")[4]]
     assert core.compilations == 0
     # A grid of as many embeddings, but no whole ones: positions would not be the prompt's.
-    tensors[0]["image_grid_thw"] = np.array([1, 5, 8])
-    with pytest.raises(RequestError, match="grid has 8 embeddings, and the prompt placeholders"):
+    tensors[0]["image_grid_thw"] = np.array([1, 9, 8])
+    with pytest.raises(RequestError, match="grid has 16 embeddings, and the prompt placeholders"):
         core.add_request(make_message("wrong grid", parts, tensors=tensors))
 
 

@@ -108,7 +108,13 @@ def tell(name: str, layout: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n.endswith(("32B", "72B")) else ())
+        for n in PUBLISHED
+    ],
+)
 def test_every_tensor_is_used_once_and_none_is_left_over(name: str):
     config = published_config(name)
     kind, text, _, is_tied, size = PUBLISHED[name]

@@ -109,6 +109,7 @@ def test_frames_at_another_speed_are_another_item(processor: Any):
         {"fps": -1.0},
         {"fps": float("nan")},
         {"fps": "fast"},
+        {"fps": 1e-9},
         {"fps": 2.0, "frames_indices": [], "total_num_frames": 3},
         {"fps": 2.0, "frames_indices": [1], "total_num_frames": 0},
         {"fps": 2.0, "frames_indices": 5, "total_num_frames": 3},
@@ -134,3 +135,20 @@ def test_grids_that_no_tower_gives(processor: Any, grid: list[int]):
     with pytest.raises(RequestError, match="do not divide into items: grids are") as caught:
         processor.apply(IMAGE, {"image": embeds})
     assert caught.value.status == 400
+
+
+def test_embeddings_of_videos_may_bring_their_seconds(processor: Any):
+    grids = np.array([[2, 4, 4], [1, 4, 8]])
+    embeds = {"video_embeds": np.ones((16, 64), np.float32), "video_grid_thw": grids}
+    hashes = set()
+    for seconds in (None, [0.5, 2.0], [1.0, 2.0]):
+        given = embeds if seconds is None else {**embeds, "second_per_grid_ts": np.array(seconds)}
+        inputs = processor.apply(f"{VIDEO} {VIDEO}", {"video": given})
+        items = [item.get_data() for item in inputs.mm_kwargs["video"]]
+        found = [item.get("second_per_grid_ts") for item in items]
+        assert found == ([None, None] if seconds is None else seconds)
+        hashes.add(inputs.mm_hashes["video"][0])
+    assert len(hashes) == 3
+    given = {**embeds, "second_per_grid_ts": np.array([1.0, np.nan])}
+    with pytest.raises(RequestError, match=r"`second_per_grid_ts` is .*; expected 0 to 1000"):
+        processor.apply(f"{VIDEO} {VIDEO}", {"video": given})

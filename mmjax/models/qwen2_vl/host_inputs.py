@@ -121,7 +121,7 @@ class Qwen25VLHostInputs(Qwen2VLHostInputs):
     def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Return the steps of a video in `tokens_per_second`, cut to whole ones; as HF, in float32.
 
-        Embeddings come without seconds: a step is one then, as in HF.
+        Embeddings may come without seconds: a step is one then, as in HF.
         """
         if "video_grid_thw" not in item:
             return super().times(item, count)

@@ -20,6 +20,7 @@ from mmjax.processing.image_processors.parts import (
     load_video_settings,
 )
 from mmjax.processing.image_processors.patches import (
+    MIN_FPS,
     ImagePatcher,
     TimedVideoPatcher,
     VideoPatcher,
@@ -43,6 +44,7 @@ _PLACEHOLDERS = {
 }
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 """Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
+_SECONDS = {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 _MAX_FRAMES_PER_DUMMY = 14
 """Frames that memory is planned for; a longer video is admitted while the budget holds it."""
 
@@ -50,7 +52,9 @@ _MAX_FRAMES_PER_DUMMY = 14
 class Qwen2VLDataParser(MultiModalDataParser):
     """Takes embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
 
-    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {
+    embedding_fields: ClassVar[
+        Mapping[str, Mapping[str, Literal["values", "metadata", "optional"]]]
+    ] = {
         "image": {"image_embeds": "values", "image_grid_thw": "metadata"},
         "video": {"video_embeds": "values", "video_grid_thw": "metadata"},
     }
@@ -86,6 +90,26 @@ class Qwen2VLDataParser(MultiModalDataParser):
 
 class Qwen25VLDataParser(Qwen2VLDataParser):
     """Takes a video's metadata, `(frames, metadata)`, where they are given."""
+
+    embedding_fields: ClassVar = {
+        **Qwen2VLDataParser.embedding_fields,
+        "video": {
+            **Qwen2VLDataParser.embedding_fields["video"],
+            "second_per_grid_ts": "optional",
+        },
+    }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields = super()._get_embedding_fields_config(modality, data)
+        if modality == "image":
+            return fields
+        seconds = np.asarray(data.get("second_per_grid_ts", 1.0), np.float32)
+        most = 1.0 / MIN_FPS
+        if not ((seconds >= 0) & (seconds <= most)).all():
+            raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
+        return {**fields, **_SECONDS}
 
     def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
         items = super()._parse_video_data(data)
@@ -264,9 +288,7 @@ class Qwen25VLMultiModalProcessor(Qwen2VLMultiModalProcessor):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        seconds = MultiModalFieldConfig.batched("video", keep_on_cpu=True)
-        fields = super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs)
-        return {**fields, "second_per_grid_ts": seconds}
+        return {**super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs), **_SECONDS}
 
 
 def make_fields(

@@ -21,6 +21,9 @@ MAX_ASPECT_RATIO = 200
 DEFAULT_FPS = 24.0
 """Frames in a second of a video whose metadata do not say (HF: `VideoMetadata.sampled_fps`)."""
 
+MIN_FPS = 1e-3
+"""Slower videos are refused: their positions would leave the range of whole numbers in float32."""
+
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
 
 
@@ -200,10 +203,11 @@ def find_sampled_fps(metadata: Mapping[str, Any]) -> float:
         sampled = share * float(fps)
     except (TypeError, ValueError, ZeroDivisionError):
         sampled = math.nan
-    if not (math.isfinite(sampled) and sampled > 0):
+    if not (math.isfinite(sampled) and sampled >= MIN_FPS):
         raise RequestValueError(
             f"a video's metadata have `fps` {fps!r} and `total_num_frames` {total!r}; expected "
-            "positive numbers, and `frames_indices` a list of whole ones",
+            f"positive numbers that give at least {MIN_FPS} frames in a second, and "
+            "`frames_indices` a list of whole ones",
             param="multi_modal_data",
         )
     return sampled
