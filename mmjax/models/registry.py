@@ -60,7 +60,8 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
-        "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", has_model=False),
+        "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
+        "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
     }
 )
 """By the first of config.json's `architectures`, which is also the class's name in `model.py`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.reference import (
     generate_reference,
+    import_torch,
     load_reference,
     make_reference_inputs,
     run_reference,
@@ -83,19 +85,22 @@ class Parity:
 
     def process(self, case: Case) -> Sample:
         """Return the outputs of mmjax's processor."""
-        inputs = self.processor.apply(
+        return make_sample(self._apply(case))
+
+    def _apply(self, case: Case) -> Any:
+        return self.processor.apply(
             case.prompt,
             {"image": list(case.images)} if case.images else {},
             hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
         )
-        return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the case as HF's processor gives it; it takes text only."""
+        """Return the outputs of HF's processor, which takes only text prompts.
+
+        Where that cannot be loaded without torchvision, HF's model is given what mmjax's made.
+        """
         if isinstance(self.hf_processor, ProcessorOfParts):
-            # HF's own needs torchvision: its model is given what ours made.
-            sample = self.process(case)
-            return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
+            return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
@@ -105,6 +110,25 @@ class Parity:
             return_tensors="pt",
             **(case.mm_processor_kwargs or {}),
         )
+
+    def _as_reference(self, inputs: Any) -> dict[str, Any]:
+        """Return what our processor gave as HF's model takes it."""
+        known = signature(self.reference.forward).parameters
+        if "image_sizes" in known:  # pictures of several sizes are padded to one
+            sample = make_sample(inputs)
+            return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
+        torch = import_torch()
+        ids = torch.tensor([inputs.prompt_token_ids])
+        tensors = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            **{name: torch.tensor(value) for name, value in inputs.mm_kwargs.get_data().items()},
+        }
+        if "mm_token_type_ids" in known:
+            kinds = (self.config.image_token_id, self.config.video_token_id)
+            marks = [(ids == token_id).int() * n for n, token_id in enumerate(kinds, 1)]
+            tensors["mm_token_type_ids"] = sum(marks)
+        return {name: value for name, value in tensors.items() if name in known}
 
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
         """Run both models on the outputs of their own processors."""

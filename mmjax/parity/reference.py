@@ -15,7 +15,9 @@ from mmjax.errors import ConfigError
 from mmjax.parity.compare import LOGITS
 from mmjax.weights.rules import Rule, Split, apply_rules
 
-PROBED = re.compile(r"(^|\.)(layers\.\d+|embeddings|post_layernorm|\w*projector|norm)$")
+PROBED = re.compile(
+    r"(^|\.)(layers\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector|norm)$"
+)
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
 

@@ -1,7 +1,8 @@
-"""Qwen2-VL's processor: `<|image_pad|>` and `<|video_pad|>` are repeated for each embedding.
+"""Qwen2-VL's and Qwen2.5-VL's prompt side: each `<|image_pad|>` or `<|video_pad|>` becomes many.
 
 Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|>
 <|image_pad|>*N <|vision_end|>`, all N take embeddings; N is the item's grid over merge_size^2.
+Qwen2.5-VL's videos come with the seconds of a step, of which the decoder's positions are made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,24 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
-from mmjax.processing.image_processors.patches import ImagePatcher, VideoPatcher
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.image_processors.parts import (
+    ProcessorOfParts,
+    load_video_settings,
+)
+from mmjax.processing.image_processors.patches import (
+    MIN_FPS,
+    ImagePatcher,
+    TimedVideoPatcher,
+    VideoPatcher,
+    find_sampled_fps,
+)
+from mmjax.processing.items.parse import (
+    ImageSize,
+    ModalityDataItems,
+    MultiModalDataItems,
+    MultiModalDataParser,
+    VideoProcessorItems,
+)
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -27,7 +43,8 @@ _PLACEHOLDERS = {
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
-"""Default of video processors (HF: `Qwen2VLVideoProcessor.size`)."""
+"""Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
+_SECONDS = {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
 _MAX_FRAMES_PER_DUMMY = 14
 """Frames that memory is planned for; longer videos are admitted within the encoder budget."""
 
@@ -35,7 +52,9 @@ _MAX_FRAMES_PER_DUMMY = 14
 class Qwen2VLDataParser(MultiModalDataParser):
     """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
 
-    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {
+    embedding_fields: ClassVar[
+        Mapping[str, Mapping[str, Literal["values", "metadata", "optional"]]]
+    ] = {
         "image": {"image_embeds": "values", "image_grid_thw": "metadata"},
         "video": {"video_embeds": "values", "video_grid_thw": "metadata"},
     }
@@ -58,10 +77,56 @@ class Qwen2VLDataParser(MultiModalDataParser):
     def _get_embedding_fields_config(
         self, modality: str, data: Mapping[str, Any]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        return make_fields(modality, np.asarray(data[f"{modality}_grid_thw"]), self.merge_size)
+        grids = np.asarray(data[f"{modality}_grid_thw"])
+        if grids.ndim != 2 or grids.shape[1] != 3:
+            raise ValueError(f"grids have shape {grids.shape}; expected (items, 3)")
+        if (grids < 1).any() or (grids[:, 1:] % self.merge_size).any():
+            raise ValueError(
+                f"grids are {grids.tolist()}; expected (time, rows, columns) from 1 on, rows and "
+                f"columns multiples of {self.merge_size}"
+            )
+        return make_fields(modality, grids, self.merge_size)
+
+
+class Qwen25VLDataParser(Qwen2VLDataParser):
+    """Takes a video's metadata, `(frames, metadata)`, where they are given."""
+
+    embedding_fields: ClassVar = {
+        **Qwen2VLDataParser.embedding_fields,
+        "video": {
+            **Qwen2VLDataParser.embedding_fields["video"],
+            "second_per_grid_ts": "optional",
+        },
+    }
+
+    def _get_embedding_fields_config(
+        self, modality: str, data: Mapping[str, Any]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        fields = super()._get_embedding_fields_config(modality, data)
+        if modality == "image":
+            return fields
+        seconds = np.asarray(data.get("second_per_grid_ts", 1.0), np.float32)
+        most = 1.0 / MIN_FPS
+        if not ((seconds >= 0) & (seconds <= most)).all():
+            raise ValueError(f"`second_per_grid_ts` is {seconds.tolist()}; expected 0 to {most:g}")
+        return {**fields, **_SECONDS}
+
+    def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
+        items = super()._parse_video_data(data)
+        if not isinstance(items, VideoProcessorItems):
+            return items
+        videos = list(items.data)
+        for index, metadata in enumerate(items.metadata):
+            if metadata is not None and videos[index] is not None:
+                find_sampled_fps(metadata)  # refuses what says no speed
+                videos[index] = (videos[index], metadata)
+        return VideoProcessorItems(videos, items.metadata)
 
 
 class Qwen2VLProcessingInfo(BaseProcessingInfo):
+    parser: ClassVar[type[Qwen2VLDataParser]] = Qwen2VLDataParser
+    video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None, "video": None}
 
@@ -82,7 +147,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return self.get_hf_config().vision_config.spatial_merge_size
 
     def get_data_parser(self) -> MultiModalDataParser:
-        return Qwen2VLDataParser(
+        return self.parser(
             merge_size=self.merge_size,
             limits=self.get_media_limits(),
             expected_hidden_size=self.get_expected_hidden_size(),
@@ -105,7 +170,7 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
                 Qwen2VLImageProcessorPil.from_pretrained(path),
                 max_pixels_resized=max_pixels_resized,
             ),
-            video_processor=VideoPatcher(
+            video_processor=self.video_patcher(
                 Qwen2VLImageProcessorPil(**{key: settings[key] for key in settings.keys() & known}),
                 max_pixels_resized=max_pixels_resized,
                 cap_pixels_per_frame=bool(settings.get("cap_pixels_per_frame")),
@@ -174,6 +239,11 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         return {"image": num_image_tokens, "video": num_steps * num_frame_tokens}
 
 
+class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
+    parser = Qwen25VLDataParser
+    video_patcher = TimedVideoPatcher
+
+
 class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo]):
     def get_largest_image(self) -> ImageSize:
         return self.info.get_largest_frame("image")[0]
@@ -217,6 +287,13 @@ class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo])
         return [make_update(modality) for modality in ("image", "video")]
 
 
+class Qwen25VLMultiModalProcessor(Qwen2VLMultiModalProcessor):
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {**super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs), **_SECONDS}
+
+
 def make_fields(
     modality: str, grid_thw: np.ndarray, merge_size: int
 ) -> dict[str, MultiModalFieldConfig]:
@@ -236,4 +313,9 @@ FACTORIES = ProcessorFactories(
     info=Qwen2VLProcessingInfo,
     dummy_inputs=Qwen2VLDummyInputsBuilder,
     processor=Qwen2VLMultiModalProcessor,
+)
+QWEN2_5_FACTORIES = ProcessorFactories(
+    info=Qwen25VLProcessingInfo,
+    dummy_inputs=Qwen2VLDummyInputsBuilder,
+    processor=Qwen25VLMultiModalProcessor,
 )

@@ -18,6 +18,12 @@ from mmjax.rounding import cdiv
 MAX_ASPECT_RATIO = 200
 """HF refuses longer pictures (`smart_resize`); so do we, before it."""
 
+DEFAULT_FPS = 24.0
+"""Frames in a second of a video whose metadata do not say (HF: `VideoMetadata.sampled_fps`)."""
+
+MIN_FPS = 1e-3
+"""Slower videos are refused: their positions would leave the range of whole numbers in float32."""
+
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
 
 
@@ -165,6 +171,46 @@ class VideoPatcher(ImagePatcher):
         smallest = size["shortest_edge"]
         largest = max(min(size["longest_edge"], share), int(smallest * 1.05))
         return {"shortest_edge": smallest, "longest_edge": largest}
+
+
+class TimedVideoPatcher(VideoPatcher):
+    """Videos whose metadata may say how fast they are; a step of patches has its seconds."""
+
+    def __call__(self, videos: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
+        """Return `second_per_grid_ts` float32[videos] beside the patches and the grids.
+
+        A video is its frames, or a pair of them and its metadata.
+        """
+        pairs = [video if isinstance(video, tuple) else (video, {}) for video in videos]
+        outputs = super().__call__([frames for frames, _ in pairs], **kwargs)
+        depth = self.hf.temporal_patch_size
+        seconds = [depth / find_sampled_fps(metadata) for _, metadata in pairs]
+        return outputs | {"second_per_grid_ts": np.array(seconds, np.float32)}
+
+
+def find_sampled_fps(metadata: Mapping[str, Any]) -> float:
+    """Return how many of the given frames are in a second of the video.
+
+    As HF: `fps` of the file, and where `frames_indices` of its `total_num_frames` were sampled,
+    their share of it.
+    """
+    fps = metadata.get("fps")
+    if fps is None:
+        return DEFAULT_FPS
+    indices, total = metadata.get("frames_indices"), metadata.get("total_num_frames")
+    try:
+        share = 1.0 if indices is None or total is None else len(indices) / float(total)
+        sampled = share * float(fps)
+    except (TypeError, ValueError, ZeroDivisionError):
+        sampled = math.nan
+    if not (math.isfinite(sampled) and sampled >= MIN_FPS):
+        raise RequestValueError(
+            f"a video's metadata have `fps` {fps!r} and `total_num_frames` {total!r}; expected "
+            f"positive numbers that give at least {MIN_FPS} frames in a second, and "
+            "`frames_indices` a list of whole ones",
+            param="multi_modal_data",
+        )
+    return sampled
 
 
 def check_aspect_ratio(size: ImageSize, modality: str) -> None:

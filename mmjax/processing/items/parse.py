@@ -66,10 +66,13 @@ class MultiModalDataParser:
         limits: What is refused before work is done on it.
     """
 
-    embedding_fields: ClassVar[Mapping[str, Mapping[str, Literal["values", "metadata"]]]] = {}
-    """Per modality, the tensors of a dict of embeddings: the embeddings, and what says how they
-    divide. A family that takes dicts overrides this and `_get_embedding_fields_config`; where the
-    embeddings are all that there is, they divide as arrays do, and the first is enough."""
+    embedding_fields: ClassVar[
+        Mapping[str, Mapping[str, Literal["values", "metadata", "optional"]]]
+    ] = {}
+    """Per modality, the tensors of a dict of embeddings: the embeddings, what says how they divide,
+    and what may be left out. A family that takes dicts overrides this and
+    `_get_embedding_fields_config`; where the embeddings are all that there is, they divide as
+    arrays do, and the first is enough."""
 
     def __init__(
         self,
@@ -275,7 +278,8 @@ class MultiModalDataParser:
                     param=f"multi_modal_data.{modality}",
                 )
             check_embeds(data[key], self.expected_hidden_size, f"`{key}`")
-        optional = values if self.allow_missing_mm_embeddings else set()
+        optional = {key for key, kind in fields.items() if kind == "optional"}
+        optional |= values if self.allow_missing_mm_embeddings else set()
         return DictEmbeddingItems(
             data,
             modality,

@@ -1,0 +1,154 @@
+"""Qwen2-VL's and Qwen2.5-VL's host inputs: patches, where they stand, and positions of the prompt.
+
+A grid is (time, rows, columns) of patches. The patches of a frame come square by square of
+`spatial_merge_size` patches a side, which is one embedding, a cell.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmjax.errors import CheckpointError, RequestRuntimeError
+from mmjax.models.host_inputs import (
+    HostInputs,
+    PackedEncoderSpec,
+    PromptItem,
+    RotaryPositions,
+)
+
+Grid = tuple[int, int, int]
+"""Time, rows, columns."""
+
+
+class Qwen2VLHostInputs(HostInputs):
+    """Patches with their row and column in a frame; a frame's see each other."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        vision = hf_config.vision_config
+        self.merge_size: int = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.encoder_spec = PackedEncoderSpec(
+            inputs={
+                "pixel_values": ((width,), "float32"),
+                "places": ((2,), "int32"),
+                "frame_ids": ((), "int32"),
+            },
+            patches_per_token=self.merge_size**2,
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the patches of a picture or a video, their places and their frames."""
+        time, rows, columns = read_grid(item)
+        name = "pixel_values" if "image_grid_thw" in item else "pixel_values_videos"
+        return {
+            "pixel_values": item[name],
+            "places": np.tile(find_places(rows, columns, self.merge_size), (time, 1)),
+            "frame_ids": np.repeat(np.arange(time), rows * columns),
+        }
+
+    def rotary_positions(
+        self, num_tokens: int, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return a cell's time, row and column; text goes on behind the larger side of a frame.
+
+        As HF's `get_rope_index`, and its `generate` behind the prompt: both leave a video's time
+        out of where the text goes on. (The paper, section 2.1, has it go on behind all three.)
+        """
+        if not items:
+            return None
+        parts, index, place = [], 0, 0
+        for item in items:
+            start, length = item.position.offset, item.position.length
+            parts.append(np.tile(np.arange(start - index) + place, (3, 1)))
+            place += start - index
+            time, rows, columns = read_grid(item.tensors)
+            rows, columns = rows // self.merge_size, columns // self.merge_size
+            if time * rows * columns != length:
+                raise RequestRuntimeError(
+                    f"an item's grid has {time * rows * columns} embeddings, and the prompt "
+                    f"placeholders for {length}; they must agree",
+                    param="multi_modal_data",
+                )
+            cells = np.indices((time, rows, columns)).reshape(3, -1)
+            cells[0] = self.times(item.tensors, time)[cells[0]]
+            parts.append(cells + place)
+            place += max(rows, columns)
+            index = start + length
+        parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
+        prompt = np.concatenate(parts, axis=1).astype(np.int32)
+        return RotaryPositions(prompt, place - index)
+
+    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """Return the position on the axis of time of each of `count` steps."""
+        return np.arange(count)
+
+
+class Qwen25VLHostInputs(Qwen2VLHostInputs):
+    """The same, window by window; seconds on the axis of time."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        vision = hf_config.vision_config
+        self.window_side = vision.window_size // self.merge_size // vision.patch_size
+        if self.window_side < 1:
+            raise CheckpointError(
+                f"`vision_config.window_size` is {vision.window_size}, less than the "
+                f"{self.merge_size * vision.patch_size} pixels of one embedding's side"
+            )
+        self.tokens_per_second: float = vision.tokens_per_second
+        self.encoder_spec = PackedEncoderSpec(
+            inputs={**self.encoder_spec.inputs, "window_ids": ((), "int32")},
+            patches_per_token=self.merge_size**2,
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return patches, places, frames and windows in the order of the windows."""
+        order, windows = self._find_windows(read_grid(item))
+        per_cell = self.merge_size**2
+        patches = (order[:, None] * per_cell + np.arange(per_cell)).reshape(-1)
+        units = {name: np.asarray(rows) for name, rows in super().units(item).items()}
+        if len(units["pixel_values"]) == len(patches):  # else it is the engine's to say
+            units = {name: rows[patches] for name, rows in units.items()}
+        return units | {"window_ids": np.repeat(windows, per_cell)}
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return where each cell of the grid stands among the windows' cells."""
+        order, _ = self._find_windows(read_grid(item))
+        return np.argsort(order).astype(np.int32)
+
+    def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+        """Return the steps of a video in `tokens_per_second`, cut to whole ones; as HF, in float32.
+
+        Embeddings may come without seconds: a step is one then, as in HF.
+        """
+        if "video_grid_thw" not in item:
+            return super().times(item, count)
+        seconds = np.float32(item.get("second_per_grid_ts", 1.0))
+        interval = np.float32(self.tokens_per_second) * seconds
+        return (np.arange(count, dtype=np.float32) * interval).astype(np.int64)
+
+    def _find_windows(self, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cells in the order of their windows, and the window of each of these."""
+        time, rows, columns = grid[0], grid[1] // self.merge_size, grid[2] // self.merge_size
+        side = self.window_side
+        frame, row, column = np.indices((time, rows, columns)).reshape(3, -1)
+        per_column, per_row = -(-rows // side), -(-columns // side)
+        windows = (frame * per_column + row // side) * per_row + column // side
+        order = np.argsort(windows, kind="stable")
+        return order, windows[order]
+
+
+def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
+    """Return the grid of a picture or a video; KeyError where there is none."""
+    name = "image_grid_thw" if "image_grid_thw" in item else "video_grid_thw"
+    time, rows, columns = (int(size) for size in item[name])
+    return time, rows, columns
+
+
+def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
+    places = np.indices((rows, columns)).transpose(1, 2, 0)
+    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
