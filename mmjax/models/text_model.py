@@ -7,6 +7,7 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -14,6 +15,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
+        "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),

@@ -1,17 +1,24 @@
 """One prompt through both sides, from text and pictures to tokens."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers import ProcessorMixin
 
 from mmjax.config import ModelConfig
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
-from mmjax.parity.reference import generate_reference, load_reference, run_reference
+from mmjax.parity.reference import (
+    generate_reference,
+    import_torch,
+    load_reference,
+    run_reference,
+)
 
 DEFAULT_MAX_TOKENS = 32
 
@@ -58,7 +65,9 @@ class Parity:
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn with the pictures before the text, by the chat template if any."""
         tokenizer = self.processor.info.get_tokenizer()
-        template = self.hf_processor.chat_template or tokenizer.chat_template
+        # Our own stand-ins for HF's processors have no template.
+        own_template = getattr(self.hf_processor, "chat_template", None)
+        template = own_template or tokenizer.chat_template
         if template is None:
             mark = self.processor.info.get_placeholder_str("image", 1) or ""
             return mark * num_images + text
@@ -82,11 +91,18 @@ class Parity:
         return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the case as HF's processor gives it; it takes text only."""
+        """Return the case as HF's processor gives it; it takes text only.
+
+        Where HF's cannot be had without torchvision, and a processor of ours stands in for it, both
+        sides get what that one made.
+        """
+        if not isinstance(self.hf_processor, ProcessorMixin):
+            return _as_torch(self.process(case), self.reference)
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
-        return self.hf_processor(
+        hf_processor: Any = self.hf_processor
+        return hf_processor(
             text=[text],
             images=[list(case.images)] if case.images else None,
             return_tensors="pt",
@@ -109,3 +125,16 @@ class Parity:
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),
             is_prompt_equal=is_equal,
         )
+
+
+def _as_torch(sample: Sample, reference: Any) -> dict[str, Any]:
+    """Return what our processor made as the inputs of HF's model that bear the same names."""
+    torch = import_torch()
+    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    known = inspect.signature(reference.forward).parameters
+    names = [name for name in (sample.items[0].tensors if sample.items else ()) if name in known]
+    return inputs | {
+        name: torch.tensor(np.concatenate([item.tensors[name] for item in sample.items]))
+        for name in names
+    }

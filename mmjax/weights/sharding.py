@@ -29,6 +29,9 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.bias$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
+    (r"\.dense_h_to_4h\.weight$", (_ALL, None)),
+    (r"\.dense_h_to_4h\.bias$", (_ALL,)),
+    (r"\.(dense|dense_4h_to_h)\.weight$", (None, _ALL)),
 )
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
 """What is cut. Towers and connectors lie whole on every device, which encodes pictures of its own:
