@@ -291,8 +291,8 @@ def expected_answers() -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"max_num_batched_tokens": 7}, id="chunks of seven"),
-        pytest.param({"num_blocks": 11}, id="preempted"),
+        pytest.param({"max_num_batched_tokens": 7, "num_blocks": 11}, id="chunks, preempted"),
+        pytest.param({"num_blocks": 11}, id="whole prompts, preempted", marks=pytest.mark.slow),
         pytest.param({"size": 2}, id="two devices", marks=pytest.mark.slow),
         pytest.param({"size": 4, "max_num_seqs": 1}, id="four devices"),
     ],

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.chameleon.host_inputs import count_codes
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
@@ -35,9 +36,7 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
 
     def get_num_image_tokens(self) -> int:
         """Return how many codes the VQ-VAE gives a picture."""
-        vq_config = self.get_hf_config().vq_config
-        side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
-        return side * side
+        return count_codes(self.get_hf_config().vq_config)
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor; AutoProcessor would want torchvision for its pixels."""
