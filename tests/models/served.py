@@ -14,6 +14,8 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
 
 MAX_TOKENS = 8
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""For tokenizers that have none of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,14 @@ def make_request(request_id: str, sample: Sample) -> EngineCoreRequest:
         mm_features=features,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
     )
+
+
+def ask(image: Any, text: str) -> Any:
+    """Return a conversation that asks about a picture, or without one."""
+    parts: list[Any] = [{"type": "text", "text": text}]
+    if image is not None:
+        parts.insert(0, {"type": "image_pil", "image_pil": image})
+    return [{"role": "user", "content": parts}]
 
 
 def serve(core: EngineCore, samples: Sequence[Sample]) -> list[list[int]]:

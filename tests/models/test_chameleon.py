@@ -28,7 +28,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from tests.kit import draw, fill_by_name
-from tests.models.served import Served, check_engine
+from tests.models.served import CHAT_TEMPLATE, Served, ask, check_engine
 from tests.oracle import assert_close, params_of
 from tests.processing.families.chameleon import call_hf
 from tests.processing.families.family import GOLDEN
@@ -348,11 +348,11 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
         "max_num_seqs": 1,
         "max_num_batched_tokens": 128,
     }
-    prompt, image = "what is <image> in the car", draw(81, 37)
+    image = draw(81, 37)
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
-        request: Any = {"prompt": prompt, "multi_modal_data": {"image": image}}
-        (output,) = llm.generate(request, params, use_tqdm=False)
-    inputs = call_hf(prompt, [image], {})
+        messages = ask(image, "what is in the car")
+        (output,) = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+    inputs = call_hf("<image>\nwhat is in the car", [image], {})
     assert output.prompt_token_ids == inputs.input_ids
     ids = torch.tensor([inputs.input_ids])
     tensors = {

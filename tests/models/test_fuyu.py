@@ -29,7 +29,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from tests.kit import draw, fill_by_name
-from tests.models.served import Served, check_engine
+from tests.models.served import CHAT_TEMPLATE, Served, ask, check_engine
 from tests.oracle import assert_close, params_of
 from tests.processing.families.family import GOLDEN, golden_processor
 
@@ -343,16 +343,14 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
     reference = HFModel.from_pretrained(checkpoint, dtype="float32").eval()
     reference.generation_config = GenerationConfig(pad_token_id=0)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    prompts = [
-        {"prompt": "what is in the car", "multi_modal_data": {"image": draw(81, 37)}},
-        {"prompt": "the second"},
-    ]
     small = {"max_model_len": 128, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    image, text = draw(81, 37), "what is in the car"
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        messages = [ask(image, text), ask(None, text)]
+        outputs = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
     processor = golden_processor("fuyu", path=checkpoint)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        made = processor.apply(prompt["prompt"], prompt.get("multi_modal_data", {}))
+    for data, output in zip(({"image": image}, {}), outputs, strict=True):
+        made = processor.apply(text, data)
         inputs = {"input_ids": torch.tensor([made.prompt_token_ids])}
         assert output.prompt_token_ids == made.prompt_token_ids
         if made.mm_kwargs:
@@ -376,6 +374,9 @@ def test_what_save_pretrained_writes_is_loaded(tmp_path: Path):
 
 
 def test_the_parity_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--prompts", "which car", "--num-images", "0", "1", "--max-tokens", "4"]
+    arguments = ["--prompts", "which car", "--max-tokens", "4"]
     assert main([str(checkpoint), *arguments, "--max-len", "256"]) == 0
-    assert capsys.readouterr().out.endswith("parity: yes (tolerance 0.0001)\n")
+    out = capsys.readouterr().out
+    assert "'which car' + 1" in out
+    assert "'which car' + 2" not in out, "a prompt holds one picture"
+    assert out.endswith("parity: yes (tolerance 0.0001)\n")
