@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from mmjax.errors import CheckpointError
@@ -14,6 +15,7 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": partial(jax.nn.gelu, approximate=True),
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": jax.nn.silu,
 }
 

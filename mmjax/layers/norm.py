@@ -59,3 +59,23 @@ class GemmaRMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + self.eps)
         return (normed * (1.0 + _scale(self.weight[...], x.ndim))).astype(x.dtype)
+
+
+class GroupNorm(nnx.Module):
+    """Wu and He, arXiv 1803.08494: each group of a picture's channels is normed as one."""
+
+    def __init__(self, num_groups: int, num_channels: int, *, eps: float, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((num_channels,), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_channels,), dtype))
+        self.num_groups = num_groups
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "I C _y _x"]) -> Float[Array, "I C _y _x"]:
+        """Normalise over rows, columns and the channels of a group."""
+        groups = x.astype(jnp.float32).reshape(x.shape[0], self.num_groups, -1)
+        mean = groups.mean(-1, keepdims=True)
+        variance = jnp.square(groups - mean).mean(-1, keepdims=True)
+        normed = ((groups - mean) * jax.lax.rsqrt(variance + self.eps)).reshape(x.shape)
+        weight, bias = (p[...].astype(jnp.float32) for p in (self.weight, self.bias))
+        out = normed * weight[None, :, None, None] + bias[None, :, None, None]
+        return out.astype(x.dtype)

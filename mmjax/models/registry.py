@@ -53,9 +53,9 @@ class ModelRow:
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
         "Blip2ForConditionalGeneration": ModelRow("blip2", has_model=False),
-        "ChameleonForConditionalGeneration": ModelRow("chameleon", has_model=False),
+        "ChameleonForConditionalGeneration": ModelRow("chameleon", has_one_unit_items=True),
         "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
-        "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
+        "FuyuForCausalLM": ModelRow("fuyu"),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
         "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),

@@ -5,15 +5,19 @@ from types import MappingProxyType
 from typing import Any
 
 from mmjax.errors import CheckpointError
+from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
+        "chameleon": (ChameleonConfig.from_hf, ChameleonTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
+        "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),

@@ -39,7 +39,7 @@ def _run(options: argparse.Namespace) -> int:
     parity = Parity(model_config, max_len=options.max_len)
     reports = []
     for text in options.prompts:
-        for num_images in options.num_images:
+        for num_images in options.num_images or _count_images(parity):
             case = Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
@@ -59,13 +59,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
     add("--revision", help="of a hub id")
     add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
-    add("--num-images", nargs="+", type=int, default=(0, 1, 2, 3), help="sizes of those sets")
+    add("--num-images", nargs="+", type=int, help="sizes of those sets; up to 3 without it")
     add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
     add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
+
+
+def _count_images(parity: Parity) -> Sequence[int]:
+    """Return the sizes of sets that a prompt of this model may hold."""
+    limit = parity.processor.info.allowed_mm_limits.get("image", 0)
+    return range(min(limit, len(SIZES)) + 1)
 
 
 def _draw(width: int, height: int, seed: int) -> Image.Image:

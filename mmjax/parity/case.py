@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers import ProcessorMixin
 
 from mmjax.config import ModelConfig
 from mmjax.models.registry import create_processor, load_model_class
@@ -99,12 +100,13 @@ class Parity:
 
         Where that cannot be loaded without torchvision, HF's model is given what mmjax's made.
         """
-        if isinstance(self.hf_processor, ProcessorOfParts):
+        if not isinstance(self.hf_processor, ProcessorMixin):
             return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
-        return self.hf_processor(
+        hf_processor: Any = self.hf_processor
+        return hf_processor(
             text=[text],
             images=[list(case.images)] if case.images else None,
             return_tensors="pt",
@@ -113,6 +115,8 @@ class Parity:
 
     def _as_reference(self, inputs: Any) -> dict[str, Any]:
         """Return what our processor gave as HF's model takes it."""
+        if not isinstance(self.hf_processor, ProcessorOfParts):
+            return _as_torch(make_sample(inputs), self.reference)
         known = signature(self.reference.forward).parameters
         if "image_sizes" in known:  # pictures of several sizes are padded to one
             sample = make_sample(inputs)
@@ -146,3 +150,16 @@ class Parity:
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),
             is_prompt_equal=is_equal,
         )
+
+
+def _as_torch(sample: Sample, reference: Any) -> dict[str, Any]:
+    """Return what our processor made as the inputs of HF's model that bear the same names."""
+    torch = import_torch()
+    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    known = signature(reference.forward).parameters
+    names = [name for name in (sample.items[0].tensors if sample.items else ()) if name in known]
+    return inputs | {
+        name: torch.tensor(np.concatenate([item.tensors[name] for item in sample.items]))
+        for name in names
+    }

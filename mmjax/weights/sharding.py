@@ -29,6 +29,11 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.bias$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
+    (r"\.dense_h_to_4h\.weight$", (_ALL, None)),
+    (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
+    (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
+    (r"\.dense_h_to_4h\.bias$", (_ALL,)),
+    (r"\.(dense|dense_4h_to_h)\.weight$", (None, _ALL)),
 )
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
 """Parameters that are sharded. Towers and connectors are replicated, and every device encodes other

@@ -58,7 +58,7 @@ def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
 def test_serving_chameleon_ends_with_the_reason(capsys: pytest.CaptureFixture[str]):
     assert mmjax.serve.main([str(GOLDEN / "chameleon"), "--port", "0"]) == 1
     said = capsys.readouterr().err
-    assert "`ChameleonForConditionalGeneration` can be processed but not served yet" in said
+    assert "`Florence2ForConditionalGeneration` can be processed but not served yet" in said
     with pytest.raises(CheckpointError, match="can be processed but not served yet"):
         LLM(GOLDEN / "chameleon")
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.chameleon.host_inputs import count_codes
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
@@ -35,9 +36,7 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
 
     def get_num_image_tokens(self) -> int:
         """Return the number of VQ-VAE codes of an image."""
-        vq_config = self.get_hf_config().vq_config
-        side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
-        return side * side
+        return count_codes(self.get_hf_config().vq_config)
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor: AutoProcessor needs torchvision."""

@@ -1,0 +1,57 @@
+"""Fuyu (Adept, 2023): patches of a picture, projected, straight into Persimmon's decoder."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from mmjax.layers.linear import Linear
+from mmjax.models.fuyu.host_inputs import FuyuHostInputs
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.text_model import build_text_model
+from mmjax.weights.rules import Rule, Split
+
+_DECODER = r"^(language_model\.model|model\.language_model)\."
+"""Of the hub's names, and of HF's module."""
+
+
+class FuyuForCausalLM(MultiModalModel):
+    """Served as HF's class of this name."""
+
+    host_inputs = FuyuHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        text_config = hf_config.get_text_config()
+        num_pixels = hf_config.patch_size**2 * hf_config.num_channels
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_embed_tokens = Linear(
+                num_pixels, text_config.hidden_size, use_bias=True, dtype=dtype
+            )
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Map the hub's layout, save_pretrained's, and the module's own names."""
+        text_config = hf_config.get_text_config()
+        head_dim = text_config.hidden_size // text_config.num_attention_heads
+        return (
+            Split(
+                _DECODER + r"(.*\.)query_key_value\.",
+                [rf"language_model.\2{part}_proj." for part in "qkv"],
+                # The file has head by head what that head asks, offers and carries.
+                (head_dim,) * 3,
+            ),
+            Rule(_DECODER + r"final_layernorm\.", "language_model.norm."),
+            Rule(_DECODER, "language_model."),
+            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
+            Rule(r"^model\.vision_embed_tokens\.", "vision_embed_tokens."),
+        )
+
+    def embed_multimodal(
+        self, image_patches: Float[Array, "P _pixels"], segment_ids: Int[Array, " P"]
+    ) -> Float[Array, "P D"]:
+        """Project every patch; it knows nothing of its neighbours."""
+        with jax.named_scope("vision_embed_tokens"):
+            weight = self.vision_embed_tokens.weight
+            return self.vision_embed_tokens(image_patches.astype(weight.dtype))
