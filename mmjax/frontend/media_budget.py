@@ -40,5 +40,6 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
             config.scheduler, max_num_encoder_input_tokens=budget.encoder_compute_budget
         ),
         cache=replace(config.cache, encoder_cache_size=budget.encoder_cache_size),
-        max_embeds_per_item=budget.mm_max_toks_per_item,
+        # Where the tower is left out, embeddings may come in place of what it would give.
+        max_embeds_per_item=budget.mm_max_toks_per_item or processor.get_mm_max_tokens_per_item(),
     )

@@ -203,7 +203,9 @@ class PagedModel:
         positions: np.ndarray,
     ) -> tuple[dict[str, np.ndarray], KVCache]:
         with jax.default_matmul_precision("highest"):
-            outputs, cache = self._step(self.params, token_ids, embeds, cache, metadata, positions)
+            outputs, cache = self._step(
+                self.params, token_ids, embeds, cache, metadata=metadata, positions=positions
+            )
         return jax.device_get(outputs), cache
 
     def _metadata(
@@ -243,6 +245,7 @@ def _step(
     token_ids: Any,
     embeds: tuple[Any, Any] | None,
     cache: KVCache,
+    *,
     metadata: PagedAttentionMetadata,
     positions: Any,
 ) -> tuple[dict[str, Any], KVCache | None]:

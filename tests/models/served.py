@@ -102,5 +102,5 @@ def check_engine(
     assert serve(core, samples) == expected
     for sample, answer in zip(samples, expected, strict=True):
         assert serve(core, [sample]) == [answer]
-    assert core.prefix_cache_info.hits > 0
+    assert core.stats().prefix_cache_hits > 0
     assert core.compilations == 0

@@ -87,7 +87,7 @@ class ChameleonForConditionalGeneration(MultiModalModel):
         with jax.named_scope("vqmodel"):
             codes = self.vqmodel(pixel_values)
         tokens = jnp.asarray(np.array(self.code_tokens.by_code, np.int32))[codes]
-        return self.language_model.embed(tokens.reshape(-1)).reshape(*codes.shape, -1)
+        return self.language_model.embed_input_ids(tokens.reshape(-1)).reshape(*codes.shape, -1)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32; a code's token gets the least that there is."""
