@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
 from PIL import Image
+from transformers import BatchFeature
 
 from mmjax.config import ModelConfig
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 
 DEFAULT_MAX_TOKENS = 32
 
@@ -58,7 +61,7 @@ class Parity:
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn with the pictures before the text, by the chat template if any."""
         tokenizer = self.processor.info.get_tokenizer()
-        template = self.hf_processor.chat_template or tokenizer.chat_template
+        template = getattr(self.hf_processor, "chat_template", None) or tokenizer.chat_template
         if template is None:
             mark = self.processor.info.get_placeholder_str("image", 1) or ""
             return mark * num_images + text
@@ -74,15 +77,22 @@ class Parity:
 
     def process(self, case: Case) -> Sample:
         """Return the case as our processor gives it."""
-        inputs = self.processor.apply(
+        return make_sample(self._apply(case))
+
+    def _apply(self, case: Case) -> Any:
+        return self.processor.apply(
             case.prompt,
             {"image": list(case.images)} if case.images else {},
             hf_processor_mm_kwargs=dict(case.mm_processor_kwargs or {}),
         )
-        return make_sample(inputs)
 
     def process_reference(self, case: Case) -> Any:
-        """Return the case as HF's processor gives it; it takes text only."""
+        """Return the case as HF's processor gives it; it takes text only.
+
+        Where HF's would want torchvision, ours stands in for it.
+        """
+        if isinstance(self.hf_processor, ProcessorOfParts):
+            return self._process_for_reference(case)
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
@@ -91,6 +101,16 @@ class Parity:
             images=[list(case.images)] if case.images else None,
             return_tensors="pt",
             **(case.mm_processor_kwargs or {}),
+        )
+
+    def _process_for_reference(self, case: Case) -> Any:
+        """Return what our processor gives, as far as HF's model asks for it."""
+        inputs = self._apply(case)
+        names = signature(self.reference.forward).parameters
+        tensors = {k: v for k, v in inputs.mm_kwargs.get_data().items() if k in names}
+        ids = np.array([inputs.prompt_token_ids])
+        return BatchFeature(
+            {"input_ids": ids, "attention_mask": np.ones_like(ids), **tensors}, tensor_type="pt"
         )
 
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:

@@ -34,7 +34,12 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     """Return HF's model of the directory, in float32, that generates without an end token."""
     import_torch()
     transformers = importlib.import_module("transformers")
-    model_class = getattr(transformers, architecture)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ConfigError(
+            f"parity compares with HF's torch models, and transformers has no `{architecture}`; "
+            "give a checkpoint in a layout that transformers reads"
+        )
     # Safetensors only: HF would fall back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Sampling defaults and end tokens of the checkpoint would make runs that cannot be compared.

@@ -16,6 +16,7 @@ from transformers import InternVLConfig
 from transformers import InternVLForConditionalGeneration as Reference
 
 from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.models.internvl.model import InternVLChatModel, InternVLForConditionalGeneration
 from mmjax.weights.load import match_tensors
@@ -148,7 +149,9 @@ def test_every_tensor_is_used_once_and_none_is_left_over(tmp_path: Path, size: s
 def test_a_tile_and_a_step_have_their_shapes(size: str):
     config = published_config(size)
     text = config.text_config
-    assert InternVLHostInputs(config).encoder_spec.tokens_per_unit == 256
+    spec = InternVLHostInputs(config).encoder_spec
+    assert isinstance(spec, EncoderSpec)
+    assert (spec.tokens_per_unit, config.image_seq_length) == (256, 256)
     graphdef, params = build_abstract(InternVLForConditionalGeneration, config, dtype=jnp.bfloat16)
     pixels = jax.ShapeDtypeStruct((2, 3, 448, 448), jnp.float32)
     rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)
