@@ -54,7 +54,7 @@ def original(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_llm(path: Path, **settings: Any) -> LLM:
-    sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 128}
+    sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     return LLM(str(path), use_tqdm_on_load=False, **sizes, **settings)
 
 
