@@ -23,7 +23,12 @@ from tests.models.tiny_internvl import (
 from tests.oracle import assert_close
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2, tied": {"vision": {"attention_bias": True}, "tie_word_embeddings": True},
+    "qwen2, tied, squares of four": {
+        "vision": {"attention_bias": True, "use_mean_pooling": False},
+        "tie_word_embeddings": True,
+        "downsample_ratio": 0.25,
+        "projector_hidden_act": "relu",
+    },
     "llama, 6b": {
         "text": {"model_type": "llama", "rms_norm_eps": 1e-5},
         "vision": {"norm_type": "rms_norm", "use_qk_norm": True},
@@ -32,11 +37,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text": {"model_type": "qwen3", "head_dim": 12},
         "vision_feature_layer": -2,
         "vision": {"use_mean_pooling": False, "use_mask_token": True},
-    },
-    "squares of four": {
-        "downsample_ratio": 0.25,
-        "projector_hidden_act": "relu",
-        "vision": {"use_mean_pooling": False},
     },
     "first state, no squares": {"downsample_ratio": 1.0, "vision_feature_layer": 1},
 }

@@ -46,17 +46,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         VIT_300M,
     ),
-    "2.5-8b": (
-        {
-            **INTERNLM2,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 32,
-            "num_key_value_heads": 8,
-        },
-        VIT_300M,
-    ),
     "2.5-26b": (
         {
             **INTERNLM2,
@@ -83,7 +72,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """What the hub's config.json files say of text and vision; the rest are defaults, as there."""
 
-NUM_PARAMETERS = {"3-1b": 0.94e9, "2.5-8b": 8.08e9, "2.5-26b": 25.5e9, "3.5-8b": 8.53e9}
+NUM_PARAMETERS = {"3-1b": 0.94e9, "2.5-26b": 25.5e9, "3.5-8b": 8.53e9}
 
 LAYOUTS = {
     "files": {
@@ -121,34 +110,54 @@ def tell(name: str, layout: str) -> str:
     return name
 
 
+@cache
+def expected_tensors(size: str) -> dict[str, Any]:
+    """Our tree, flat; of either class."""
+    model, config = InternVLForConditionalGeneration, published_config(size)
+    return flatten_params(build_abstract(model, config, dtype=jnp.bfloat16)[1])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_every_tensor_is_used_once_and_none_is_left_over(tmp_path: Path, size: str, layout: str):
     config, tensors = published_config(size), reference_tensors(size)
-    model: Any = InternVLForConditionalGeneration
+    rules = InternVLForConditionalGeneration.rules(config)
     if layout == "original":
         is_internlm2 = size.startswith("2.5")
         tensors = to_original(config, tensors, is_internlm2=is_internlm2)
         config = original_config(config, tmp_path, is_internlm2=is_internlm2)
-        model = InternVLChatModel
+        rules = InternVLChatModel.rules(config)
+        assert InternVLHostInputs(config).encoder_spec == spec_of(size)
     files = [
         StoredTensor(tell(name, layout), "model.safetensors", tuple(tensor.shape), "BF16", None)
         for name, tensor in tensors.items()
     ]
-    expected = flatten_params(build_abstract(model, config, dtype=jnp.bfloat16)[1])
+    expected = expected_tensors(size)
     # Reports what is missing, unexpected or misshapen, and two tensors for one place.
-    sources = match_tensors(files, expected, model.rules(config), source=layout)
+    sources = match_tensors(files, expected, rules, source=layout)
     assert sources.keys() == expected.keys()
     assert len({tensor.name for tensor in sources.values()}) == len(files)
     total = sum(int(np.prod(leaf.shape)) for leaf in expected.values())
     assert total == pytest.approx(NUM_PARAMETERS[size], rel=0.01)
 
 
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_a_tile_and_a_step_have_their_shapes(size: str):
-    config = published_config(size)
+def spec_of(size: str) -> Any:
+    return InternVLHostInputs(published_config(size)).encoder_spec
+
+
+def test_both_classes_build_one_tree(tmp_path: Path):
+    config = original_config(published_config("3-1b"), tmp_path)
+    _, abstract = build_abstract(InternVLChatModel, config, dtype=jnp.bfloat16)
+    expected = expected_tensors("3-1b")
+    assert {name: leaf.shape for name, leaf in flatten_params(abstract).items()} == {
+        name: leaf.shape for name, leaf in expected.items()
+    }
+
+
+def test_a_tile_and_a_step_have_their_shapes():
+    config = published_config("3-1b")
     text = config.text_config
-    assert InternVLHostInputs(config).encoder_spec.tokens_per_unit == 256
+    assert spec_of("3-1b").tokens_per_unit == config.image_seq_length == 256
     graphdef, params = build_abstract(InternVLForConditionalGeneration, config, dtype=jnp.bfloat16)
     pixels = jax.ShapeDtypeStruct((2, 3, 448, 448), jnp.float32)
     rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)

@@ -32,10 +32,12 @@ SHORT = {"num_hidden_layers": 2}
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
 SIXB = {"norm_type": "rms_norm", "use_qk_norm": True}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen2, tied": {"vision": {"attention_bias": True}, "tie_word_embeddings": True},
-    "llama, 6b": {"text": LLAMA, "vision": SIXB},
-    "internlm2, state before the last": {"text": LLAMA, "vision_feature_layer": -2},
-    "internlm2, biases, columns first": {"text": {**LLAMA, "attention_bias": True}},
+    "qwen2, tied, 6b": {"vision": SIXB, "tie_word_embeddings": True},
+    "internlm2, biases, columns first, state before the last": {
+        "text": {**LLAMA, "attention_bias": True},
+        "vision_feature_layer": -2,
+        "vision": {"attention_bias": True},
+    },
 }
 
 

@@ -55,7 +55,9 @@ def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
         )
 
 
-def test_serving_what_has_a_processor_alone_ends_with_the_reason(capsys: pytest.CaptureFixture[str]):
+def test_serving_what_has_a_processor_alone_ends_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+):
     assert mmjax.serve.main([str(GOLDEN / "florence2"), "--port", "0"]) == 1
     said = capsys.readouterr().err
     assert "`Florence2ForConditionalGeneration` can be processed but not served yet" in said

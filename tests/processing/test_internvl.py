@@ -474,7 +474,10 @@ def test_embeddings_stand_for_pictures_and_whole_frames(make: Any):
         found = [one.get_num_embeds() for one in inputs.mm_placeholders[modality]]
         assert found == counts
         assert list(inputs.mm_kwargs[modality][0]) == [f"{modality}_embeds"]
-    with pytest.raises(RequestError, match="video 0 has 7 embeddings; a frame has 4"):
+    with pytest.raises(RequestError, match="video embeddings have 7 rows; a frame has 4"):
         processor.apply(VIDEO, {"video": [torch.ones(7, 64)]})
+    for rows in (6, 32):
+        with pytest.raises(RequestError, match=f"have {rows} rows; a tile has 4.* 28 rows at most"):
+            processor.apply(image, {"image": {"image_embeds": torch.ones(rows, 64)}})
     with pytest.raises(RequestError, match="--enable-mm-embeds"):
         make().apply(image, {"image": torch.ones(1, 4, 64)})

@@ -26,7 +26,12 @@ from mmjax.processing.image_processors.tiling import (
     OriginalTileCutter,
     find_largest_picture,
 )
-from mmjax.processing.items.parse import EmbeddingItems, ImageSize, MultiModalDataItems
+from mmjax.processing.items.parse import (
+    EmbeddingItems,
+    ImageSize,
+    MultiModalDataItems,
+    MultiModalDataParser,
+)
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
@@ -50,6 +55,13 @@ _VIDEO_TOKENS = {
 """By the language model's type; others were not trained on videos."""
 
 
+class InternVLDataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {
+        "image": {"image_embeds": "values"},
+        "video": {"video_embeds": "values"},
+    }
+
+
 class BaseInternVLProcessingInfo(BaseProcessingInfo):
     """Common to both formats."""
 
@@ -70,6 +82,24 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
+
+    def get_data_parser(self) -> InternVLDataParser:
+        return InternVLDataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Demand the rows of whole tiles, thumbnail included, or of whole frames."""
+        part = {"image": "tile", "video": "frame"}[modality]
+        most = self.get_mm_max_tokens_per_item()[modality] if modality == "image" else num_embeds
+        if 0 < num_embeds <= most and num_embeds % self.num_tile_tokens == 0:
+            return
+        many = f", {most} rows at most" * (modality == "image")
+        raise RequestValueError(
+            f"{modality} embeddings have {num_embeds} rows; a {part} has {self.num_tile_tokens}: "
+            f"give those of whole {part}s{many}",
+            param="multi_modal_data",
+        )
 
     def get_token_id(self, token: str) -> int:
         token_id = self.get_tokenizer().get_vocab().get(token)
@@ -253,14 +283,7 @@ class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessing
             return as_ids(self.info.frame_separator.join(texts), tokenizer)
 
         def replace_video(item_idx: int) -> list[int]:
-            num_embeds = count_embeds("video", item_idx)
-            if num_embeds % num_tile_tokens:
-                raise RequestValueError(
-                    f"video {item_idx} has {num_embeds} embeddings; a frame has {num_tile_tokens}: "
-                    "give those of whole frames",
-                    param="multi_modal_data",
-                )
-            return write_frames(num_embeds // num_tile_tokens)
+            return write_frames(count_embeds("video", item_idx) // num_tile_tokens)
 
         def make_update(modality: str, replace: Callable[[int], list[int]]) -> PromptReplacement:
             placeholder = self.info.find_placeholder_str(modality, 1) or ""
