@@ -1,10 +1,10 @@
 """Chameleon's picture tokenizer (arXiv 2405.09818, section 2.1): the encoder of a VQ-VAE.
 
 A picture becomes a grid of codes, each the nearest of a codebook's vectors (arXiv 1711.00937; the
-architecture is VQGAN's, arXiv 2012.09841). The decoder, which draws pictures, is not here.
+architecture is VQGAN's, arXiv 2012.09841). Its decoder, which generates pictures, is not here.
 
-All parameters are float32, and products are computed as such on every platform: a code is all or
-nothing, and bfloat16 would choose others.
+All parameters are float32, and products are computed as such on every platform: rounding to
+bfloat16 would select other codes.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ class ChameleonVQVAEConfig:
         """Read HF's `ChameleonVQVAEConfig`; `CheckpointError` for what its encoder cannot be."""
         if hf_config.double_latent:
             raise CheckpointError(
-                "`vq_config.double_latent` is true: the codebook would meet twice the channels "
-                "that it has; mmjax knows false"
+                "`vq_config.double_latent` is true: the encoder would give twice the channels "
+                "that `quant_conv` takes; mmjax knows false"
             )
         if hf_config.attn_type not in ("vanilla", "none", None):
             raise CheckpointError(
@@ -195,7 +195,7 @@ class Encoder(nnx.Module):
         self.conv_out = _conv(width, config.latent_channels)
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I _latent Y X"]:
-        """Return what the codebook's side of the network begins with."""
+        """Return the latent channels, from which `quant_conv` makes the vectors to be quantised."""
         hidden = self.conv_in(pixel_values)
         for level in self.down:
             hidden = level(hidden)

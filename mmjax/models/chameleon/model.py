@@ -74,7 +74,7 @@ class ChameleonForConditionalGeneration(MultiModalModel):
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[Rule]:
-        """Map the hub's names, which are the module's own; what draws pictures is left out."""
+        """Map the hub's names, which are the module's own; the VQ-VAE's decoder is left out."""
         return (
             Rule(r"^model\.vqmodel\.(decoder|post_quant_conv)\..*", None),
             Rule(r"^model\.vqmodel\.", "vqmodel."),

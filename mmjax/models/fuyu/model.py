@@ -39,7 +39,7 @@ class FuyuForCausalLM(MultiModalModel):
             Split(
                 _DECODER + r"(.*\.)query_key_value\.",
                 [rf"language_model.\2{part}_proj." for part in "qkv"],
-                # The file has head by head what that head asks, offers and carries.
+                # In the file, the rows of a head's query, key and value stand together.
                 (head_dim,) * 3,
             ),
             Rule(_DECODER + r"final_layernorm\.", "language_model.norm."),
@@ -51,7 +51,7 @@ class FuyuForCausalLM(MultiModalModel):
     def embed_multimodal(
         self, image_patches: Float[Array, "P _pixels"], segment_ids: Int[Array, " P"]
     ) -> Float[Array, "P D"]:
-        """Project every patch; it knows nothing of its neighbours."""
+        """Project every patch by itself, whichever picture it is of."""
         with jax.named_scope("vision_embed_tokens"):
             weight = self.vision_embed_tokens.weight
             return self.vision_embed_tokens(image_patches.astype(weight.dtype))
