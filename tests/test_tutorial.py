@@ -129,7 +129,7 @@ def seaside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """HF's LLaVA with random weights, under the architecture's name."""
     import torch
     from transformers import LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     path = tmp_path_factory.mktemp("seaside-checkpoint")
     tokenizer = tokenizer_with_image()
@@ -151,8 +151,7 @@ def seaside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.save_pretrained(path)
     tokenizer.save_pretrained(path)
     side = VISION["image_size"]
-    settings = {"size": {"shortest_edge": side}, "crop_size": side, **PIXELS}
-    CLIPImageProcessorPil(**settings).save_pretrained(path)
+    SiglipImageProcessorPil(size={"height": side, "width": side}, **PIXELS).save_pretrained(path)
     return path
 
 
