@@ -44,7 +44,7 @@ TEXT: Mapping[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-VISION = {
+VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
     "num_hidden_layers": 1,
@@ -52,7 +52,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-PIXELS = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PIXELS: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
 def blocks(language: str) -> list[str]:
