@@ -33,10 +33,24 @@ def import_torch() -> Any:
 
 
 def load_reference(path: Path | str, architecture: str) -> Any:
-    """Return HF's model of a directory, in float32, without EOS in generation."""
+    """Return HF's model of a directory, in float32, without EOS in generation.
+
+    Its class is transformers' of the architecture's name, else the one for config.json's
+    `model_type`: an architecture of another package is often such a model by another name.
+    """
     import_torch()
     transformers = importlib.import_module("transformers")
-    model_class = getattr(transformers, architecture)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        auto = transformers.AutoModelForImageTextToText
+        config = transformers.AutoConfig.from_pretrained(str(path))
+        if type(config) not in auto._model_mapping:
+            raise ConfigError(
+                f"parity compares with HF's models, and transformers has none for `{architecture}`"
+                f", nor for the `model_type` `{config.model_type}`; register one with "
+                "`AutoModelForImageTextToText.register`, or compare with a reference of your own"
+            )
+        model_class = auto
     # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.

@@ -159,3 +159,9 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match=r"pip install mmjax\[dev\]"):
         reference.import_torch()
+
+
+def test_an_architecture_that_transformers_lacks_is_named(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="none for `Elsewhere`, nor for the `model_type` `llama`"):
+        reference.load_reference(tmp_path, "Elsewhere")
