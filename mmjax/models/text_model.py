@@ -7,6 +7,7 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -14,6 +15,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
+        "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
@@ -22,8 +24,11 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
 """By `model_type`: what reads its configuration, and the module that is built of that."""
 
 
-def build_text_model(hf_config: Any, *, dtype: Any) -> Decoder:
-    """Return the decoder of a wrapper's `text_config`; `CheckpointError` for one not known."""
+def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None) -> Decoder:
+    """Return the decoder of a wrapper's `text_config`; `CheckpointError` for one not known.
+
+    `is_tied`: whether its head is the table of tokens; None: as the wrapper's config says.
+    """
     text_config = hf_config.get_text_config()
     if text_config.model_type not in _DECODERS:
         raise CheckpointError(
@@ -31,4 +36,5 @@ def build_text_model(hf_config: Any, *, dtype: Any) -> Decoder:
             f"does not have; it has {', '.join(f'`{name}`' for name in _DECODERS)}"
         )
     read_config, build = _DECODERS[text_config.model_type]
-    return build(read_config(text_config), is_tied=hf_config.tie_word_embeddings, dtype=dtype)
+    is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
+    return build(read_config(text_config), is_tied=is_tied, dtype=dtype)

@@ -15,7 +15,9 @@ from mmjax.errors import ConfigError
 from mmjax.parity.compare import LOGITS
 from mmjax.weights.rules import Rule, Split, apply_rules
 
-PROBED = re.compile(r"(^|\.)(layers\.\d+|embeddings|post_layernorm|\w*projector|norm)$")
+PROBED = re.compile(
+    r"(^|\.)(layers?\.\d+|embeddings|post_layernorm|\w*projector|language_projection|norm)$"
+)
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
 
@@ -80,7 +82,8 @@ def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
     def hook(module: Any, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if hasattr(tensor, "numpy"):
-            outputs[name] = tensor.detach().numpy()
+            # The first call's: BLIP-2 norms its pooled row with `post_layernorm` once more.
+            outputs.setdefault(name, tensor.detach().numpy())
 
     return hook
 
