@@ -19,6 +19,7 @@ from mmjax.parity.compare import TOLERANCE, format_case, format_summary
 from mmjax.parity.reference import import_torch
 
 PROMPTS = ("Describe the picture.", "What color is the circle?")
+NUM_IMAGES = (0, 1, 2, 3)
 SIZES = ((640, 480), (37, 211), (1, 1))
 """Sizes (width, height) of a case's images, which are the first n of these."""
 
@@ -37,9 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
     parity = Parity(model_config, max_len=options.max_len)
+    all_counts = [count for count in NUM_IMAGES if parity.takes_images(count)]
     reports = []
     for text in options.prompts:
-        for num_images in options.num_images:
+        for num_images in options.num_images or all_counts:
             case = Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
@@ -59,7 +61,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
     add("--revision", help="of a hub id")
     add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
-    add("--num-images", nargs="+", type=int, default=(0, 1, 2, 3), help="sizes of those sets")
+    add(
+        "--num-images",
+        nargs="+",
+        type=int,
+        help=f"sizes of those sets; of {NUM_IMAGES} all it takes",
+    )
     add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
     add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")

@@ -40,7 +40,10 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    for module in model.modules():
+        # BLIP-2 generates by its inner model's.
+        if hasattr(module, "generation_config"):
+            module.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
 
 
