@@ -48,10 +48,8 @@ class OPTConfig:
                 "`layer_norm_elementwise_affine` is false: mmjax has OPT's norms with weights and "
                 "biases only"
             )
-        derived = {
-            "has_final_norm": hf_config.do_layer_norm_before
-            and not hf_config._remove_final_layer_norm
-        }
+        has_final_norm = hf_config.do_layer_norm_before and not hf_config._remove_final_layer_norm
+        derived: dict[str, Any] = {"has_final_norm": has_final_norm}
         names = cls.__dataclass_fields__.keys() - derived.keys()
         return cls(**{name: getattr(hf_config, name) for name in names}, **derived)
 
