@@ -27,7 +27,7 @@ class Decoder(nnx.Module):
         vocab_size: int,
         hidden_size: int,
         layers: Iterable[nnx.Module],
-        norm: nnx.Module,
+        norm: nnx.Module | None,
         is_tied: bool,
         kv_cache_spec: KVCacheSpec,
         dtype: Any,
@@ -61,7 +61,8 @@ class Decoder(nnx.Module):
         for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
             hidden, cache = layer(hidden, layer_input, cache, metadata)
             written.append(cache)
-        return self.norm(hidden), None if kv_cache is None else tuple(written)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        return hidden, None if kv_cache is None else tuple(written)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""

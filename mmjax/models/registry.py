@@ -52,7 +52,7 @@ class ModelRow:
 
 MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
-        "Blip2ForConditionalGeneration": ModelRow("blip2", has_model=False),
+        "Blip2ForConditionalGeneration": ModelRow("blip2", has_one_unit_items=True),
         "ChameleonForConditionalGeneration": ModelRow("chameleon", has_one_unit_items=True),
         "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
         "FuyuForCausalLM": ModelRow("fuyu"),

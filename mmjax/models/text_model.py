@@ -8,6 +8,7 @@ from mmjax.errors import CheckpointError
 from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.layers.decoder import Decoder
 
@@ -18,6 +19,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
+        "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),

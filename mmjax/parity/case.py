@@ -67,6 +67,13 @@ class Parity:
             "logits"
         ]
 
+    def takes_images(self, num_images: int) -> bool:
+        """Return whether both models take a prompt with so many; HF's BLIP-2 needs one."""
+        limit = self.processor.info.get_supported_mm_limits().get("image")
+        pixels = signature(self.reference.forward).parameters.get("pixel_values")
+        least = int(pixels is not None and pixels.default is pixels.empty)
+        return least <= num_images and (limit is None or num_images <= limit)
+
     def write_prompt(self, text: str, num_images: int) -> str:
         """Return a user's turn, images before the text, by the chat template if there is one."""
         tokenizer = self.processor.info.get_tokenizer()

@@ -16,7 +16,8 @@ from mmjax.parity.compare import LOGITS
 from mmjax.weights.rules import Rule, Split, apply_rules
 
 PROBED = re.compile(
-    r"(^|\.)(layers\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector|norm)$"
+    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector"
+    r"|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 
@@ -54,7 +55,10 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    for module in model.modules():
+        # BLIP-2 generates by its inner model's.
+        if hasattr(module, "generation_config"):
+            module.generation_config = transformers.GenerationConfig(pad_token_id=0)
     return model.eval()
 
 
@@ -120,7 +124,8 @@ def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:
     def hook(module: Any, arguments: Any, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if hasattr(tensor, "numpy"):
-            outputs[name] = tensor.detach().numpy()
+            # The first call's: BLIP-2 norms its pooled row with `post_layernorm` once more.
+            outputs.setdefault(name, tensor.detach().numpy())
 
     return hook
 

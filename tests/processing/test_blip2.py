@@ -104,7 +104,7 @@ def test_a_checkpoint_from_before_the_image_token_gets_it(tmp_path: Path):
         ({"config": {"image_token_index": 7}}, "`<image>` is token 999, .* is 7"),
         (
             {"config": {"text_config": {"model_type": "t5", "vocab_size": 1008}}},
-            "language model is a `t5`.* with OPT are served",
+            "`text_config.model_type` is `t5`, which has an encoder of its own",
         ),
     ],
 )
@@ -131,3 +131,11 @@ def test_embeddings_stand_where_a_picture_would():
         (item,) = inputs.mm_kwargs["image"]
         assert item is not None
         assert np.asarray(item["image_embeds"].data).shape == (8, 64)
+
+
+@pytest.mark.parametrize("num_rows", [7, 16])
+def test_embeddings_are_one_for_each_query(num_rows: int):
+    processor = golden_processor("blip2", enable_mm_embeds=True)
+    rows = np.ones((num_rows, 64), np.float32)
+    with pytest.raises(RequestError, match=f"have {num_rows} rows; a picture has 8"):
+        processor.apply("what", {"image": {"image_embeds": rows[None]}})

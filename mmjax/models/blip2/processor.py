@@ -4,11 +4,12 @@ Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.blip2.host_inputs import check_language_model
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
@@ -18,6 +19,7 @@ from mmjax.processing.items.parse import (
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
+    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
@@ -31,9 +33,28 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 IMAGE_TOKEN = "<image>"
 
 
+class Blip2DataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
+
+
 class Blip2ProcessingInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
+
+    def get_data_parser(self) -> Blip2DataParser:
+        return Blip2DataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
+
+    def check_num_embeds(self, modality: str, num_embeds: int) -> None:
+        """Require one row for each query."""
+        num_queries = self.get_hf_config().num_query_tokens
+        if num_embeds != num_queries:
+            raise RequestValueError(
+                f"{modality} embeddings have {num_embeds} rows; a picture has {num_queries}: give "
+                "what the model's own Q-Former and projection give",
+                param="multi_modal_data",
+            )
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         return {IMAGE_TOKEN: self.get_image_token_id()}
@@ -46,11 +67,7 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
 
         path = self.ctx.model_config.path
         hf_config = self.get_hf_config()
-        if not hf_config.use_decoder_only_language_model:
-            raise CheckpointError(
-                f"BLIP-2's language model is a `{hf_config.text_config.model_type}`, which has an "
-                "encoder of its own; checkpoints with OPT are served"
-            )
+        check_language_model(hf_config)
         settings, _ = Blip2Processor.get_processor_dict(path)
         num_query_tokens = hf_config.num_query_tokens
         if settings.get("num_query_tokens") not in (None, num_query_tokens):
