@@ -54,7 +54,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
         "Blip2ForConditionalGeneration": ModelRow("blip2", has_model=False),
         "ChameleonForConditionalGeneration": ModelRow("chameleon", has_model=False),
-        "Florence2ForConditionalGeneration": ModelRow("florence2", has_model=False),
+        "Florence2ForConditionalGeneration": ModelRow("florence2"),
         "FuyuForCausalLM": ModelRow("fuyu", has_model=False),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
         "InternVLChatModel": ModelRow("internvl", has_model=False),

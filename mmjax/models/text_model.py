@@ -5,12 +5,14 @@ from types import MappingProxyType
 from typing import Any
 
 from mmjax.errors import CheckpointError
+from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
+        "bart": (BartConfig.from_hf, BartDecoder),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
