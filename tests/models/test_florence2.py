@@ -20,11 +20,12 @@ from tests.oracle import assert_close
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "scaled embeddings, a head of its own": {"text": {"scale_embedding": True}, "is_tied": False},
-    "wide pictures, deeper stages": {
-        "vision": {"image_size": [20, 37], "depths": [2, 1], "window_size": 2, "qkv_bias": False}
+    "wide pictures, deeper stages, scaled embeddings, a head of its own": {
+        "vision": {"image_size": [20, 37], "depths": [2, 1], "window_size": 2, "qkv_bias": False},
+        "text": {"scale_embedding": True},
+        "is_tied": False,
     },
-    "three stages, norms elsewhere": {
+    "three stages, norms elsewhere, other heads and depths, relu": {
         "vision": {
             "depths": [1, 0, 1],
             "patch_size": [5, 2, 3],
@@ -36,15 +37,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "num_groups": [1, 2, 2],
             "mlp_ratio": 2.5,
             "activation_function": "gelu_new",
-        }
-    },
-    "other heads and depths, relu": {
+        },
         "text": {
             "encoder_layers": 1,
             "decoder_layers": 3,
             "encoder_attention_heads": 4,
             "activation_function": "relu",
-        }
+        },
     },
 }
 
@@ -66,21 +65,6 @@ def test_states_logits_and_tokens_are_hfs(name: str):
         assert answer == generate_reference(reference, torch_inputs(sample), 32)
         tokens.add(answer)
     assert len(tokens) == 2
-
-
-def test_answers_depend_on_picture_task_and_decoder():
-    ours = paged_florence2(random_florence2())
-    config = tiny_config()
-    samples = [
-        draw_sample(config, 7),
-        draw_sample(config, 8),
-        draw_sample(config, 7, picture=1),
-        draw_sample(config, 7, picture=2),
-        draw_sample(config, 7, picture=2, answer=(8,)),
-    ]
-    answers = [ours.generate(sample, 8) for sample in samples]
-    assert len(set(answers)) == len(answers)
-    assert all(len(set(answer)) > 3 for answer in answers)
 
 
 def test_what_the_engine_must_know_is_said():

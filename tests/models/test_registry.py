@@ -51,7 +51,7 @@ def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
             refuse(architecture)
         assert str(caught.value) == (
             f"architecture `{architecture}` can be processed but not served yet: mmjax has its "
-            "processor and no model; served are `Gemma3ForConditionalGeneration`"
+            f"processor and no model; served are {', '.join(f'`{name}`' for name in SERVED)}"
         )
 
 
