@@ -53,7 +53,6 @@ def test_states_logits_and_tokens_are_hfs(name: str):
     reference = random_florence2(**CONFIGS[name])
     config = reference.config
     ours, rules = paged_florence2(reference), Model.rules(config)
-    tokens = set()
     for picture in (1, None):
         sample = draw_sample(config, 7, picture=picture, answer=(5, 9, 40, 8))
         expected = run_reference(reference, torch_inputs(sample), rules)
@@ -61,10 +60,8 @@ def test_states_logits_and_tokens_are_hfs(name: str):
         assert layers < expected.keys()
         assert ("multi_modal_projector" in expected) == (picture is not None)
         assert_close(ours.run(sample), expected)
-        answer = ours.generate(sample, 32)
-        assert answer == generate_reference(reference, torch_inputs(sample), 32)
-        tokens.add(answer)
-    assert len(tokens) == 2
+        tokens = generate_reference(reference, torch_inputs(sample), 32)
+        assert ours.generate(sample, 32) == tokens
 
 
 def test_what_the_engine_must_know_is_said():

@@ -24,7 +24,8 @@ MAX_MODEL_LEN, BLOCK_SIZE = 48, 8
 LEAST_BLOCKS = (MAX_MODEL_LEN + TEXT["max_position_embeddings"]) // BLOCK_SIZE
 ONE_LAYER = {"text": {"encoder_layers": 1, "decoder_layers": 1}}
 BYTES_PER_BLOCK = 2 * TEXT["d_model"] * BLOCK_SIZE * 4
-MAX_TOKENS = 20
+MAX_TOKENS = 26
+"""So many that requests which begin together grow out of the least cache."""
 
 
 @lru_cache
