@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mmjax.errors import CheckpointError
+from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
@@ -15,6 +16,7 @@ from mmjax.layers.decoder import Decoder
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
         "chameleon": (ChameleonConfig.from_hf, ChameleonTextModel),
+        "bart": (BartConfig.from_hf, BartDecoder),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),

@@ -18,6 +18,7 @@ from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
 from mmjax.parity.compare import TOLERANCE, format_case, format_summary
 from mmjax.parity.reference import import_torch
 
+NUM_IMAGES = (0, 1, 2, 3)
 PROMPTS = ("Describe the picture.", "What color is the circle?")
 SIZES = ((640, 480), (37, 211), (1, 1))
 """Sizes (width, height) of a case's images, which are the first n of these."""
@@ -39,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     parity = Parity(model_config, max_len=options.max_len)
     reports = []
     for text in options.prompts:
-        for num_images in options.num_images or _count_images(parity):
+        for num_images in options.num_images or [n for n in NUM_IMAGES if parity.takes_images(n)]:
             case = Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
@@ -66,12 +67,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
-
-
-def _count_images(parity: Parity) -> Sequence[int]:
-    """Return the sizes of sets that a prompt of this model may hold."""
-    limit = parity.processor.info.allowed_mm_limits.get("image", 0)
-    return range(min(limit, len(SIZES)) + 1)
 
 
 def _draw(width: int, height: int, seed: int) -> Image.Image:

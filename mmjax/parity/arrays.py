@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.layers.attention.api import PagedAttentionMetadata
+from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.models.host_inputs import (
@@ -39,6 +39,8 @@ class Sample:
     """int32[T]"""
     items: Sequence[PromptItem] = ()
     """In the order of the prompt."""
+    encoder_token_ids: np.ndarray | None = None
+    """int32[S]: the prompt of an encoder-decoder's encoder, where the items are; else None."""
 
     @property
     def num_tokens(self) -> int:
@@ -70,9 +72,11 @@ def make_sample(inputs: Any) -> Sample:
         for modality, places in inputs.mm_placeholders.items()
         for item, place in zip(inputs.mm_kwargs[modality], places, strict=True)
     ]
+    encoder_ids = inputs.encoder_prompt_token_ids
     return Sample(
         token_ids=np.asarray(inputs.prompt_token_ids, np.int32),
         items=sorted(items, key=lambda item: item.position.offset),
+        encoder_token_ids=None if encoder_ids is None else np.asarray(encoder_ids, np.int32),
     )
 
 
@@ -90,6 +94,8 @@ class PagedModel:
         self.params = params
         self.cache_spec = structure.kv_cache_spec
         self.num_blocks = cdiv(max_len, BLOCK_SIZE)
+        self.max_encoder_len = structure.max_encoder_len
+        self.num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
         self._encode = jax.jit(partial(_encode, self.graphdef))
         self._step = jax.jit(partial(_step, self.graphdef))
@@ -119,6 +125,7 @@ class PagedModel:
         while len(tokens) < max_tokens:
             place = sample.num_tokens + len(tokens) - 1
             metadata = self._metadata(place, np.array([place + 1], np.int32), padded=1, tile=1)
+            metadata = self._add_cross(metadata, sample, rows, is_first=False)
             positions = rotary.between(place, place + 1)
             token = np.array(tokens[-1:], np.int32)
             outputs, cache = self._call(token, None, cache, metadata, positions)
@@ -127,7 +134,10 @@ class PagedModel:
 
     def _new_cache(self) -> KVCache:
         return allocate(
-            self.cache_spec, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, dtype=jnp.float32
+            self.cache_spec,
+            num_blocks=self.num_blocks + self.num_encoder_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=jnp.float32,
         )
 
     def _positions(self, sample: Sample) -> RotaryPositions:
@@ -137,6 +147,8 @@ class PagedModel:
 
     def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
         """Encode item by item; all items' embeddings are under the empty name."""
+        if sample.encoder_token_ids is not None:
+            return self._run_prompt_encoder(sample)
         calls: list[dict[str, np.ndarray]] = []
         embeds: list[np.ndarray] = []
         with jax.default_matmul_precision("highest"):
@@ -149,6 +161,18 @@ class PagedModel:
             return {}
         outputs = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
         return outputs | {"": np.concatenate(embeds)}
+
+    def _run_prompt_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
+        """Run an encoder-decoder's encoder; its hidden states are under the empty name."""
+        assert sample.encoder_token_ids is not None
+        items = [tensors for _, tensors in sample.items]
+        units, count = self.host_inputs.encoder_input(sample.encoder_token_ids.tolist(), items)
+        with jax.default_matmul_precision("highest"):
+            outputs = jax.device_get(self._encode(self.params, units))
+        states = outputs.pop("").reshape(-1, self.width)[:count]
+        # Hidden states are padded, as the prompt is; what towers and projectors give is not.
+        cut = {name: value[:, :count] for name, value in outputs.items() if "encoder." in name}
+        return outputs | cut | {"": states}
 
     def _units(self, tensors: Mapping[str, np.ndarray]) -> Iterator[Mapping[str, np.ndarray]]:
         """Yield what each call of the encoder gets: a unit, or a pack of one item."""
@@ -182,7 +206,7 @@ class PagedModel:
         token_ids = np.zeros(padded, np.int32)
         token_ids[: sample.num_tokens] = sample.token_ids
         embeds = None
-        if rows is not None:
+        if rows is not None and sample.encoder_token_ids is None:
             is_embed = np.zeros(padded, bool)
             is_embed[: sample.num_tokens] = sample.is_embed
             embeds = np.zeros((padded, rows.shape[-1]), rows.dtype)
@@ -190,6 +214,7 @@ class PagedModel:
             embeds = (is_embed, embeds)
         span_end = sample.span_end(is_bidirectional=self.model_class.has_bidirectional_spans)
         metadata = self._metadata(0, span_end, padded=padded, tile=TILE)
+        metadata = self._add_cross(metadata, sample, rows, is_first=True)
         positions = rotary.between(0, sample.num_tokens)
         positions = np.pad(positions, ((0, 0), (0, padded - sample.num_tokens)))
         return self._call(token_ids, embeds, cache, metadata, positions)
@@ -220,7 +245,7 @@ class PagedModel:
 
         rows = np.arange(padded)
         fields: dict[str, Any] = {
-            "slot_block": pad(places // BLOCK_SIZE, self.num_blocks),
+            "slot_block": pad(places // BLOCK_SIZE, self.num_blocks + self.num_encoder_blocks),
             "slot_offset": pad(places % BLOCK_SIZE, 0),
             "token_index": pad(places, 0),
             "span_end": pad(span_end, 0),
@@ -230,6 +255,34 @@ class PagedModel:
             "block_tables": np.arange(self.num_blocks, dtype=np.int32)[None],
         }
         return PagedAttentionMetadata(**fields)
+
+    def _add_cross(
+        self,
+        metadata: PagedAttentionMetadata,
+        sample: Sample,
+        states: np.ndarray | None,
+        *,
+        is_first: bool,
+    ) -> PagedAttentionMetadata:
+        """Return the metadata with that of cross-attention to an encoder's hidden states.
+
+        Its blocks are behind the decoder's; the first step writes the states, padded to the longest
+        prompt, later ones none.
+        """
+        if sample.encoder_token_ids is None:
+            return metadata
+        assert states is not None
+        size, count = (self.max_encoder_len, len(states)) if is_first else (0, 0)
+        places, end = np.arange(size), self.num_blocks + self.num_encoder_blocks
+        slots = np.where(places < count, self.num_blocks + places // BLOCK_SIZE, end)
+        cross = CrossAttentionMetadata(
+            slot_block=slots.astype(np.int32),
+            slot_offset=(places % BLOCK_SIZE).astype(np.int32),
+            lengths=np.array([len(states)], np.int32),
+            block_tables=np.arange(self.num_blocks, end, dtype=np.int32)[None],
+            encoder_hidden_states=np.pad(states[:count], ((0, size - count), (0, 0))),
+        )
+        return metadata._replace(cross=cross)
 
 
 def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:

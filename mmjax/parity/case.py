@@ -144,7 +144,9 @@ class Parity:
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
         """Run both models on the outputs of their own processors."""
         sample, inputs = self.process(case), self.process_reference(case)
-        is_equal = np.array_equal(sample.token_ids, inputs["input_ids"][0].numpy())
+        encoder_ids = sample.encoder_token_ids
+        token_ids = sample.token_ids if encoder_ids is None else encoder_ids
+        is_equal = np.array_equal(token_ids, inputs["input_ids"][0].numpy())
         differences = compare(
             self.ours.run(sample), run_reference(self.reference, inputs, self.rules)
         )

@@ -55,10 +55,13 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
+    start = getattr(model.config.get_text_config(), "decoder_start_token_id", None)
     for module in model.modules():
         # BLIP-2 generates by its inner model's.
         if hasattr(module, "generation_config"):
-            module.generation_config = transformers.GenerationConfig(pad_token_id=0)
+            module.generation_config = transformers.GenerationConfig(
+                pad_token_id=0, decoder_start_token_id=start
+            )
     return model.eval()
 
 
@@ -138,4 +141,8 @@ def generate_reference(
     options = {"eos_token_id": list(eos_token_ids)} if eos_token_ids else {}
     with torch.no_grad():
         out = model.generate(**inputs, do_sample=False, max_new_tokens=max_tokens, **options)
+    if model.config.is_encoder_decoder:
+        # The output begins with the decoder's prompt: one token, unless the inputs have it.
+        given = inputs["decoder_input_ids"].shape[1] if "decoder_input_ids" in inputs else 1
+        return tuple(out[0, given:].tolist())
     return tuple(out[0, inputs["input_ids"].shape[1] :].tolist())

@@ -1,0 +1,123 @@
+"""Florence-2's encoder inputs: one unit is the whole prompt of BART's encoder, with its picture."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.host_inputs import EncoderSpec, EncoderUnits, HostInputs
+
+MAX_ENCODER_LEN = 1024
+"""Tokens of the longest encoder prompt: a published model's 577 of a picture, and 447 of text.
+
+Every prompt is computed at this length, so it is not the 4,096 positions that some configs have.
+"""
+TEXT_ROW = -1
+"""In `image_rows`: a token of text stands here."""
+PADDING_ID = -1
+"""In `token_ids`: nothing stands here."""
+
+
+class Florence2HostInputs(HostInputs):
+    """The encoder's prompt in one unit, padded, and the picture's pixels (zeros without one)."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        height, width = read_image_size(hf_config)
+        vision = hf_config.vision_config
+        rows, columns = grid_of(vision, height, width)
+        if max(rows, columns) > vision.max_position_embeddings:
+            raise CheckpointError(
+                f"`vision_config.max_position_embeddings` is {vision.max_position_embeddings}, but "
+                f"pictures of {width}x{height} pixels make {columns} columns and {rows} rows; set "
+                "a smaller size in the image processor's configuration"
+            )
+        self.num_image_rows = rows * columns + 1
+        positions = hf_config.get_text_config().max_position_embeddings
+        self.max_encoder_len = min(positions, MAX_ENCODER_LEN)
+        if self.num_image_rows >= self.max_encoder_len:
+            raise CheckpointError(
+                f"a picture of {width}x{height} pixels is {self.num_image_rows} tokens, and the "
+                f"encoder takes {self.max_encoder_len} (`text_config.max_position_embeddings` is "
+                f"{positions}); set a smaller size in the image processor's configuration"
+            )
+        places = (self.max_encoder_len,)
+        self.encoder_spec = EncoderSpec(
+            inputs={
+                "token_ids": (places, "int32"),
+                "image_rows": (places, "int32"),
+                "pixel_values": ((vision.in_channels, height, width), "float32"),
+            },
+            tokens_per_unit=self.max_encoder_len,
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Raise: a picture is encoded with the prompt around it alone."""
+        raise NotImplementedError("Florence-2's pictures lie in its encoder's prompt")
+
+    def encoder_input(
+        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
+    ) -> EncoderUnits:
+        """Return one unit: ids, the picture's row at each place, pixels."""
+        (shape, _) = self.encoder_spec.inputs["pixel_values"]
+        ids = np.full(self.max_encoder_len, PADDING_ID, np.int32)
+        ids[: len(token_ids)] = token_ids
+        image_rows = np.full(self.max_encoder_len, TEXT_ROW, np.int32)
+        pixel_values = np.zeros(shape, np.float32)
+        for item in items:
+            (places,) = np.nonzero(ids == self.hf_config.image_token_id)
+            if len(places) != self.num_image_rows:
+                raise ValueError(
+                    f"{len(places)} places for {self.num_image_rows} rows of a picture"
+                )
+            image_rows[places] = np.arange(len(places))
+            pixel_values = np.asarray(item["pixel_values"], np.float32)
+        units = {"token_ids": ids, "image_rows": image_rows, "pixel_values": pixel_values}
+        return {name: value[None] for name, value in units.items()}, len(token_ids)
+
+
+def read_image_size(hf_config: Any) -> tuple[int, int]:
+    """Return the (height, width) of the processor's pictures, in pixels.
+
+    config.json does not have it (`vision_config.image_size`, if somebody adds it, comes first): it
+    is in the image processor's file beside it.
+    """
+    size = getattr(hf_config.vision_config, "image_size", None)
+    if size is not None:
+        return (size, size) if isinstance(size, int) else (size[0], size[1])
+    settings = _read_image_processor(hf_config.name_or_path)
+    found = settings.get("crop_size" if settings.get("do_center_crop") else "size")
+    if isinstance(found, int):
+        return found, found
+    if not isinstance(found, Mapping) or not {"height", "width"} <= found.keys():
+        raise CheckpointError(
+            "Florence-2 pictures have one size, which is the `size` (`height`, `width`) of the "
+            f"image processor's configuration in `{hf_config.name_or_path}`; found {found}"
+        )
+    return found["height"], found["width"]
+
+
+def grid_of(vision_config: Any, height: int, width: int) -> tuple[int, int]:
+    """Return the rows and columns of the last stage's grid, of pictures in pixels."""
+    for size, stride, padding in zip(
+        vision_config.patch_size,
+        vision_config.patch_stride,
+        vision_config.patch_padding,
+        strict=True,
+    ):
+        height, width = ((side + 2 * padding - size) // stride + 1 for side in (height, width))
+    return height, width
+
+
+def _read_image_processor(path: str) -> Mapping[str, Any]:
+    if not path or not Path(path).is_dir():
+        return {}
+    # Imported here: slow, and needed for a directory only.
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    try:
+        return ImageProcessingMixin.get_image_processor_dict(path)[0]
+    except OSError:
+        return {}

@@ -1,0 +1,151 @@
+"""Florence-2 (arXiv 2311.06242): DaViT, a projector, BART's encoder over picture and task, BART."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+from mmjax.language.bart import BartConfig, BartEncoder
+from mmjax.layers.linear import Linear
+from mmjax.layers.norm import LayerNorm
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.text_model import build_text_model
+from mmjax.towers.davit import DavitConfig, DavitVisionTower
+from mmjax.weights.rules import Rule
+
+_EPS = 1e-5
+"""Of the projector's norm; no key of the config."""
+
+
+class EmbeddingTable(nnx.Module):
+    """Learned embeddings of rows or columns: parameter `weight[positions, D]`."""
+
+    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
+
+
+class Florence2PositionEmbedding(nnx.Module):
+    """Learned embeddings of a patch's column and row, side by side."""
+
+    def __init__(self, vision: Any, *, dtype: Any) -> None:
+        count, dim = vision.max_position_embeddings, vision.embed_dim[-1]
+        self.row_embeddings = EmbeddingTable(count, dim // 2, dtype=dtype)
+        self.column_embeddings = EmbeddingTable(count, dim - dim // 2, dtype=dtype)
+
+    def __call__(self, height: int, width: int) -> Float[Array, "Y X D"]:
+        """Return the embeddings of a grid."""
+        columns = self.column_embeddings.weight[...][None, :width]
+        rows = self.row_embeddings.weight[...][:height, None]
+        shape = (height, width)
+        return jnp.concatenate(
+            [
+                jnp.broadcast_to(columns, (*shape, columns.shape[-1])),
+                jnp.broadcast_to(rows, (*shape, rows.shape[-1])),
+            ],
+            axis=-1,
+        )
+
+
+class Florence2TemporalEmbedding(nnx.Module):
+    """The embeddings of frames, which checkpoints hold; a picture is the first frame."""
+
+    def __init__(self, vision: Any, *, dtype: Any) -> None:
+        shape = (vision.max_temporal_embeddings, vision.embed_dim[-1])
+        self.pos_idx_to_embed = nnx.Param(jnp.zeros(shape, dtype))
+
+
+class Florence2MultiModalProjector(nnx.Module):
+    """Add positions; put the average patch before the patches; project to the encoder's width."""
+
+    def __init__(self, vision: Any, *, dtype: Any) -> None:
+        width, projected = vision.embed_dim[-1], vision.projection_dim
+        self.image_projection = Linear(width, projected, use_bias=False, dtype=dtype)
+        self.image_proj_norm = LayerNorm(projected, eps=_EPS, dtype=dtype)
+        self.image_position_embed = Florence2PositionEmbedding(vision, dtype=dtype)
+        self.visual_temporal_embed = Florence2TemporalEmbedding(vision, dtype=dtype)
+
+    def __call__(self, grid: Float[Array, "I Y X D"]) -> Float[Array, "I P F"]:
+        """Return a picture's `Y * X + 1` rows."""
+        images, height, width, dim = grid.shape
+        frame = self.visual_temporal_embed.pos_idx_to_embed[...][0]
+        places = self.image_position_embed(height, width) + frame[None, None, :]
+        patches = (grid + places[None, :, :, :]).reshape(images, height * width, dim)
+        average = patches.astype(jnp.float32).mean(1, keepdims=True).astype(patches.dtype)
+        rows = jnp.concatenate([average, patches], axis=1)
+        return self.image_proj_norm(self.image_projection(rows))
+
+
+class Florence2ForConditionalGeneration(MultiModalModel):
+    """Served as HF's class of this name.
+
+    Nothing is marked as a tower: BART's encoder, and so `embed_multimodal`, is needed without
+    pictures too.
+    """
+
+    host_inputs = Florence2HostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        vision, text = hf_config.vision_config, hf_config.get_text_config()
+        _check(hf_config)
+        self.max_encoder_len = Florence2HostInputs(hf_config).max_encoder_len
+        self.vision_tower = DavitVisionTower(DavitConfig.from_hf(vision), dtype=dtype)
+        self.multi_modal_projector = Florence2MultiModalProjector(vision, dtype=dtype)
+        self.encoder = BartEncoder(BartConfig.from_hf(text), dtype=dtype)
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule]:
+        """Map HF's layout, in which BART's encoder and decoder are one `language_model`."""
+        bart = r"^(model\.)?language_model\."
+        return (
+            # Copies of the one table of tokens, as HF ties them.
+            Rule(bart + r"(encoder|decoder)\.embed_tokens\.", None),
+            Rule(bart + r"shared\.", "language_model.embed_tokens."),
+            Rule(bart + r"encoder\.", "encoder."),
+            Rule(bart + r"decoder\.", "language_model."),
+            Rule(r"^lm_head\.", "language_model.lm_head."),
+            Rule(r"^model\.", ""),
+        )
+
+    def embed_multimodal(
+        self,
+        token_ids: Int[Array, "U S"],
+        image_rows: Int[Array, "U S"],
+        pixel_values: Float[Array, "U C _y _x"],
+    ) -> Float[Array, "U S D"]:
+        """Return the hidden states of BART's encoder; those of padding are finite."""
+        weight = self.encoder.layernorm_embedding.weight
+        with jax.named_scope("vision_tower"):
+            grid = self.vision_tower(pixel_values.astype(weight.dtype))
+        with jax.named_scope("multi_modal_projector"):
+            rows = self.multi_modal_projector(grid)
+        with jax.named_scope("encoder"):
+            text = self.language_model.embed_input_ids(token_ids.reshape(-1))
+            text = text.reshape(*token_ids.shape, -1)
+            places = jnp.maximum(image_rows, 0)[:, :, None]
+            pictured = jnp.take_along_axis(rows, places, axis=1)
+            embeds = jnp.where((image_rows >= 0)[:, :, None], pictured, text)
+            return self.encoder(embeds, token_ids >= 0)
+
+
+def _check(hf_config: Any) -> None:
+    vision, text = hf_config.vision_config, hf_config.get_text_config()
+    if text.model_type != "bart":
+        raise CheckpointError(
+            f"`text_config.model_type` is `{text.model_type}`; Florence-2's must be `bart`, an "
+            "encoder-decoder"
+        )
+    if vision.projection_dim != text.d_model:
+        raise CheckpointError(
+            f"`vision_config.projection_dim` is {vision.projection_dim}, and `text_config.d_model` "
+            f"{text.d_model}; rows of a picture stand among those of text: both must be equal"
+        )
+    if not text.tie_word_embeddings:
+        raise CheckpointError(
+            "`text_config.tie_word_embeddings` is false; encoder and decoder must share one table"
+        )

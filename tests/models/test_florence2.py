@@ -1,0 +1,108 @@
+"""Florence-2's arrays against HF's, live: tower, projector, both halves of BART, logits, tokens."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.errors import CheckpointError
+from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
+from mmjax.parity.reference import generate_reference, run_reference
+from tests.models.random_florence2 import (
+    draw_pixels,
+    draw_sample,
+    paged_florence2,
+    random_florence2,
+    tiny_config,
+    torch_inputs,
+)
+from tests.oracle import assert_close
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "wide pictures, deeper stages, scaled embeddings, a head of its own": {
+        "vision": {"image_size": [20, 37], "depths": [2, 1], "window_size": 2, "qkv_bias": False},
+        "text": {"scale_embedding": True},
+        "is_tied": False,
+    },
+    "three stages, norms elsewhere, other heads and depths, relu": {
+        "vision": {
+            "depths": [1, 0, 1],
+            "patch_size": [5, 2, 3],
+            "patch_stride": [2, 2, 2],
+            "patch_padding": [2, 0, 1],
+            "patch_prenorm": [True, False, True],
+            "embed_dim": [4, 8, 12],
+            "num_heads": [1, 2, 3],
+            "num_groups": [1, 2, 2],
+            "mlp_ratio": 2.5,
+            "activation_function": "gelu_new",
+        },
+        "text": {
+            "encoder_layers": 1,
+            "decoder_layers": 3,
+            "encoder_attention_heads": 4,
+            "activation_function": "relu",
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_logits_and_tokens_are_hfs(name: str):
+    reference = random_florence2(**CONFIGS[name])
+    config = reference.config
+    ours, rules = paged_florence2(reference), Model.rules(config)
+    for picture in (1, None):
+        sample = draw_sample(config, 7, picture=picture, answer=(5, 9, 40, 8))
+        expected = run_reference(reference, torch_inputs(sample), rules)
+        layers = {f"encoder.layers.{i}" for i in range(config.text_config.encoder_layers)}
+        assert layers < expected.keys()
+        assert ("multi_modal_projector" in expected) == (picture is not None)
+        assert_close(ours.run(sample), expected)
+        tokens = generate_reference(reference, torch_inputs(sample), 32)
+        assert ours.generate(sample, 32) == tokens
+
+
+def test_what_the_engine_must_know_is_said():
+    config = tiny_config(vision={"image_size": [20, 37]})
+    host_inputs = Model.host_inputs(config)
+    assert host_inputs.num_image_rows == 3 * 5 + 1
+    assert host_inputs.encoder_spec.tokens_per_unit == 64
+    pixels = draw_pixels(config, 0)
+    token_ids = [4, *[config.image_token_id] * 16, 5]
+    units, count = host_inputs.encoder_input(token_ids, [{"pixel_values": pixels}])
+    assert count == len(token_ids)
+    assert {name: value.shape for name, value in units.items()} == {
+        "token_ids": (1, 64),
+        "image_rows": (1, 64),
+        "pixel_values": (1, 3, 20, 37),
+    }
+    assert units["image_rows"][0].tolist() == [-1, *range(16), -1, *[-1] * 46]
+    assert units["token_ids"][0, 18:].tolist() == [-1] * 46
+    np.testing.assert_array_equal(units["pixel_values"][0], pixels)
+    with pytest.raises(ValueError, match="15 places for 16 rows"):
+        host_inputs.encoder_input(token_ids[2:], [{"pixel_values": pixels}])
+
+
+def test_the_longest_encoder_prompt_is_bounded():
+    config = tiny_config(text={"max_position_embeddings": 4096})
+    assert Model.host_inputs(config).max_encoder_len == 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"vision": {"projection_dim": 16}}, "`vision_config.projection_dim` is 16"),
+        ({"text": {"tie_word_embeddings": False}}, "`text_config.tie_word_embeddings` is false"),
+        ({"text": {"max_position_embeddings": 10}}, "is 10 tokens, and the encoder takes 10"),
+        ({"vision": {"max_position_embeddings": 2}}, "pictures of 24x24 pixels make 3 columns"),
+        ({"vision": {"num_heads": [2]}}, "`num_heads` 1"),
+        ({"vision": {"activation_function": "mish"}}, "activation `mish` is unknown"),
+        ({"vision": {"image_size": None}}, "the image processor's configuration in ``"),
+        ({"text": {"model_type": "llama"}}, "`text_config.model_type` is `llama`"),
+    ],
+)
+def test_what_a_config_cannot_have_is_named(settings: dict[str, Any], message: str):
+    with pytest.raises(CheckpointError, match=message):
+        Model(tiny_config(**settings), dtype=np.dtype(np.float32))

@@ -1,0 +1,81 @@
+"""Florence-2 from a directory: `LLM` and `mmjax.parity` against HF's own processor and model."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer, Florence2ForConditionalGeneration
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.florence2.processing_florence2 import Florence2Processor
+
+from mmjax import LLM, SamplingParams
+from mmjax.parity.__main__ import main
+from mmjax.parity.reference import generate_reference, load_reference
+from tests.kit import draw
+from tests.models.random_florence2 import fill
+from tests.processing.families import florence2
+
+MAX_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `save_pretrained` writes it: pictures of 64 pixels, prompts of 64 tokens."""
+    path = tmp_path_factory.mktemp("florence2")
+    shutil.copytree(florence2.PATH, path, dirs_exist_ok=True)
+    processor = json.loads((path / "processor_config.json").read_text())
+    settings = processor["image_processor"]
+    settings["size"] = settings["crop_size"] = {"height": 64, "width": 64}
+    settings["image_seq_length"] = 5
+    (path / "processor_config.json").write_text(json.dumps(processor))
+    config = AutoConfig.from_pretrained(path)
+    config.text_config.max_position_embeddings = 64
+    config.text_config.encoder_layers = config.text_config.decoder_layers = 1
+    model = Florence2ForConditionalGeneration(config).eval()
+    fill(model, is_loud=True)
+    model.save_pretrained(path)
+    return path
+
+
+def test_answers_of_a_directory_are_hfs(checkpoint: Path):
+    picture = draw(90, 40)
+    with LLM(
+        str(checkpoint), max_num_seqs=2, max_num_batched_tokens=8, use_tqdm_on_load=False
+    ) as llm:
+        sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+        prompts = [
+            {"prompt": "<CAPTION>", "multi_modal_data": {"image": picture}},
+            {"prompt": "<OD>", "multi_modal_data": {"image": picture}},
+        ]
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        content = [
+            {"type": "image_pil", "image_pil": picture},
+            {"type": "text", "text": "<CAPTION>"},
+        ]
+        template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        (chat,) = llm.chat(
+            [{"role": "user", "content": content}],
+            sampling,
+            use_tqdm=False,
+            chat_template=template,
+        )
+    ours = [tuple(output.outputs[0].token_ids) for output in outputs]
+    assert tuple(chat.outputs[0].token_ids) == ours[0]
+    assert ours[0] != ours[1]
+    reference = load_reference(checkpoint, "Florence2ForConditionalGeneration")
+    processor: Any = Florence2Processor(
+        CLIPImageProcessorPil.from_pretrained(checkpoint),
+        AutoTokenizer.from_pretrained(checkpoint),
+        num_additional_image_tokens=1,
+    )
+    for answer, task in zip(ours, ("<CAPTION>", "<OD>"), strict=True):
+        inputs = processor(text=[task], images=[picture], return_tensors="pt")
+        assert answer == generate_reference(reference, inputs, MAX_TOKENS)
+
+
+def test_parity_of_a_directory(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = [str(checkpoint), "--num-images", "0", "1", "--prompts", "<CAPTION>"]
+    assert main([*arguments, "--max-len", "64", "--max-tokens", "4", "--summary-only"]) == 0
+    assert "parity: yes" in capsys.readouterr().out
