@@ -133,7 +133,8 @@ def seaside(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("seaside-checkpoint")
     tokenizer = tokenizer_with_image()
-    config = LlavaConfig(
+    make_config: Any = LlavaConfig
+    config = make_config(
         vision_config={**VISION, "model_type": "siglip_vision_model", "vision_use_head": False},
         text_config=text_settings(tokenizer),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
@@ -161,7 +162,8 @@ def write_harbor(path: Path, model_class: type) -> None:
     from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
     tokenizer = tokenizer_with_image()
-    config = Blip2Config(
+    make_config: Any = Blip2Config
+    config = make_config(
         vision_config=VISION,
         qformer_config={},
         text_config=text_settings(tokenizer),
