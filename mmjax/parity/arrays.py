@@ -275,14 +275,14 @@ class PagedModel:
         size, count = (self.max_encoder_len, len(states)) if is_first else (0, 0)
         places, end = np.arange(size), self.num_blocks + self.num_encoder_blocks
         slots = np.where(places < count, self.num_blocks + places // BLOCK_SIZE, end)
-        cross = CrossAttentionMetadata(
-            slot_block=slots.astype(np.int32),
-            slot_offset=(places % BLOCK_SIZE).astype(np.int32),
-            lengths=np.array([len(states)], np.int32),
-            block_tables=np.arange(self.num_blocks, end, dtype=np.int32)[None],
-            encoder_hidden_states=np.pad(states[:count], ((0, size - count), (0, 0))),
-        )
-        return metadata._replace(cross=cross)
+        fields: dict[str, Any] = {
+            "slot_block": slots.astype(np.int32),
+            "slot_offset": (places % BLOCK_SIZE).astype(np.int32),
+            "lengths": np.array([len(states)], np.int32),
+            "block_tables": np.arange(self.num_blocks, end, dtype=np.int32)[None],
+            "encoder_hidden_states": np.pad(states[:count], ((0, size - count), (0, 0))),
+        }
+        return metadata._replace(cross=CrossAttentionMetadata(**fields))
 
 
 def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class DavitConfig:
     def from_hf(cls, hf_config: Any) -> "DavitConfig":
         """Read HF's `Florence2VisionConfig`; `CheckpointError` where lists differ in length."""
         values = {name: getattr(hf_config, name) for name in cls.__dataclass_fields__}
-        found = {
+        found: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list | tuple) else value
             for name, value in values.items()
         }

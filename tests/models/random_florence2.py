@@ -10,6 +10,7 @@ import torch
 from transformers import Florence2Config, Florence2ForConditionalGeneration, GenerationConfig
 
 from mmjax.layers.module import build_abstract
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
 from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import PagedModel, Sample
@@ -115,7 +116,7 @@ def draw_sample(
     text = np.random.default_rng(num_words).integers(4, 90, num_words).tolist()
     items, rows = [], 0
     if picture is not None:
-        rows = Model.host_inputs(config).num_image_rows
+        rows = Florence2HostInputs(config).num_image_rows
         place = PlaceholderRange(offset=0, length=rows)
         items = [PromptItem(place, {"pixel_values": draw_pixels(config, picture)})]
     return Sample(

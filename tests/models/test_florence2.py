@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mmjax.errors import CheckpointError
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
 from mmjax.parity.reference import generate_reference, run_reference
 from tests.models.random_florence2 import (
@@ -66,9 +67,9 @@ def test_states_logits_and_tokens_are_hfs(name: str):
 
 def test_what_the_engine_must_know_is_said():
     config = tiny_config(vision={"image_size": [20, 37]})
-    host_inputs = Model.host_inputs(config)
+    host_inputs = Florence2HostInputs(config)
     assert host_inputs.num_image_rows == 3 * 5 + 1
-    assert host_inputs.encoder_spec.tokens_per_unit == 64
+    assert host_inputs.max_encoder_len == 64
     pixels = draw_pixels(config, 0)
     token_ids = [4, *[config.image_token_id] * 16, 5]
     units, count = host_inputs.encoder_input(token_ids, [{"pixel_values": pixels}])
@@ -87,7 +88,7 @@ def test_what_the_engine_must_know_is_said():
 
 def test_the_longest_encoder_prompt_is_bounded():
     config = tiny_config(text={"max_position_embeddings": 4096})
-    assert Model.host_inputs(config).max_encoder_len == 1024
+    assert Florence2HostInputs(config).max_encoder_len == 1024
 
 
 @pytest.mark.parametrize(

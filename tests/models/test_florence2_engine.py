@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
@@ -22,7 +23,7 @@ from tests.models.random_florence2 import (
 
 MAX_MODEL_LEN, BLOCK_SIZE = 48, 8
 LEAST_BLOCKS = (MAX_MODEL_LEN + TEXT["max_position_embeddings"]) // BLOCK_SIZE
-ONE_LAYER = {"text": {"encoder_layers": 1, "decoder_layers": 1}}
+ONE_LAYER: dict[str, Any] = {"text": {"encoder_layers": 1, "decoder_layers": 1}}
 BYTES_PER_BLOCK = 2 * TEXT["d_model"] * BLOCK_SIZE * 4
 MAX_TOKENS = 26
 """So many that requests which begin together grow out of the least cache."""

@@ -13,6 +13,7 @@ import torch
 from transformers import Florence2Config, Florence2ForConditionalGeneration
 
 from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
@@ -97,7 +98,7 @@ def test_every_tensor_is_used_once_and_none_is_left_over(
 
 def test_a_prompt_and_a_step_have_their_shapes(size: str):
     config = published_config(size)
-    host_inputs = Model.host_inputs(config)
+    host_inputs = Florence2HostInputs(config)
     assert (host_inputs.num_image_rows, host_inputs.max_encoder_len) == (577, 1024)
     width = config.text_config.d_model
     graphdef, params = build_abstract(Model, config, dtype=jnp.bfloat16)

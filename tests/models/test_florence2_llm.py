@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings["size"] = settings["crop_size"] = {"height": 64, "width": 64}
     settings["image_seq_length"] = 5
     (path / "processor_config.json").write_text(json.dumps(processor))
-    config = AutoConfig.from_pretrained(path)
+    config: Any = AutoConfig.from_pretrained(path)
     config.text_config.max_position_embeddings = 64
     config.text_config.encoder_layers = config.text_config.decoder_layers = 1
     model = Florence2ForConditionalGeneration(config).eval()
@@ -76,6 +76,8 @@ def test_answers_of_a_directory_are_hfs(checkpoint: Path):
 
 
 def test_parity_of_a_directory(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
+    # Weights that make answers differ make rounding grow: see `fill`.
     arguments = [str(checkpoint), "--num-images", "0", "1", "--prompts", "<CAPTION>"]
+    arguments += ["--tolerance", "5e-4"]
     assert main([*arguments, "--max-len", "64", "--max-tokens", "4", "--summary-only"]) == 0
     assert "parity: yes" in capsys.readouterr().out
