@@ -62,12 +62,13 @@ class DavitConvEmbed(nnx.Module):
     def __init__(self, config: DavitConfig, stage: int, *, dtype: Any) -> None:
         width = config.embed_dim[stage]
         in_channels = config.embed_dim[stage - 1] if stage else config.in_channels
+        edge = config.patch_padding[stage]
         self.conv = Conv2d(
             in_channels,
             width,
             config.patch_size[stage],
             stride=config.patch_stride[stage],
-            padding=((config.patch_padding[stage],) * 2,) * 2,
+            padding=((edge, edge), (edge, edge)),
             is_channels_last=True,
             dtype=dtype,
         )
