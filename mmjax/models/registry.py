@@ -42,8 +42,6 @@ class ModelRow:
 
     folder: str
     """`mmjax.models.<folder>` has `processor.py` (without jax) and `model.py`."""
-    has_model: bool = True
-    """Whether there is a `model.py`: without one, prompts are processed and not answered."""
     has_one_unit_items: bool = False
     """Whether, without processor kwargs, the largest item is one unit of the tower."""
     factories: str = "FACTORIES"
@@ -318,15 +316,13 @@ def _load_tokenizer(model_config: ModelConfig) -> Any:
 def require_model(architecture: str) -> type | str:
     """Return a model's class, or its import path; refuse what has only a processor, or nothing."""
     row = MULTIMODAL_REGISTRY.find_row(architecture)
-    if row is None:
-        model = get_processor_factories(architecture).model
-    else:
-        model = f"mmjax.models.{row.folder}.model:{architecture}" if row.has_model else None
+    if row is not None:
+        return f"mmjax.models.{row.folder}.model:{architecture}"
+    model = get_processor_factories(architecture).model
     if model is None:
-        served = ", ".join(f"`{name}`" for name, row in MODELS.items() if row.has_model)
         raise CheckpointError(
-            f"architecture `{architecture}` can be processed but not served yet: mmjax has its "
-            f"processor and no model; served are {served}"
+            f"architecture `{architecture}` can be processed and not served: it is registered with "
+            "a processor and no model; name the model's class in its `ProcessorFactories`"
         )
     return model
 

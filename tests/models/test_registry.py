@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import mmjax.serve
-from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.models.registry import (
     MODELS,
@@ -20,8 +18,6 @@ from tests.processing.families import gemma3
 from tests.processing.families.family import get_placeholder_str
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-SERVED = [name for name, row in MODELS.items() if row.has_model]
-NOT_SERVED = [name for name, row in MODELS.items() if not row.has_model]
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -38,31 +34,10 @@ def test_a_directory_alone_gives_a_processor(folder: str):
     assert MULTIMODAL_REGISTRY.supports_multimodal_inputs(processor.info.ctx.model_config)
 
 
-@pytest.mark.parametrize("architecture", SERVED)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_a_served_architecture_has_a_model(architecture: str):
     require_model(architecture)
     assert load_model_class(architecture).__name__ == architecture
-
-
-@pytest.mark.parametrize("architecture", NOT_SERVED)
-def test_a_processor_alone_is_refused_before_anything_slow(architecture: str):
-    for refuse in (require_model, load_model_class):
-        with pytest.raises(CheckpointError) as caught:
-            refuse(architecture)
-        assert str(caught.value) == (
-            f"architecture `{architecture}` can be processed but not served yet: mmjax has its "
-            f"processor and no model; served are {', '.join(f'`{name}`' for name in SERVED)}"
-        )
-
-
-def test_serving_what_has_a_processor_alone_ends_with_the_reason(
-    capsys: pytest.CaptureFixture[str],
-):
-    assert mmjax.serve.main([str(GOLDEN / "florence2"), "--port", "0"]) == 1
-    said = capsys.readouterr().err
-    assert "`Florence2ForConditionalGeneration` can be processed but not served yet" in said
-    with pytest.raises(CheckpointError, match="can be processed but not served yet"):
-        LLM(GOLDEN / "florence2")
 
 
 def test_an_unknown_architecture_gets_the_nearest_name():

@@ -311,7 +311,7 @@ class TestOtherPackages:
 
     def test_a_processor_alone_is_not_served(self):
         MULTIMODAL_REGISTRY.create_processor(config_of("ProcessorAlone"))
-        with pytest.raises(CheckpointError, match="can be processed but not served yet"):
+        with pytest.raises(CheckpointError, match="can be processed and not served"):
             require_model("ProcessorAlone")
 
     @pytest.mark.parametrize(
