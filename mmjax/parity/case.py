@@ -124,16 +124,17 @@ class Parity:
         """Return what our processor gave as HF's model takes it."""
         if not isinstance(self.hf_processor, ProcessorOfParts):
             return _as_torch(make_sample(inputs), self.reference)
-        known = signature(self.reference.forward).parameters
-        if "image_sizes" in known:  # pictures of several sizes are padded to one
+        data = inputs.mm_kwargs.get_data()
+        if any(isinstance(value, list) for value in data.values()):  # of several sizes
             sample = make_sample(inputs)
             return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
+        known = signature(self.reference.forward).parameters
         torch = import_torch()
         ids = torch.tensor([inputs.prompt_token_ids])
         tensors = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),
-            **{name: torch.tensor(value) for name, value in inputs.mm_kwargs.get_data().items()},
+            **{name: torch.tensor(value) for name, value in data.items()},
         }
         if "mm_token_type_ids" in known:
             kinds = (self.config.image_token_id, self.config.video_token_id)

@@ -4,8 +4,10 @@ The only module that imports torch, when it is called.
 """
 
 import importlib
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +45,7 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     transformers = importlib.import_module("transformers")
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
-        auto = transformers.AutoModelForImageTextToText
-        config = transformers.AutoConfig.from_pretrained(str(path))
-        if type(config) not in auto._model_mapping:
-            raise ConfigError(
-                f"parity compares with HF's models, and transformers has none for `{architecture}`"
-                f", nor for the `model_type` `{config.model_type}`; register one with "
-                "`AutoModelForImageTextToText.register`, or compare with a reference of your own"
-            )
-        model_class = auto
+        model_class = _find_by_model_type(path, architecture)
     # Safetensors only: else HF falls back to pickles.
     model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
@@ -63,6 +57,20 @@ def load_reference(path: Path | str, architecture: str) -> Any:
                 pad_token_id=0, decoder_start_token_id=start
             )
     return model.eval()
+
+
+def _find_by_model_type(path: Path | str, architecture: str) -> Any:
+    transformers = importlib.import_module("transformers")
+    auto = transformers.AutoModelForImageTextToText
+    model_type = json.loads((Path(path) / "config.json").read_text("utf-8")).get("model_type")
+    with suppress(ValueError):  # of a `model_type` that it does not know
+        if type(transformers.AutoConfig.from_pretrained(str(path))) in auto._model_mapping:
+            return auto
+    raise ConfigError(
+        f"parity compares with HF's models, and transformers has none for `{architecture}`, nor "
+        f"for the `model_type` `{model_type}`; register one with "
+        "`AutoModelForImageTextToText.register`, or compare with a reference of your own"
+    )
 
 
 def map_name(name: str, rules: Sequence[Rule | Split]) -> str | None:
