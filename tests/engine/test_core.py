@@ -280,7 +280,10 @@ def with_feature(feature: MultiModalFeatureSpec) -> EngineCoreRequest:
     ("feature", "words"),
     [
         (broken_feature(data=MultiModalKwargsItem()), "lacks what the model encodes"),
-        (broken_feature(data=image_feature(1, 0, units=2).data), "2.* units of 4"),
+        (
+            broken_feature(data=image_feature(1, 0, units=2).data),
+            "has 8 embeddings, and placeholders for 4",
+        ),
     ],
     ids=["no pixels", "too many units"],
 )

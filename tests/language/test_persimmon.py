@@ -87,7 +87,7 @@ def test_every_state_is_hfs(name: str):
         model = bind(graphdef, params)
         positions = jnp.broadcast_to(metadata.token_index, (3, len(token_ids)))
         with record(model) as outputs:
-            hidden, _ = model(model.embed(token_ids), positions, None, metadata)
+            hidden, _ = model(model.embed_input_ids(token_ids), positions, None, metadata)
         return outputs | {"logits": model.compute_logits(hidden)}
 
     assert len(expected) == 3 + 2

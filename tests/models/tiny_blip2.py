@@ -130,6 +130,7 @@ class TextAlone(torch.nn.Module):
     def __init__(self, reference: Any) -> None:
         super().__init__()
         self.language_model = reference.language_model
+        self.config = reference.config.get_text_config()
 
     def forward(self, input_ids: torch.Tensor) -> Any:
         return self.language_model(input_ids=input_ids)

@@ -165,7 +165,7 @@ def parse_vision_chunk(entry: Any, limits: MediaLimits, *, param: str) -> Mappin
     is_known = isinstance(kind, str) and kind in ("image", "video_chunk")
     if not is_known or entry.get(kind) is None:
         raise RequestValueError(
-            f"{param} has the type {str(kind)[:64]!r} and the keys {sorted(map(str, entry))}; "
+            f"{param} has the type {repr(kind)[:64]} and the keys {sorted(map(str, entry))}; "
             'give {"type": "image", "image": ...} or {"type": "video_chunk", "video_chunk": ...}',
             param=param,
         )
