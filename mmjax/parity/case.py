@@ -15,12 +15,10 @@ from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.reference import (
     generate_reference,
-    import_torch,
     load_reference,
     make_reference_inputs,
     run_reference,
 )
-from mmjax.processing.image_processors.parts import ProcessorOfParts
 
 DEFAULT_MAX_TOKENS = 32
 
@@ -121,23 +119,12 @@ class Parity:
         )
 
     def _as_reference(self, inputs: Any) -> dict[str, Any]:
-        """Return what our processor gave as HF's model takes it."""
-        if not isinstance(self.hf_processor, ProcessorOfParts):
-            return _as_torch(make_sample(inputs), self.reference)
-        data = inputs.mm_kwargs.get_data()
-        if any(isinstance(value, list) for value in data.values()):  # of several sizes
-            sample = make_sample(inputs)
-            return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
+        """Return what our processor gave, of it what HF's model takes."""
+        tensors = make_reference_inputs(inputs.prompt_token_ids, inputs.mm_kwargs.get_data())
         known = signature(self.reference.forward).parameters
-        torch = import_torch()
-        ids = torch.tensor([inputs.prompt_token_ids])
-        tensors = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            **{name: torch.tensor(value) for name, value in data.items()},
-        }
         if "mm_token_type_ids" in known:
             kinds = (self.config.image_token_id, self.config.video_token_id)
+            ids = tensors["input_ids"]
             marks = [(ids == token_id).int() * n for n, token_id in enumerate(kinds, 1)]
             tensors["mm_token_type_ids"] = sum(marks)
         return {name: value for name, value in tensors.items() if name in known}
@@ -160,16 +147,3 @@ class Parity:
             reference_token_ids=generate_reference(self.reference, inputs, max_tokens),
             is_prompt_equal=is_equal,
         )
-
-
-def _as_torch(sample: Sample, reference: Any) -> dict[str, Any]:
-    """Return what our processor made as the inputs of HF's model that bear the same names."""
-    torch = import_torch()
-    ids = torch.tensor(sample.token_ids, dtype=torch.long)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    known = signature(reference.forward).parameters
-    names = [name for name in (sample.items[0].tensors if sample.items else ()) if name in known]
-    return inputs | {
-        name: torch.tensor(np.concatenate([item.tensors[name] for item in sample.items]))
-        for name in names
-    }

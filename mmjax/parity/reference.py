@@ -108,18 +108,21 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[Rule | Split]) -> dic
 
 
 def make_reference_inputs(
-    token_ids: np.ndarray, items: Sequence[Mapping[str, np.ndarray]]
+    token_ids: Sequence[int] | np.ndarray, data: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return torch tensors of a batch of one, of what our processor made of a prompt.
 
-    Pictures of several sizes are padded, and `image_sizes` says what is theirs.
+    Lists of arrays become batches: pictures of several sizes are padded, and `image_sizes` says
+    what is theirs.
     """
     torch = import_torch()
     ids = torch.tensor(token_ids, dtype=torch.long)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for name in items[0] if items else ():
-        values = [np.asarray(item[name]) for item in items]
-        sizes = np.array([value.shape for value in values])
+    for name, values in data.items():
+        if not isinstance(values, list):
+            inputs[name] = torch.tensor(values)
+            continue
+        sizes = np.array([np.shape(value) for value in values])
         most = sizes.max(0)
         padded = [
             np.pad(value, [(0, end) for end in most - size])
