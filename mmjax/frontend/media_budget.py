@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mmjax.config import EngineConfig
 from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor
-from mmjax.processing.encoder_budget import MultiModalBudget
+from mmjax.processing.encoder_budget import MultiModalBudget, MultiModalProfiler
 
 
 def with_encoder_budget(config: EngineConfig) -> EngineConfig:
@@ -23,10 +23,11 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
     if has_one_unit_items and not has_settings and not mm.trust_request_mm_kwargs:
         return config
     processor = create_processor(config.model)
+    profiler = MultiModalProfiler(processor)
     if has_settings:
-        processor.check_settings()
+        profiler.check_settings()
     budget = MultiModalBudget(
-        processor,
+        profiler,
         config.scheduler,
         config.cache,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
@@ -41,5 +42,5 @@ def with_encoder_budget(config: EngineConfig) -> EngineConfig:
         ),
         cache=replace(config.cache, encoder_cache_size=budget.encoder_cache_size),
         # Where the tower is left out, embeddings may come in place of what it would give.
-        max_embeds_per_item=budget.mm_max_toks_per_item or processor.get_mm_max_tokens_per_item(),
+        max_embeds_per_item=budget.mm_max_toks_per_item or profiler.get_mm_max_tokens_per_item(),
     )

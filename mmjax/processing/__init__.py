@@ -12,7 +12,11 @@ from mmjax.processing.dummy_inputs import (
     VisionDummyInputsBuilder,
 )
 from mmjax.processing.encdec import EncDecMultiModalProcessor
-from mmjax.processing.encoder_budget import MultiModalBudget, compute_mm_encoder_budget
+from mmjax.processing.encoder_budget import (
+    MultiModalBudget,
+    MultiModalProfiler,
+    compute_mm_encoder_budget,
+)
 from mmjax.processing.hashing.hasher import MultiModalHasher
 from mmjax.processing.items.parse import (
     AudioEmbeddingItems,
@@ -108,6 +112,7 @@ __all__ = [
     "MultiModalInputs",
     "MultiModalKwargsItem",
     "MultiModalKwargsItems",
+    "MultiModalProfiler",
     "MultiModalSharedField",
     "NestedTensors",
     "PlaceholderFeaturesInfo",

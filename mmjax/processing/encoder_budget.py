@@ -1,17 +1,102 @@
-"""How many embeddings the encoder may compute in a step and keep, and how many items that is.
+"""How large a model's items may be, and how many embeddings the encoder may compute and keep.
 
 Counts embeddings, not tokens: marks around a picture's embeddings cost the encoder nothing.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mmjax.config import CacheConfig, SchedulerConfig
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger
+from mmjax.processing.faults import blaming_settings
+from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.tensors.inputs import MultiModalInputs
+from mmjax.processing.validation import validate_limited_modalities
 
 logger = get_logger(__name__)
+
+
+class MultiModalProfiler:
+    """Processes a model's largest inputs; leaves the processor's cache as it is.
+
+    `seq_len`, where a method takes it, is how long a prompt may be; `max_model_len` otherwise.
+    """
+
+    def __init__(self, processor: BaseMultiModalProcessor[Any]) -> None:
+        self.processor = processor
+        self.info = processor.info
+        self.max_model_len = processor.info.ctx.model_config.max_model_len
+
+    def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:
+        """Return the most embeddings of an item: as the model declares, or measured."""
+        allowed = self.info.allowed_mm_limits
+        counts = {m: 1 for m, limit in allowed.items() if limit or self.info.takes_embeds}
+        declared = self.info.get_mm_max_tokens_per_item(seq_len, counts)
+        if declared is None:
+            return self.measure_mm_max_tokens_per_item(seq_len, counts)
+        described = self.measure_described(seq_len)
+        return {m: min(declared[m], described.get(m, declared[m])) for m in counts}
+
+    def measure_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        """Process the dummy inputs, and count the embeddings of the largest item."""
+        if not mm_counts:
+            return {}
+        ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
+        return {
+            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
+            for modality, ranges in ranges_by_modality.items()
+        }
+
+    def measure_described(self, seq_len: int | None = None) -> Mapping[str, int]:
+        """Return the embeddings of the items whose sizes `limit_mm_per_prompt` gives."""
+        mm = self.info.ctx.get_mm_config()
+        described = {
+            modality: 1
+            for modality, limit in self.info.allowed_mm_limits.items()
+            if mm.media_options(modality) and (limit or self.info.takes_embeds)
+        }
+        length = self.max_model_len if seq_len is None else seq_len
+        return self.measure_mm_max_tokens_per_item(length, described)
+
+    def check_settings(self) -> None:
+        """Process the largest input once: ConfigError for settings that HF refuses."""
+        validate_limited_modalities(self.info)
+        self.info.get_hf_processor()
+        counts = {m: 1 for m, limit in self.info.allowed_mm_limits.items() if limit}
+        self.measure_mm_max_tokens_per_item(self.max_model_len, counts)
+
+    def get_dummy_mm_inputs(
+        self, mm_counts: Mapping[str, int], *, max_num_batched_tokens: int | None = None
+    ) -> MultiModalInputs:
+        """Return the largest input with these items, its prompt filled up with token 0.
+
+        As long as the model's longest prompt, or as one step of chunked prefill where
+        `max_num_batched_tokens` says how much that takes.
+        """
+        seq_len = self.max_model_len
+        if max_num_batched_tokens is not None:
+            seq_len = min(seq_len, max_num_batched_tokens)
+        prepared = self._prepare_dummies(seq_len, mm_counts)
+        # A white picture may be held from a request: dummies come with their tensors.
+        hashes = [h for many in prepared.mm_hashes.values() for h in many]
+        prepared = self.processor.rebuild(prepared, hashes)
+        num_missing = seq_len - len(prepared.prompt_token_ids)
+        prompt_token_ids = prepared.prompt_token_ids + [0] * num_missing
+        return replace(prepared, prompt_token_ids=prompt_token_ids).to_inputs()
+
+    def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
+        with blaming_settings(self.info.ctx.get_mm_config()):
+            inputs = self.processor.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
+            return self.processor.prepare(
+                inputs.prompt,
+                self.info.parse_mm_data(inputs.mm_data, validate=False),
+                hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
+            )
 
 
 def compute_mm_encoder_budget(
@@ -59,12 +144,12 @@ def _check_runs(longest_runs: Mapping[str, int], max_tokens: int) -> None:
         )
 
 
-def measure_longest_runs(processor: BaseMultiModalProcessor[Any]) -> Mapping[str, int]:
+def measure_longest_runs(profiler: MultiModalProfiler) -> Mapping[str, int]:
     """Process the largest items, and return the longest run of embeddings of each modality."""
-    counts = {modality: 1 for modality, limit in processor.info.allowed_mm_limits.items() if limit}
+    counts = {modality: 1 for modality, limit in profiler.info.allowed_mm_limits.items() if limit}
     if not counts:
         return {}
-    ranges_by_modality = processor.get_dummy_mm_inputs(counts).mm_placeholders
+    ranges_by_modality = profiler.get_dummy_mm_inputs(counts).mm_placeholders
     return {
         modality: max(placeholder.get_longest_run() for placeholder in ranges)
         for modality, ranges in ranges_by_modality.items()
@@ -76,14 +161,14 @@ class MultiModalBudget:
 
     def __init__(
         self,
-        processor: BaseMultiModalProcessor[Any],
+        profiler: MultiModalProfiler,
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig | None = None,
         *,
         enable_chunked_prefill: bool = True,
         disable_chunked_mm_input: bool = False,
     ) -> None:
-        info = processor.info
+        info = profiler.info
         self.max_model_len = info.ctx.model_config.max_model_len
         self.mm_limits = info.allowed_mm_limits
         self._scheduler_config = scheduler_config
@@ -92,7 +177,7 @@ class MultiModalBudget:
         if enable_chunked_prefill:
             seq_len = min(seq_len, scheduler_config.max_num_batched_tokens)
         # With embeddings alone (a limit of 0), a modality fills the cache and runs no tower.
-        all_tokens = processor.get_mm_max_tokens_per_item(seq_len)
+        all_tokens = profiler.get_mm_max_tokens_per_item(seq_len)
         self.mm_max_toks_per_item = {m: n for m, n in all_tokens.items() if self.mm_limits[m]}
         """Per modality that a tower encodes, the embeddings of its largest item."""
         self.encoder_compute_budget, self.encoder_cache_size = compute_mm_encoder_budget(
@@ -100,7 +185,7 @@ class MultiModalBudget:
             all_tokens,
             encoder_cache_size=None if cache_config is None else cache_config.encoder_cache_size,
             disable_chunked_mm_input=disable_chunked_mm_input,
-            longest_runs=measure_longest_runs(processor) if disable_chunked_mm_input else None,
+            longest_runs=measure_longest_runs(profiler) if disable_chunked_mm_input else None,
         )
         items = {m: self._get_max_items(m, n) for m, n in self.mm_max_toks_per_item.items()}
         self.mm_max_items_per_prompt = {m: per_prompt for m, (per_prompt, _) in items.items()}

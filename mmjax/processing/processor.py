@@ -17,7 +17,6 @@ the prompt; where not, the updates are applied here.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, ClassVar, Generic
 
 from transformers import BatchFeature
@@ -26,7 +25,7 @@ from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueErro
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import InfoT
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.faults import blaming_settings, process_and_blame
+from mmjax.processing.faults import process_and_blame
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.hf_call import get_only_row
 from mmjax.processing.items.embeddings import DictEmbeddingItems, EmbeddingItems
@@ -71,11 +70,9 @@ from mmjax.processing.tensors.inputs import (
 )
 from mmjax.processing.validation import (
     validate_all_applied,
-    validate_limited_modalities,
     validate_mm_kwargs,
     validate_mm_placeholders,
     validate_mm_updates,
-    validate_num_embeds,
     validate_placeholder_counts,
     validate_prompt,
     validate_reserved_tokens,
@@ -618,79 +615,3 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             new_token_ids = tokenizer.encode(text, add_special_tokens=False)
             validate_all_applied(self.info, result)
         return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
-
-    # ---- the largest input -----------------------------------------------------------------------
-
-    def get_mm_max_tokens_per_item(self, seq_len: int = 0) -> Mapping[str, int]:
-        """Return the most embeddings of an item: as the model declares, or measured."""
-        allowed = self.info.allowed_mm_limits
-        counts = {m: 1 for m, limit in allowed.items() if limit or self.info.takes_embeds}
-        declared = self.info.get_mm_max_tokens_per_item(seq_len, counts)
-        if declared is None:
-            return self.measure_mm_max_tokens_per_item(seq_len, counts)
-        described = self._measure_described(seq_len)
-        return {m: min(declared[m], described.get(m, declared[m])) for m in counts}
-
-    def measure_mm_max_tokens_per_item(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> Mapping[str, int]:
-        """Process the dummy inputs, and count the embeddings of the largest item."""
-        if not mm_counts:
-            return {}
-        ranges_by_modality = self._prepare_dummies(seq_len, mm_counts).mm_placeholders
-        return {
-            modality: max(placeholder.get_num_embeds() for placeholder in ranges)
-            for modality, ranges in ranges_by_modality.items()
-        }
-
-    def _measure_described(self, seq_len: int) -> Mapping[str, int]:
-        """Return the embeddings of the items whose sizes `limit_mm_per_prompt` gives."""
-        mm = self.info.ctx.get_mm_config()
-        described = {
-            modality: 1
-            for modality, limit in self.info.allowed_mm_limits.items()
-            if mm.media_options(modality) and (limit or self.info.takes_embeds)
-        }
-        return self.measure_mm_max_tokens_per_item(seq_len, described)
-
-    @cached_property
-    def _described_tokens(self) -> Mapping[str, int]:
-        return self._measure_described(self.info.ctx.model_config.max_model_len)
-
-    def validate_item_sizes(self, prepared: PreparedInputs) -> None:
-        """Refuse an item with more embeddings than one of the size that the operator described."""
-        validate_num_embeds(self.info, prepared.mm_placeholders, self._described_tokens)
-
-    def check_settings(self) -> None:
-        """Process the largest input once: ConfigError for settings that HF refuses."""
-        validate_limited_modalities(self.info)
-        self.info.get_hf_processor()
-        counts = {m: 1 for m, limit in self.info.allowed_mm_limits.items() if limit}
-        self.measure_mm_max_tokens_per_item(self.info.ctx.model_config.max_model_len, counts)
-
-    def get_dummy_mm_inputs(
-        self, mm_counts: Mapping[str, int], *, max_num_batched_tokens: int | None = None
-    ) -> MultiModalInputs:
-        """Return the largest input with these items, its prompt filled up with token 0.
-
-        As long as the model's longest prompt, or as one step of chunked prefill where
-        `max_num_batched_tokens` says how much that takes. Leaves the cache as it is.
-        """
-        seq_len = self.info.ctx.model_config.max_model_len
-        if max_num_batched_tokens is not None:
-            seq_len = min(seq_len, max_num_batched_tokens)
-        prepared = self._prepare_dummies(seq_len, mm_counts)
-        # A white picture may be held from a request: dummies come with their tensors.
-        prepared = self.rebuild(prepared, [h for many in prepared.mm_hashes.values() for h in many])
-        num_missing = seq_len - len(prepared.prompt_token_ids)
-        prompt_token_ids = prepared.prompt_token_ids + [0] * num_missing
-        return replace(prepared, prompt_token_ids=prompt_token_ids).to_inputs()
-
-    def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
-        with blaming_settings(self.info.ctx.get_mm_config()):
-            inputs = self.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
-            return self.prepare(
-                inputs.prompt,
-                self.info.parse_mm_data(inputs.mm_data, validate=False),
-                hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
-            )

@@ -12,6 +12,9 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.models.registry import MODELS
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
+from mmjax.processing.encoder_budget import MultiModalProfiler
+from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.validation import validate_num_embeds
 from tests.kit import draw
 from tests.processing.families import FAMILIES
 from tests.processing.families.family import Family
@@ -202,9 +205,10 @@ def test_dummy_inputs_have_exactly_the_declared_maximum(family: Family, mm: dict
     declared = processor.info.get_mm_max_tokens_per_item(4096)
     assert declared is not None
     for modality in processor.info.supported_mm_limits:
-        measured = processor.measure_mm_max_tokens_per_item(4096, {modality: 1})
+        profiler = MultiModalProfiler(processor)
+        measured = profiler.measure_mm_max_tokens_per_item(4096, {modality: 1})
         assert measured[modality] == declared[modality]
-        assert measured[modality] == processor.get_mm_max_tokens_per_item(4096)[modality]
+        assert measured[modality] == profiler.get_mm_max_tokens_per_item(4096)[modality]
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
@@ -214,7 +218,7 @@ def test_no_picture_exceeds_the_declared_maximum(family: Family, width: int, hei
     if not family.takes_size(width, height):
         return
     processor = family.make_processor(trust_request_mm_kwargs=True)
-    maximum = processor.get_mm_max_tokens_per_item(4096)
+    maximum = MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096)
     for kwargs in family.extra_kwargs:
         inputs = processor.apply(
             family.placeholder, {"image": draw(width, height)}, hf_processor_mm_kwargs=kwargs
@@ -224,7 +228,12 @@ def test_no_picture_exceeds_the_declared_maximum(family: Family, width: int, hei
 
 
 def plan(processor: BaseMultiModalProcessor[Any]) -> int:
-    return processor.get_mm_max_tokens_per_item(4096)["image"]
+    return MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096)["image"]
+
+
+def check_sizes(processor: BaseMultiModalProcessor[Any], prepared: PreparedInputs) -> None:
+    described = MultiModalProfiler(processor).measure_described()
+    validate_num_embeds(processor.info, prepared.mm_placeholders, described)
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
@@ -237,15 +246,15 @@ def test_the_size_that_an_operator_describes_is_what_is_planned_for(family: Fami
             described = family.make_processor(
                 mm_processor_kwargs=kwargs, limit_mm_per_prompt={"image": options}
             )
-            described.check_settings()
+            MultiModalProfiler(described).check_settings()
             inputs = plain.apply(family.placeholder, {"image": draw(width, height)})
             num_embeds = inputs.mm_placeholders["image"][0].get_num_embeds()
             assert plan(described) == num_embeds
-            assert described.measure_mm_max_tokens_per_item(4096, {"image": 1}) == {
-                "image": num_embeds
-            }
-            described.validate_item_sizes(
-                described.prepare(family.placeholder, {"image": draw(width, height)})
+            assert MultiModalProfiler(described).measure_mm_max_tokens_per_item(
+                4096, {"image": 1}
+            ) == {"image": num_embeds}
+            check_sizes(
+                described, described.prepare(family.placeholder, {"image": draw(width, height)})
             )
             assert num_embeds <= plan(plain)
 
@@ -259,12 +268,12 @@ def test_a_larger_picture_than_was_described_is_refused_by_the_flags_name(family
     prepared = processor.prepare(family.placeholder, {"image": draw(1000, 400)})
     (placeholder,) = prepared.mm_placeholders["image"]
     if placeholder.get_num_embeds() <= plan(processor):
-        processor.validate_item_sizes(prepared)  # pictures of all sizes give as many
+        check_sizes(processor, prepared)  # pictures of all sizes give as many
         alike = family.make_processor(mm_processor_kwargs=family.extra_kwargs[-1])
         assert plan(processor) == plan(alike)
         return
     with pytest.raises(RequestError, match=r"width 30, height 30, which `--limit-mm-per-") as e:
-        processor.validate_item_sizes(prepared)
+        check_sizes(processor, prepared)
     assert e.value.param == "multi_modal_data"
     assert e.value.status == 400
 
@@ -273,11 +282,13 @@ def test_qwen2_vl_of_small_pictures_needs_4_embeddings():
     limits = {"image": {"width": 56, "height": 56}, "video": {"num_frames": 4, "width": 56}}
     processor = FAMILIES["qwen2_vl"].make_processor(limit_mm_per_prompt=limits)
     plain = FAMILIES["qwen2_vl"].make_processor()
-    assert processor.get_mm_max_tokens_per_item(4096)["image"] == 4
-    assert plain.get_mm_max_tokens_per_item(4096)["image"] == 64
-    video = processor.get_mm_max_tokens_per_item(4096)["video"]
-    assert video < plain.get_mm_max_tokens_per_item(4096)["video"]
-    assert processor.measure_mm_max_tokens_per_item(4096, {"video": 1}) == {"video": video}
+    assert MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096)["image"] == 4
+    assert MultiModalProfiler(plain).get_mm_max_tokens_per_item(4096)["image"] == 64
+    video = MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096)["video"]
+    assert video < MultiModalProfiler(plain).get_mm_max_tokens_per_item(4096)["video"]
+    assert MultiModalProfiler(processor).measure_mm_max_tokens_per_item(4096, {"video": 1}) == {
+        "video": video
+    }
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)
@@ -287,7 +298,9 @@ def test_what_a_trusted_request_may_ask_for_is_planned_for(family: Family):
     trusting = family.make_processor(**operators, trust_request_mm_kwargs=True)
     alone = family.make_processor(**operators)
     assert plan(trusting) == plan(family.make_processor(trust_request_mm_kwargs=True))
-    assert trusting.measure_mm_max_tokens_per_item(4096, {"image": 1}) == {"image": plan(trusting)}
+    assert MultiModalProfiler(trusting).measure_mm_max_tokens_per_item(4096, {"image": 1}) == {
+        "image": plan(trusting)
+    }
     assert alone.info.get_planned_mm_kwargs() == {}
     if not family.lowering_kwargs:
         assert plan(alone) == plan(trusting)

@@ -14,6 +14,7 @@ from mmjax.models.registry import (
     load_model_class,
     require_model,
 )
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.processing.families import gemma3
 from tests.processing.families.family import get_placeholder_str
 
@@ -28,8 +29,10 @@ def test_every_architecture_has_a_processor(architecture: str):
 @pytest.mark.parametrize("folder", sorted({row.folder for row in MODELS.values()}))
 def test_a_directory_alone_gives_a_processor(folder: str):
     processor = create_processor(GOLDEN / folder)
-    inputs = processor.get_dummy_mm_inputs({"image": 1}, max_num_batched_tokens=1024)
-    maximum = processor.get_mm_max_tokens_per_item()["image"]
+    inputs = MultiModalProfiler(processor).get_dummy_mm_inputs(
+        {"image": 1}, max_num_batched_tokens=1024
+    )
+    maximum = MultiModalProfiler(processor).get_mm_max_tokens_per_item()["image"]
     assert inputs.mm_placeholders["image"][0].get_num_embeds() == maximum
     assert MULTIMODAL_REGISTRY.supports_multimodal_inputs(processor.info.ctx.model_config)
 

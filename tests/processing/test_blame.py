@@ -14,6 +14,7 @@ from mmjax.processing import (
     PromptUpdateDetails,
     PromptUpdateError,
 )
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.families import FAMILIES
 from tests.processing.families.family import Family
@@ -135,10 +136,10 @@ def test_an_operators_kwargs_that_hf_refuses_fail_at_the_start(family: Family):
     for kwargs in ({"size": "huge"}, {"images_kwargs": {"max_patches": "x"}}, {"images_kwargs": 5}):
         processor = family.make_processor(mm_processor_kwargs=kwargs)
         with pytest.raises(ConfigError, match="--mm-processor-kwargs"):
-            processor.check_settings()
+            MultiModalProfiler(processor).check_settings()
 
 
 def test_without_settings_a_failure_at_the_start_is_no_settings_fault():
     with pytest.raises(ProcessingError):
-        make_with(Broken).check_settings()
-    make().check_settings()
+        MultiModalProfiler(make_with(Broken)).check_settings()
+    MultiModalProfiler(make()).check_settings()

@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.config import CacheConfig, SchedulerConfig
 from mmjax.errors import ConfigError
-from mmjax.processing import MultiModalBudget, compute_mm_encoder_budget
+from mmjax.processing import MultiModalBudget, MultiModalProfiler, compute_mm_encoder_budget
 from mmjax.processing.context import BaseProcessingInfo
 from tests.processing.test_processor import make
 
@@ -72,7 +72,8 @@ def make_budget(
         },
     )
     assert isinstance(info, BaseProcessingInfo)
-    return MultiModalBudget(processor, scheduler(**config), cache, enable_chunked_prefill=chunked)
+    profiler = MultiModalProfiler(processor)
+    return MultiModalBudget(profiler, scheduler(**config), cache, enable_chunked_prefill=chunked)
 
 
 def test_items_of_a_prompt_and_of_a_step():

@@ -23,6 +23,7 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.processing import ImageSize, PromptUpdateError
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
 from tests.kit import draw
 from tests.processing.families import internvl
@@ -427,7 +428,7 @@ def test_dummy_videos_have_exactly_the_declared_maximum(
 ):
     processor = make()
     declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
-    measured = processor.measure_mm_max_tokens_per_item(seq_len, counts)
+    measured = MultiModalProfiler(processor).measure_mm_max_tokens_per_item(seq_len, counts)
     assert measured == {modality: declared[modality] for modality in counts}
     assert declared["image"] == (6 + 1) * 4
 

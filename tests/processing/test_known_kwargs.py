@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from mmjax.errors import ConfigError, RequestError, RequestValueError
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.hf_call import (
     check_ceilings,
     check_known_kwargs,
@@ -77,7 +78,7 @@ def test_an_operators_unknown_kwarg_ends_the_start(family: Family):
             mm_processor_kwargs={"do_pan_and_scn": True}, limit_mm_per_prompt=limits
         )
         with pytest.raises(ConfigError, match=r"`--mm-processor-kwargs`: .*`do_pan_and_scn`"):
-            processor.check_settings()
+            MultiModalProfiler(processor).check_settings()
 
 
 @pytest.mark.parametrize("family", FAMILY_ROWS)

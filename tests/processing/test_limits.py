@@ -17,6 +17,7 @@ from mmjax.processing import (
     ImageSize,
     VideoDummyOptions,
 )
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.families import gemma3
 from tests.processing.test_prepare import RecordingCache
@@ -172,7 +173,8 @@ class TestDummies:
     @pytest.mark.parametrize(("max_num_batched_tokens", "length"), [(None, 100), (40, 40), (3, 5)])
     def test_the_largest_input_is_filled_up(self, max_num_batched_tokens: int | None, length: int):
         cache = RecordingCache()
-        inputs = make(cache, mm={"limit_mm_per_prompt": {"image": 0}}).get_dummy_mm_inputs(
+        processor = make(cache, mm={"limit_mm_per_prompt": {"image": 0}})
+        inputs = MultiModalProfiler(processor).get_dummy_mm_inputs(
             {"image": 2}, max_num_batched_tokens=max_num_batched_tokens
         )
         assert len(inputs.prompt_token_ids) == length
@@ -185,12 +187,13 @@ class TestDummies:
         cache = RecordingCache()
         processor = make(cache)
         processor.apply("[img]", {"image": Image.new("RGB", (9, 4), (255, 255, 255))})
-        (item,) = processor.get_dummy_mm_inputs({"image": 1}).mm_kwargs["image"]
+        (item,) = MultiModalProfiler(processor).get_dummy_mm_inputs({"image": 1}).mm_kwargs["image"]
         assert item is not None
 
     def test_the_maximum_is_measured_where_it_is_not_declared(self):
-        assert make(MultiModalProcessorOnlyCache(9)).get_mm_max_tokens_per_item() == {"image": 2}
+        measured = MultiModalProfiler(make(MultiModalProcessorOnlyCache(9)))
+        assert measured.get_mm_max_tokens_per_item() == {"image": 2}
         none = make(mm={"limit_mm_per_prompt": {"image": 0}})
-        assert none.get_mm_max_tokens_per_item() == {}
+        assert MultiModalProfiler(none).get_mm_max_tokens_per_item() == {}
         embeds = make(mm={"limit_mm_per_prompt": {"image": 0}, "enable_mm_embeds": True})
-        assert embeds.get_mm_max_tokens_per_item() == {"image": 2}
+        assert MultiModalProfiler(embeds).get_mm_max_tokens_per_item() == {"image": 2}

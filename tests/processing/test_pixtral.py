@@ -12,6 +12,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.processing import PromptUpdateError
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.families.family import golden_processor
 from tests.processing.families.llava import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
@@ -79,8 +80,10 @@ def test_rows_are_marked_and_pixels_are_hfs(processor: Any, path: Path, num_imag
 
 
 def test_the_dummy_input_is_the_maximum(processor: Any):
-    inputs = processor.get_dummy_mm_inputs({"image": 2}, max_num_batched_tokens=1024)
-    assert processor.get_mm_max_tokens_per_item() == {"image": 16}
+    inputs = MultiModalProfiler(processor).get_dummy_mm_inputs(
+        {"image": 2}, max_num_batched_tokens=1024
+    )
+    assert MultiModalProfiler(processor).get_mm_max_tokens_per_item() == {"image": 16}
     assert [one.get_num_embeds() for one in inputs.mm_placeholders["image"]] == [16, 16]
 
 

@@ -8,6 +8,7 @@ import pytest
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.processing import MultiModalInputs, PreparedInputs
 from mmjax.processing.commit import commit_items
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.test_processor import SOFT, Processor, ids, make
 
@@ -188,7 +189,7 @@ class TestMisses:
 def test_measuring_leaves_the_cache_as_it_was():
     """The engine never gets the dummies: stored here, they would set the two sides apart."""
     cache = RecordingCache()
-    assert make(cache).get_mm_max_tokens_per_item() == {"image": 2}
+    assert MultiModalProfiler(make(cache)).get_mm_max_tokens_per_item() == {"image": 2}
     assert cache.calls == []
 
 

@@ -14,6 +14,7 @@ from transformers.video_utils import VideoMetadata
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.families.family import edit_golden, golden_processor
 from tests.processing.families.qwen2_vl import IMAGE, VIDEO
@@ -125,7 +126,7 @@ def test_metadata_that_say_no_speed(processor: Any, metadata: dict[str, Any]):
 def test_the_dummy_inputs_have_the_declared_maximum(processor: Any):
     counts = {"image": 1, "video": 1}
     declared = processor.info.get_mm_max_tokens_per_item(448, counts)
-    assert processor.measure_mm_max_tokens_per_item(448, counts) == declared
+    assert MultiModalProfiler(processor).measure_mm_max_tokens_per_item(448, counts) == declared
 
 
 @pytest.mark.parametrize("grid", [[1, 5, 8], [-1, -4, 4], [1, 0, 4], [0, 4, 4]])

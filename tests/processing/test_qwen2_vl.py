@@ -18,6 +18,7 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.processing import MultiModalInputs, PromptUpdateError
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.patches import VideoPatcher
 from tests.kit import draw
@@ -191,7 +192,10 @@ def test_cold_warm_and_partly_warm_caches_agree_on_videos(capacity: int):
 def test_the_declared_maximum_is_vllms():
     processor = qwen2_vl.make_processor()
     assert processor.info.supported_mm_limits == {"image": None, "video": None}
-    assert processor.get_mm_max_tokens_per_item(4096) == {"image": 64, "video": 448}
+    assert MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096) == {
+        "image": 64,
+        "video": 448,
+    }
 
 
 @pytest.mark.parametrize("seq_len", [1, 64, 200, 448, 4096])
@@ -211,7 +215,7 @@ def test_dummy_videos_have_exactly_the_declared_maximum(
     processor = qwen2_vl.make_processor(mm_processor_kwargs=kwargs)
     counts = {"image": 1, "video": num_videos}
     declared = processor.info.get_mm_max_tokens_per_item(seq_len, counts)
-    assert processor.measure_mm_max_tokens_per_item(seq_len, counts) == declared
+    assert MultiModalProfiler(processor).measure_mm_max_tokens_per_item(seq_len, counts) == declared
 
 
 def test_published_sizes_give_the_published_maximum():

@@ -23,8 +23,11 @@ from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
 from mmjax.model_source import load_generation_defaults
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.validation import validate_num_embeds
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
@@ -59,6 +62,7 @@ class InputProcessor:
         self._counter = count()
         text_config = model_config.hf_config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
+        self._described_tokens: Mapping[str, int] | None = None
 
     @property
     def allowed_mm_limits(self) -> Mapping[str, int]:
@@ -202,8 +206,16 @@ class InputProcessor:
                 request_id=request_id,
                 control=control,
             )
-            processor.validate_item_sizes(prepared)
+            self._validate_item_sizes(processor, prepared)
             return prepared
+
+    def _validate_item_sizes(
+        self, processor: BaseMultiModalProcessor[Any], prepared: PreparedInputs
+    ) -> None:
+        """Refuse an item with more embeddings than one of the size that the operator described."""
+        if self._described_tokens is None:
+            self._described_tokens = MultiModalProfiler(processor).measure_described()
+        validate_num_embeds(processor.info, prepared.mm_placeholders, self._described_tokens)
 
     def _unshared_id(self, request_id: str) -> str | None:
         """Return an id for items that need no hash, since no cache is on; else None."""
