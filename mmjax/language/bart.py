@@ -52,15 +52,6 @@ class BartConfig:
         return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
 
     @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores; an encoder hidden state stores as much."""
-        return KVCacheSpec(
-            num_layers=self.decoder_layers,
-            num_kv_heads=self.decoder_attention_heads,
-            head_dim=self.d_model // self.decoder_attention_heads,
-        )
-
-    @property
     def embed_scale(self) -> float:
         """What embeddings of tokens are multiplied by (`scale_embedding`)."""
         return math.sqrt(self.d_model) if self.scale_embedding else 1.0
@@ -240,7 +231,12 @@ class BartDecoder(Decoder):
             layers=[BartDecoderLayer(config, dtype=dtype) for _ in range(config.decoder_layers)],
             norm=_NoNorm(),
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            # An encoder's hidden state stores as much.
+            kv_cache_spec=KVCacheSpec.alike(
+                config.decoder_layers,
+                num_kv_heads=config.decoder_attention_heads,
+                head_dim=config.d_model // config.decoder_attention_heads,
+            ),
             dtype=dtype,
         )
         self.embed_positions = BartPositions(config, dtype=dtype)

@@ -13,18 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder
-from mmjax.layers.linear import Linear
+from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.rope import (
-    apply_rotary,
-    attention_factor,
-    inverse_frequencies,
-    rotary_angles,
-)
+from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
 """Of queries and keys; no key of the config."""
@@ -71,15 +65,6 @@ class ChameleonConfig:
         """Width of one head."""
         return self.hidden_size // self.num_attention_heads
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
-        return KVCacheSpec(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-        )
-
 
 class HeadNorm(nnx.Module):
     """LayerNorm over each head, with parameters of its own for each: `weight[N, H]`, `bias`."""
@@ -97,65 +82,8 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
-class ChameleonAttention(nnx.Module):
-    """Grouped-query attention with rotary positions, over normed queries and keys."""
-
-    def __init__(self, config: ChameleonConfig, *, dtype: Any) -> None:
-        width, head_dim = config.hidden_size, config.head_dim
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        options = {"use_bias": config.attention_bias, "dtype": dtype}
-        self.q_proj = Linear(width, width, **options)
-        self.k_proj = Linear(width, num_kv_heads * head_dim, **options)
-        self.v_proj = Linear(width, num_kv_heads * head_dim, **options)
-        self.o_proj = Linear(width, width, **options)
-        self.q_norm = HeadNorm(num_heads, head_dim, dtype=dtype)
-        self.k_norm = HeadNorm(num_kv_heads, head_dim, dtype=dtype)
-        self.head_dim = head_dim
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache with this step's keys and values."""
-        query, key, value = (
-            project(x).reshape(x.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query = apply_rotary(self.q_norm(query), *angles)
-        key = apply_rotary(self.k_norm(key), *angles)
-        scale = self.head_dim**-0.5
-        out, cache = attention(query, key, value, cache, metadata, scale=scale)
-        return self.o_proj(out.reshape(x.shape[0], -1)), cache
-
-
-class ChameleonMLP(nnx.Module):
-    """Gated MLP (SwiGLU, arXiv 2002.05202)."""
-
-    def __init__(self, config: ChameleonConfig, *, dtype: Any) -> None:
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(width, inner, use_bias=bias, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=bias, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Transform every token by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ChameleonLayer(nnx.Module):
-    """A block whose norms stand before its halves, or behind them (`swin_norm`)."""
-
-    def __init__(self, config: ChameleonConfig, *, dtype: Any) -> None:
-        options = {"eps": config.rms_norm_eps, "dtype": dtype}
-        self.self_attn = ChameleonAttention(config, dtype=dtype)
-        self.mlp = ChameleonMLP(config, dtype=dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, **options)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **options)
-        self.swin_norm = config.swin_norm
+class SwinNormLayer(PreNormLayer):
+    """A block that norms what attention and MLP give."""
 
     def __call__(
         self,
@@ -166,13 +94,10 @@ class ChameleonLayer(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Return the residual stream after this block, and its cache."""
         with jax.named_scope("attn"):
-            out = x if self.swin_norm else self.input_layernorm(x)
-            out, cache = self.self_attn(out, angles, cache, metadata)
-            x = x + (self.input_layernorm(out) if self.swin_norm else out)
+            out, cache = self.self_attn(x, angles, cache, metadata)
+            x = x + self.input_layernorm(out)
         with jax.named_scope("mlp"):
-            if self.swin_norm:
-                return x + self.post_attention_layernorm(self.mlp(x)), cache
-            return x + self.mlp(self.post_attention_layernorm(x)), cache
+            return x + self.post_attention_layernorm(self.mlp(x)), cache
 
 
 class ChameleonTextModel(Decoder):
@@ -183,16 +108,48 @@ class ChameleonTextModel(Decoder):
         super().__init__(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            layers=[ChameleonLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
+            layers=[_build_layer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            kv_cache_spec=KVCacheSpec.alike(
+                config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
             dtype=dtype,
         )
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
         """Return the rotary angles, the same for every layer."""
-        parameters = self.config.rope_parameters
-        frequencies = inverse_frequencies(parameters, self.config.head_dim)
-        angles = rotary_angles(positions[0], frequencies, attention_factor(parameters))
+        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
         return [angles] * len(self.layers)
+
+
+def _build_layer(config: ChameleonConfig, *, dtype: Any) -> nnx.Module:
+    width, num_heads, num_kv_heads = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+    )
+    attention = GroupedQueryAttention(
+        width,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=config.head_dim,
+        has_qkv_bias=config.attention_bias,
+        has_output_bias=config.attention_bias,
+        norms=(
+            HeadNorm(num_heads, config.head_dim, dtype=dtype),
+            HeadNorm(num_kv_heads, config.head_dim, dtype=dtype),
+        ),
+        dtype=dtype,
+    )
+    mlp = GatedMLP(
+        width,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.mlp_bias,
+        dtype=dtype,
+    )
+    kind = SwinNormLayer if config.swin_norm else PreNormLayer
+    return kind(attention, mlp, lambda: RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype))

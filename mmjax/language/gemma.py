@@ -9,14 +9,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder
+from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention
 from mmjax.layers.embed import soft_cap
-from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import GemmaRMSNorm
-from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
+from mmjax.layers.rope import text_angles
 
 _LAYER_TYPES = ("sliding_attention", "full_attention")
 
@@ -66,79 +65,35 @@ class GemmaConfig:
             )
         return config
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """The KV cache of one token."""
-        return KVCacheSpec(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-        )
-
-
-class GemmaAttention(nnx.Module):
-    """Grouped-query attention with normed queries and keys; sliding or global."""
-
-    def __init__(self, config: GemmaConfig, layer_type: str, *, dtype: Any) -> None:
-        width, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        query_width = config.num_attention_heads * head_dim
-        key_width = config.num_key_value_heads * head_dim
-        self.q_proj = Linear(width, query_width, use_bias=bias, dtype=dtype)
-        self.k_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
-        self.v_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
-        self.o_proj = Linear(query_width, width, use_bias=bias, dtype=dtype)
-        self.q_norm = GemmaRMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.k_norm = GemmaRMSNorm(head_dim, eps=config.rms_norm_eps, dtype=dtype)
-        self.head_dim = head_dim
-        self.scale = float(config.query_pre_attn_scalar) ** -0.5
-        self.window = config.sliding_window if layer_type == "sliding_attention" else None
-        self.soft_cap = config.attn_logit_softcapping
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the output, and the layer's cache with this step's keys and values."""
-        query, key, value = (
-            project(x).reshape(x.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query = apply_rotary(self.q_norm(query), *angles)
-        key = apply_rotary(self.k_norm(key), *angles)
-        options = {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
-        out, cache = attention(query, key, value, cache, metadata, **options)
-        return self.o_proj(out.reshape(x.shape[0], -1)), cache
-
-
-class GemmaMLP(nnx.Module):
-    """Gated MLP (GeGLU, arXiv 2002.05202)."""
-
-    def __init__(self, config: GemmaConfig, *, dtype: Any) -> None:
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(width, inner, use_bias=False, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=False, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=False, dtype=dtype)
-        self.activation = get_activation(config.hidden_activation)
-
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Transform every token by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
 
 class GemmaLayer(nnx.Module):
     """A block with norms before and after attention and MLP."""
 
     def __init__(self, config: GemmaConfig, layer_type: str, *, dtype: Any) -> None:
-        options = {"eps": config.rms_norm_eps, "dtype": dtype}
-        self.self_attn = GemmaAttention(config, layer_type, dtype=dtype)
-        self.mlp = GemmaMLP(config, dtype=dtype)
-        self.input_layernorm = GemmaRMSNorm(config.hidden_size, **options)
-        self.post_attention_layernorm = GemmaRMSNorm(config.hidden_size, **options)
-        self.pre_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, **options)
-        self.post_feedforward_layernorm = GemmaRMSNorm(config.hidden_size, **options)
+        width, options = config.hidden_size, {"eps": config.rms_norm_eps, "dtype": dtype}
+        self.self_attn = GroupedQueryAttention(
+            width,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            has_qkv_bias=config.attention_bias,
+            has_output_bias=config.attention_bias,
+            norms=(
+                GemmaRMSNorm(config.head_dim, **options),
+                GemmaRMSNorm(config.head_dim, **options),
+            ),
+            scale=config.query_pre_attn_scalar**-0.5,
+            window=config.sliding_window if layer_type == "sliding_attention" else None,
+            soft_cap=config.attn_logit_softcapping,
+            dtype=dtype,
+        )
+        self.mlp = GatedMLP(
+            width, config.intermediate_size, activation=config.hidden_activation, dtype=dtype
+        )
+        self.input_layernorm = GemmaRMSNorm(width, **options)
+        self.post_attention_layernorm = GemmaRMSNorm(width, **options)
+        self.pre_feedforward_layernorm = GemmaRMSNorm(width, **options)
+        self.post_feedforward_layernorm = GemmaRMSNorm(width, **options)
 
     def __call__(
         self,
@@ -167,7 +122,11 @@ class GemmaTextModel(Decoder):
             layers=[GemmaLayer(config, kind, dtype=dtype) for kind in config.layer_types],
             norm=GemmaRMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            kv_cache_spec=KVCacheSpec.alike(
+                config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
             dtype=dtype,
         )
 
@@ -180,9 +139,7 @@ class GemmaTextModel(Decoder):
         """Return the rotary angles of each layer, by its type."""
         config = self.config
         angles = {
-            kind: rotary_angles(
-                positions[0], inverse_frequencies(config.rope_parameters[kind], config.head_dim)
-            )
+            kind: text_angles(config.rope_parameters[kind], config.head_dim, positions)
             for kind in sorted(set(config.layer_types))
         }
         return [angles[kind] for kind in config.layer_types]

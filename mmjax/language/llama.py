@@ -8,24 +8,15 @@ arXiv 2505.09388).
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder
-from mmjax.layers.linear import Linear
+from mmjax.layers.attention.kv_cache import KVCacheSpec
+from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.rope import (
-    apply_rotary,
-    attention_factor,
-    inverse_frequencies,
-    multimodal_angles,
-    rotary_angles,
-)
+from mmjax.layers.rope import text_angles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,99 +70,12 @@ class LlamaConfig:
             rope_parameters=_read_rope(hf_config),
         )
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
-        return KVCacheSpec(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-        )
-
 
 def _read_rope(hf_config: Any) -> dict[str, Any]:
     # NOTE: HF's Qwen2-VL assumes these sections where the config names none.
     has_axes = hf_config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text")
     assumed = {"mrope_section": [16, 24, 24]} if has_axes else {}
     return assumed | dict(hf_config.rope_parameters)
-
-
-class LlamaAttention(nnx.Module):
-    """Grouped-query attention with rotary positions."""
-
-    def __init__(self, config: LlamaConfig, window: int | None, *, dtype: Any) -> None:
-        width, head_dim = config.hidden_size, config.head_dim
-        query_width = config.num_attention_heads * head_dim
-        key_width = config.num_key_value_heads * head_dim
-        bias = config.has_qkv_bias
-        self.q_proj = Linear(width, query_width, use_bias=bias, dtype=dtype)
-        self.k_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
-        self.v_proj = Linear(width, key_width, use_bias=bias, dtype=dtype)
-        self.o_proj = Linear(query_width, width, use_bias=config.has_output_bias, dtype=dtype)
-        norm = {"eps": config.rms_norm_eps, "dtype": dtype}
-        self.q_norm = RMSNorm(head_dim, **norm) if config.has_qk_norm else None
-        self.k_norm = RMSNorm(head_dim, **norm) if config.has_qk_norm else None
-        self.head_dim = head_dim
-        self.window = window
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Attend, and return the layer's cache with this step's keys and values."""
-        query, key, value = (
-            project(x).reshape(x.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
-        scale = self.head_dim**-0.5
-        out, cache = attention(query, key, value, cache, metadata, scale=scale, window=self.window)
-        return self.o_proj(out.reshape(x.shape[0], -1)), cache
-
-
-class LlamaMLP(nnx.Module):
-    """Gated MLP (SwiGLU, arXiv 2002.05202)."""
-
-    def __init__(self, config: LlamaConfig, *, dtype: Any) -> None:
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
-        self.gate_proj = Linear(width, inner, use_bias=bias, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=bias, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=bias, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Transform every token by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LlamaLayer(nnx.Module):
-    """A pre-norm block."""
-
-    def __init__(self, config: LlamaConfig, window: int | None, *, dtype: Any) -> None:
-        options = {"eps": config.rms_norm_eps, "dtype": dtype}
-        self.self_attn = LlamaAttention(config, window, dtype=dtype)
-        self.mlp = LlamaMLP(config, dtype=dtype)
-        self.input_layernorm = RMSNorm(config.hidden_size, **options)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, **options)
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
-            x = x + out
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
 class LlamaTextModel(Decoder):
@@ -182,20 +86,45 @@ class LlamaTextModel(Decoder):
         super().__init__(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            layers=[LlamaLayer(config, window, dtype=dtype) for window in config.windows],
+            layers=[_build_layer(config, window, dtype=dtype) for window in config.windows],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            kv_cache_spec=KVCacheSpec.alike(
+                config.num_hidden_layers,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
             dtype=dtype,
         )
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
         """Return the rotary angles, the same for every layer."""
-        parameters = self.config.rope_parameters
-        frequencies = inverse_frequencies(parameters, self.config.head_dim)
-        factor, sections = attention_factor(parameters), parameters.get("mrope_section")
-        if sections:
-            angles = multimodal_angles(positions, frequencies, sections, factor)
-        else:
-            angles = rotary_angles(positions[0], frequencies, factor)
+        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
         return [angles] * len(self.layers)
+
+
+def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
+    width, eps = config.hidden_size, config.rms_norm_eps
+    head_norms = [
+        RMSNorm(config.head_dim, eps=eps, dtype=dtype) if config.has_qk_norm else None
+        for _ in range(2)
+    ]
+    attention = GroupedQueryAttention(
+        width,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        has_qkv_bias=config.has_qkv_bias,
+        has_output_bias=config.has_output_bias,
+        norms=(head_norms[0], head_norms[1]),
+        window=window,
+        dtype=dtype,
+    )
+    mlp = GatedMLP(
+        width,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.has_mlp_bias,
+        dtype=dtype,
+    )
+    return PreNormLayer(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

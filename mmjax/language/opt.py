@@ -9,9 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Decoder
+from mmjax.layers.decoder import Decoder, attend_by_heads
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
@@ -58,15 +58,6 @@ class OPTConfig:
         """Width of a head."""
         return self.hidden_size // self.num_attention_heads
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
-        return KVCacheSpec(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-        )
-
 
 class OPTAttention(nnx.Module):
     """Multi-head attention; positions are in the hidden states already."""
@@ -83,12 +74,9 @@ class OPTAttention(nnx.Module):
         self, x: Float[Array, "T D"], cache: LayerCache | None, metadata: AttentionMetadata
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
-        query, key, value = (
-            project(x).reshape(x.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out, cache = attention(query, key, value, cache, metadata, scale=self.head_dim**-0.5)
-        return self.out_proj(out.reshape(x.shape[0], -1)), cache
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        out, cache = attend_by_heads(query, key, value, cache, metadata, head_dim=self.head_dim)
+        return self.out_proj(out), cache
 
 
 class OPTLayer(nnx.Module):
@@ -134,7 +122,11 @@ class OPTTextModel(Decoder):
             layers=[OPTLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
             norm=LayerNorm(width, eps=_NORM_EPS, dtype=dtype) if has_norm else None,
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            kv_cache_spec=KVCacheSpec.alike(
+                config.num_hidden_layers,
+                num_kv_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+            ),
             dtype=dtype,
         )
         num_positions = config.max_position_embeddings + _POSITION_OFFSET

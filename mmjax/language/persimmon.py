@@ -6,23 +6,17 @@ Rotary positions turn a part of each head alone (`partial_rotary_factor`).
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
-from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder
+from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, attend_by_heads
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.rope import (
-    apply_rotary,
-    attention_factor,
-    inverse_frequencies,
-    rotary_angles,
-)
+from mmjax.layers.rope import text_angles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +50,6 @@ class PersimmonConfig:
         """Width of one head."""
         return self.hidden_size // self.num_attention_heads
 
-    @property
-    def kv_cache_spec(self) -> KVCacheSpec:
-        """What one token stores."""
-        return KVCacheSpec(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_attention_heads,
-            head_dim=self.head_dim,
-        )
-
 
 class PersimmonAttention(nnx.Module):
     """As many key heads as query heads; the file's `query_key_value` is three products here."""
@@ -88,16 +73,17 @@ class PersimmonAttention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
-        query, key, value = (
-            project(x).reshape(x.shape[0], -1, self.head_dim)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+        out, cache = attend_by_heads(
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            cache,
+            metadata,
+            head_dim=self.head_dim,
+            angles=angles,
+            norms=(self.q_layernorm, self.k_layernorm),
         )
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
-        scale = self.head_dim**-0.5
-        out, cache = attention(query, key, value, cache, metadata, scale=scale)
-        return self.dense(out.reshape(x.shape[0], -1)), cache
+        return self.dense(out), cache
 
 
 class PersimmonMLP(nnx.Module):
@@ -114,31 +100,6 @@ class PersimmonMLP(nnx.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
-class PersimmonLayer(nnx.Module):
-    """A pre-norm block."""
-
-    def __init__(self, config: PersimmonConfig, *, dtype: Any) -> None:
-        options = {"eps": config.layer_norm_eps, "dtype": dtype}
-        self.self_attn = PersimmonAttention(config, dtype=dtype)
-        self.mlp = PersimmonMLP(config, dtype=dtype)
-        self.input_layernorm = LayerNorm(config.hidden_size, **options)
-        self.post_attention_layernorm = LayerNorm(config.hidden_size, **options)
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
-            x = x + out
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.post_attention_layernorm(x)), cache
-
-
 class PersimmonTextModel(Decoder):
     """Persimmon's text model; `norm` is the file's `final_layernorm`."""
 
@@ -147,16 +108,24 @@ class PersimmonTextModel(Decoder):
         super().__init__(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            layers=[PersimmonLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
+            layers=[_build_layer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
             norm=LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=config.kv_cache_spec,
+            kv_cache_spec=KVCacheSpec.alike(
+                config.num_hidden_layers,
+                num_kv_heads=config.num_attention_heads,
+                head_dim=config.head_dim,
+            ),
             dtype=dtype,
         )
 
     def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
         """Return the rotary angles, the same for every layer."""
-        parameters = self.config.rope_parameters
-        frequencies = inverse_frequencies(parameters, self.config.head_dim)
-        angles = rotary_angles(positions[0], frequencies, attention_factor(parameters))
+        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
         return [angles] * len(self.layers)
+
+
+def _build_layer(config: PersimmonConfig, *, dtype: Any) -> nnx.Module:
+    width, eps = config.hidden_size, config.layer_norm_eps
+    attention, mlp = PersimmonAttention(config, dtype=dtype), PersimmonMLP(config, dtype=dtype)
+    return PreNormLayer(attention, mlp, lambda: LayerNorm(width, eps=eps, dtype=dtype))

@@ -1,18 +1,136 @@
-"""What every decoder is: a table of tokens, blocks, a final norm, and a head."""
+"""What decoders share: attention, a block, and the model around the blocks."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
+from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
+from mmjax.layers.linear import Linear
+from mmjax.layers.rope import apply_rotary
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 """Cosines and sines of every position."""
+
+
+def attend_by_heads(
+    query: Float[Array, "T _query"],
+    key: Float[Array, "T _key"],
+    value: Float[Array, "T _key"],
+    cache: LayerCache | None,
+    metadata: AttentionMetadata,
+    *,
+    head_dim: int,
+    angles: Angles | None = None,
+    norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> tuple[Float[Array, "T _query"], LayerCache | None]:
+    """Cut projections into heads, norm and rotate them, and attend.
+
+    `angles` None: positions are in the hidden states already. `norms`: of each head's queries and
+    keys, before they are rotated. `scale`: what scores are multiplied by; None:
+    `head_dim ** -0.5`.
+    """
+    query, key, value = (x.reshape(x.shape[0], -1, head_dim) for x in (query, key, value))
+    query, key = (
+        x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True)
+    )
+    if angles is not None:
+        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
+    scale = head_dim**-0.5 if scale is None else scale
+    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    out, cache = attention(query, key, value, cache, metadata, **options)
+    return out.reshape(out.shape[0], -1), cache
+
+
+class GroupedQueryAttention(nnx.Module):
+    """Attention whose query heads share key and value heads (arXiv 2305.13245), with rotary angles.
+
+    Parameters bear Llama's names.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        has_qkv_bias: bool,
+        has_output_bias: bool,
+        norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+        scale: float | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        dtype: Any,
+    ) -> None:
+        """`norms`, `scale`, `window` and `soft_cap`: as of `attend_by_heads`."""
+        inner, key_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.q_proj = Linear(width, inner, use_bias=has_qkv_bias, dtype=dtype)
+        self.k_proj = Linear(width, key_width, use_bias=has_qkv_bias, dtype=dtype)
+        self.v_proj = Linear(width, key_width, use_bias=has_qkv_bias, dtype=dtype)
+        self.o_proj = Linear(inner, width, use_bias=has_output_bias, dtype=dtype)
+        self.q_norm, self.k_norm = norms
+        self.head_dim = head_dim
+        self.scale = scale
+        self.window = window
+        self.soft_cap = soft_cap
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Angles,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend, and return the layer's cache with this step's keys and values."""
+        out, cache = attend_by_heads(
+            self.q_proj(x),
+            self.k_proj(x),
+            self.v_proj(x),
+            cache,
+            metadata,
+            head_dim=self.head_dim,
+            angles=angles,
+            norms=(self.q_norm, self.k_norm),
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+        )
+        return self.o_proj(out), cache
+
+
+class PreNormLayer(nnx.Module):
+    """A block that norms what attention and MLP read; parameters bear Llama's names."""
+
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+    ) -> None:
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.input_layernorm = make_norm()
+        self.post_attention_layernorm = make_norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Angles,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
+            x = x + out
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
 class Decoder(nnx.Module):

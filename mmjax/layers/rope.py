@@ -104,6 +104,20 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def text_angles(
+    parameters: Mapping[str, Any], head_dim: int, positions: Int[Array, "3 T"]
+) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Return the cosines and sines of a decoder's tokens, as `rope_parameters` says.
+
+    On three axes where it has `mrope_section`, else on the first.
+    """
+    frequencies = inverse_frequencies(parameters, head_dim)
+    factor, sections = attention_factor(parameters), parameters.get("mrope_section")
+    if sections:
+        return multimodal_angles(positions, frequencies, sections, factor)
+    return rotary_angles(positions[0], frequencies, factor)
+
+
 def rotary_angles(
     positions: Int[Array, " T"], frequencies: Float[np.ndarray, " P"], factor: float = 1.0
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:

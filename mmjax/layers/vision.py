@@ -1,6 +1,6 @@
 """What vision towers share: patches, positions, and the blocks of CLIP and SigLIP."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
+from mmjax.layers.mlp import MLP
 from mmjax.layers.norm import LayerNorm
 
 
@@ -103,28 +103,16 @@ class VisionAttention(nnx.Module):
         return self.out_proj(out.reshape(x.shape))
 
 
-class VisionMLP(nnx.Module):
-    """Two linear layers and an activation."""
-
-    def __init__(self, config: VisionConfig, *, dtype: Any) -> None:
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Transform every row by itself."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
 class VisionLayer(nnx.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, config: VisionConfig, *, dtype: Any) -> None:
-        eps, width = config.layer_norm_eps, config.hidden_size
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, width: int, *, eps: float, dtype: Any
+    ) -> None:
         self.layer_norm1 = LayerNorm(width, eps=eps, dtype=dtype)
-        self.self_attn = VisionAttention(config, dtype=dtype)
+        self.self_attn = self_attn
         self.layer_norm2 = LayerNorm(width, eps=eps, dtype=dtype)
-        self.mlp = VisionMLP(config, dtype=dtype)
+        self.mlp = mlp
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
         """Return the residual stream after this block."""
@@ -137,12 +125,11 @@ class VisionLayer(nnx.Module):
 class VisionEncoder(nnx.Module):
     """The stack of blocks."""
 
-    def __init__(self, config: VisionConfig, *, dtype: Any) -> None:
-        blocks = [VisionLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.layers = nnx.List(blocks)
+    def __init__(self, layers: Iterable[nnx.Module]) -> None:
+        self.layers = nnx.List(layers)
 
     def __call__(
-        self, x: Float[Array, "I P D"], feature_layers: Sequence[int]
+        self, x: Float[Array, "I P D"], feature_layers: Sequence[int] = ()
     ) -> tuple[Float[Array, "I P D"], list[Float[Array, "I P D"]]]:
         """Return the last block's output, and the states that are asked for.
 
@@ -152,3 +139,18 @@ class VisionEncoder(nnx.Module):
         for layer in self.layers:
             states.append(layer(states[-1]))
         return states[-1], [states[layer] for layer in feature_layers]
+
+
+def build_vision_encoder(config: VisionConfig, *, dtype: Any) -> VisionEncoder:
+    """Return the blocks of CLIP and SigLIP."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return VisionEncoder(
+        VisionLayer(
+            VisionAttention(config, dtype=dtype),
+            MLP(width, inner, activation=config.hidden_act, dtype=dtype),
+            width,
+            eps=config.layer_norm_eps,
+            dtype=dtype,
+        )
+        for _ in range(config.num_hidden_layers)
+    )

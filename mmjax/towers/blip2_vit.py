@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import MLP
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import PatchEmbedding
+from mmjax.layers.vision import PatchEmbedding, VisionEncoder, VisionLayer
 
 _NUM_CHANNELS = 3
 """The config has no key for it."""
@@ -87,56 +86,24 @@ class Blip2Attention(nnx.Module):
         return self.projection(out.reshape(x.shape))
 
 
-class Blip2MLP(nnx.Module):
-    """Two linear layers and an activation."""
-
-    def __init__(self, config: Blip2VisionConfig, *, dtype: Any) -> None:
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Transform every row by itself."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
-class Blip2EncoderLayer(nnx.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, config: Blip2VisionConfig, *, dtype: Any) -> None:
-        eps, width = config.layer_norm_eps, config.hidden_size
-        self.self_attn = Blip2Attention(config, dtype=dtype)
-        self.layer_norm1 = LayerNorm(width, eps=eps, dtype=dtype)
-        self.mlp = Blip2MLP(config, dtype=dtype)
-        self.layer_norm2 = LayerNorm(width, eps=eps, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Return the residual stream after this block."""
-        with jax.named_scope("attn"):
-            x = x + self.self_attn(self.layer_norm1(x))
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.layer_norm2(x))
-
-
-class Blip2Encoder(nnx.Module):
-    """The stack of blocks."""
-
-    def __init__(self, config: Blip2VisionConfig, *, dtype: Any) -> None:
-        blocks = [Blip2EncoderLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)]
-        self.layers = nnx.List(blocks)
-
-
 class Blip2VisionModel(nnx.Module):
     """Images to features of the class token and the patches, with HF's parameter names."""
 
     def __init__(self, config: Blip2VisionConfig, *, dtype: Any) -> None:
         self.embeddings = Blip2VisionEmbeddings(config, dtype=dtype)
-        self.encoder = Blip2Encoder(config, dtype=dtype)
+        self.encoder = VisionEncoder(
+            _build_layer(config, dtype=dtype) for _ in range(config.num_hidden_layers)
+        )
         self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
         """Return the normed last hidden state."""
-        hidden = self.embeddings(pixel_values)
-        for layer in self.encoder.layers:
-            hidden = layer(hidden)
+        hidden, _ = self.encoder(self.embeddings(pixel_values))
         return self.post_layernorm(hidden)
+
+
+def _build_layer(config: Blip2VisionConfig, *, dtype: Any) -> nnx.Module:
+    width, inner = config.hidden_size, config.intermediate_size
+    attention = Blip2Attention(config, dtype=dtype)
+    mlp = MLP(width, inner, activation=config.hidden_act, dtype=dtype)
+    return VisionLayer(attention, mlp, width, eps=config.layer_norm_eps, dtype=dtype)

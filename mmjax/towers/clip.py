@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import PatchEmbedding, PositionTable, VisionConfig, VisionEncoder
+from mmjax.layers.vision import PatchEmbedding, PositionTable, VisionConfig, build_vision_encoder
 
 
 class ClipEmbeddings(nnx.Module):
@@ -43,7 +43,7 @@ class ClipVisionTower(nnx.Module):
         self.embeddings = ClipEmbeddings(config, dtype=dtype)
         # HF's name is misspelt, and so are the checkpoints' tensors.
         self.pre_layrnorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
-        self.encoder = VisionEncoder(config, dtype=dtype)
+        self.encoder = build_vision_encoder(config, dtype=dtype)
 
     def __call__(
         self, pixel_values: Float[Array, "I C _y _x"], *, feature_layers: Sequence[int] = ()

@@ -9,10 +9,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.conv import Conv2d, DepthwiseConv2d
 from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import MLP
 from mmjax.layers.norm import LayerNorm
 
 _EPS = 1e-5
@@ -80,21 +80,6 @@ class DavitConvEmbed(nnx.Module):
         return self.conv(self.norm(x)) if self.is_norm_first else self.norm(self.conv(x))
 
 
-class DavitMLP(nnx.Module):
-    """Two linear layers and an activation."""
-
-    def __init__(self, config: DavitConfig, stage: int, *, dtype: Any) -> None:
-        width = config.embed_dim[stage]
-        inner = int(width * config.mlp_ratio)
-        self.fc1 = Linear(width, inner, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(inner, width, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.activation_function)
-
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Transform every patch by itself."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
 class DavitWindowAttention(nnx.Module):
     """Attention among the patches of each `window_size` square window."""
 
@@ -152,7 +137,8 @@ class DavitHalf(nnx.Module):
         self.norm1 = LayerNorm(width, eps=_EPS, dtype=dtype)
         self.conv2 = DepthwiseConv2d(width, _KERNEL_SIZE, dtype=dtype)
         self.norm2 = LayerNorm(width, eps=_EPS, dtype=dtype)
-        self.ffn = DavitMLP(config, stage, dtype=dtype)
+        inner = int(width * config.mlp_ratio)
+        self.ffn = MLP(width, inner, activation=config.activation_function, dtype=dtype)
 
     def attend(self, x: Float[Array, "I Y X D"]) -> Float[Array, "I Y X D"]:
         """Return what attention adds."""

@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import MLP
 from mmjax.layers.norm import LayerNorm, RMSNorm
-from mmjax.layers.vision import PatchEmbedding
+from mmjax.layers.vision import PatchEmbedding, VisionEncoder
 
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
     {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
@@ -126,19 +126,6 @@ class InternViTAttention(nnx.Module):
         return self.projection_layer(out.reshape(x.shape))
 
 
-class InternViTMLP(nnx.Module):
-    """Two linear layers and an activation."""
-
-    def __init__(self, config: InternViTConfig, *, dtype: Any) -> None:
-        self.fc1 = Linear(config.hidden_size, config.intermediate_size, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(config.intermediate_size, config.hidden_size, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Transform every token by itself."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
 class InternViTLayer(nnx.Module):
     """A pre-norm transformer block whose branches are scaled before they are added."""
 
@@ -148,7 +135,7 @@ class InternViTLayer(nnx.Module):
         self.attention = InternViTAttention(config, dtype=dtype)
         self.lambda_1 = nnx.Param(jnp.zeros((width,), dtype))
         self.layernorm_after = make_norm(width, eps=config.layer_norm_eps, dtype=dtype)
-        self.mlp = InternViTMLP(config, dtype=dtype)
+        self.mlp = MLP(width, config.intermediate_size, activation=config.hidden_act, dtype=dtype)
         self.lambda_2 = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
@@ -159,20 +146,14 @@ class InternViTLayer(nnx.Module):
             return x + self.lambda_2[...][None, None] * self.mlp(self.layernorm_after(x))
 
 
-class InternViTEncoder(nnx.Module):
-    """The stack of blocks."""
-
-    def __init__(self, config: InternViTConfig, *, dtype: Any) -> None:
-        blocks = [InternViTLayer(config, dtype=dtype) for _ in range(config.num_blocks)]
-        self.layers = nnx.List(blocks)
-
-
 class InternViT(nnx.Module):
     """Pictures to the states of their tokens; parameters bear HF's names."""
 
     def __init__(self, config: InternViTConfig, *, dtype: Any) -> None:
         self.embeddings = InternViTEmbeddings(config, dtype=dtype)
-        self.encoder = InternViTEncoder(config, dtype=dtype)
+        self.encoder = VisionEncoder(
+            InternViTLayer(config, dtype=dtype) for _ in range(config.num_blocks)
+        )
         # HF's is a LayerNorm whatever `norm_type` says.
         self.layernorm = (
             LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
@@ -182,7 +163,5 @@ class InternViT(nnx.Module):
 
     def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
         """Return the state that is read; the class token is the first of `P`."""
-        hidden = self.embeddings(pixel_values)
-        for layer in self.encoder.layers:
-            hidden = layer(hidden)
+        hidden, _ = self.encoder(self.embeddings(pixel_values))
         return hidden if self.layernorm is None else self.layernorm(hidden)

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, multimodal_angles
 from mmjax.layers.vision import PatchEmbedding
@@ -87,21 +87,6 @@ class PixtralAttention(nnx.Module):
         return self.o_proj(out.reshape(x.shape))
 
 
-class PixtralMLP(nnx.Module):
-    """Gated MLP."""
-
-    def __init__(self, config: PixtralConfig, *, dtype: Any) -> None:
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(width, inner, use_bias=False, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=False, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=False, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
-        """Transform every patch by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class PixtralLayer(nnx.Module):
     """A pre-norm transformer block."""
 
@@ -109,7 +94,12 @@ class PixtralLayer(nnx.Module):
         self.attention_norm = RMSNorm(config.hidden_size, eps=_NORM_EPS, dtype=dtype)
         self.attention = PixtralAttention(config, dtype=dtype)
         self.ffn_norm = RMSNorm(config.hidden_size, eps=_NORM_EPS, dtype=dtype)
-        self.feed_forward = PixtralMLP(config, dtype=dtype)
+        self.feed_forward = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
 
     def __call__(
         self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]

@@ -17,6 +17,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import Linear, linear
+from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
 
@@ -130,35 +131,6 @@ class VisionAttention(nnx.Module):
         return self.proj(out.reshape(x.shape))
 
 
-class VisionMLP(nnx.Module):
-    """Two linear layers and an activation."""
-
-    def __init__(self, config: Qwen2VLVisionConfig, *, dtype: Any) -> None:
-        width, inner = config.embed_dim, config.intermediate_size
-        self.fc1 = Linear(width, inner, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(inner, width, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
-        """Transform every patch by itself."""
-        return self.fc2(self.activation(self.fc1(x)))
-
-
-class GatedVisionMLP(nnx.Module):
-    """Gated MLP (SwiGLU, arXiv 2002.05202)."""
-
-    def __init__(self, config: Qwen2VLVisionConfig, *, dtype: Any) -> None:
-        width, inner = config.embed_dim, config.intermediate_size
-        self.gate_proj = Linear(width, inner, use_bias=True, dtype=dtype)
-        self.up_proj = Linear(width, inner, use_bias=True, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=True, dtype=dtype)
-        self.activation = get_activation(config.hidden_act)
-
-    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "P D"]:
-        """Transform every patch by itself."""
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
 class VisionBlock(nnx.Module):
     """A pre-norm transformer block."""
 
@@ -166,7 +138,13 @@ class VisionBlock(nnx.Module):
         self.norm1 = _make_norm(config, dtype=dtype)
         self.norm2 = _make_norm(config, dtype=dtype)
         self.attn = VisionAttention(config, dtype=dtype)
-        self.mlp = (GatedVisionMLP if config.is_gated else VisionMLP)(config, dtype=dtype)
+        self.mlp = (GatedMLP if config.is_gated else MLP)(
+            config.embed_dim,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            use_bias=True,
+            dtype=dtype,
+        )
 
     def __call__(
         self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]

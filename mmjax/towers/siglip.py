@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import PatchEmbedding, PositionTable, VisionConfig, VisionEncoder
+from mmjax.layers.vision import PatchEmbedding, PositionTable, VisionConfig, build_vision_encoder
 
 
 class SiglipEmbeddings(nnx.Module):
@@ -34,7 +34,7 @@ class SiglipVisionTower(nnx.Module):
         `config.num_hidden_layers` may likewise be what is read, and not what there is.
         """
         self.embeddings = SiglipEmbeddings(config, dtype=dtype)
-        self.encoder = VisionEncoder(config, dtype=dtype)
+        self.encoder = build_vision_encoder(config, dtype=dtype)
         self.post_layernorm = (
             LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
             if has_final_norm

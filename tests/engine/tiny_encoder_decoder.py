@@ -115,7 +115,7 @@ class TinyEncoderDecoder(MultiModalModel):
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        return KVCacheSpec(num_layers=NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
+        return KVCacheSpec.alike(NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
 
     def embed_multimodal(self, token_ids: Any, pixels: Any) -> Any:
         """Return a state for each row of each unit."""

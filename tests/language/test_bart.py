@@ -50,7 +50,7 @@ def test_tokens_are_scaled_where_the_config_says_so(reference: Any):
     config = BartConfig.from_hf(HFBartConfig(**values))
     assert config.embed_scale == pytest.approx(32**0.5)
     decoder = BartDecoder(config, is_tied=True, dtype=jnp.float32)
-    assert decoder.kv_cache_spec.num_layers == TEXT["decoder_layers"]
+    assert len(decoder.kv_cache_spec.layers) == TEXT["decoder_layers"]
     assert decoder.lm_head is None
 
 

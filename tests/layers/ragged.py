@@ -190,7 +190,8 @@ def interleave(cache: Any) -> InterleavedCache:
     both = np.stack([keys, values.transpose(0, 2, 1, 3)], axis=3)  # M Q K 2 H
     both = both.reshape(*both.shape[:2], -1, both.shape[-1])
     missing = padded_head_dim(both.shape[-1]) - both.shape[-1]
-    return InterleavedCache(jnp.asarray(np.pad(both, ((0, 0),) * 3 + ((0, missing),))))
+    pages = jnp.asarray(np.pad(both, ((0, 0),) * 3 + ((0, missing),)))
+    return InterleavedCache(pages, cache.values.shape[-1])
 
 
 def visible(chunk: Chunk, window: int | None) -> np.ndarray:

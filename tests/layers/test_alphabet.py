@@ -251,7 +251,7 @@ def test_rms_norm_is_llamas():
 
 
 def test_a_block_costs_what_its_arrays_hold():
-    spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=16)
+    spec = KVCacheSpec.alike(3, num_kv_heads=2, head_dim=16)
     cache = allocate(spec, num_blocks=5, block_size=8, dtype=jnp.bfloat16)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     assert total == 5 * 3 * (2 * 2 * 16) * 8 * 2

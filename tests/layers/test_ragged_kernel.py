@@ -274,11 +274,12 @@ def test_what_the_kernel_takes():
     ],
 )
 def test_the_layout_is_the_platforms(platform: str, num_kv_heads: int, dtype: str, expected: type):
-    spec = KVCacheSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=64)
+    spec = KVCacheSpec.alike(1, num_kv_heads=num_kv_heads, head_dim=64)
     assert choose_cache_type(platform, spec, jnp.dtype(dtype)) is expected
 
 
 def test_padded_heads_are_counted():
-    cache = InterleavedCache.zeros((5, 16, 2, 72), jnp.float32, None)
+    layer = KVCacheSpec.alike(1, num_kv_heads=2, head_dim=72).layers[0]
+    cache = InterleavedCache.zeros(layer, 5, 16, jnp.float32, None)
     assert cache.pages.shape == (5, 16, 4, 128)
     assert (cache.num_kv_heads, cache.block_size) == (2, 16)

@@ -36,8 +36,7 @@ class Served:
         settings = sizes | settings
         config = engine_config(**settings)
         spec = self.model_class(self.hf_config, dtype="float32").kv_cache_spec
-        numbers = spec.num_layers * spec.num_kv_heads * spec.head_dim * config.cache.block_size
-        room = None if num_blocks is None else num_blocks * 2 * 4 * numbers
+        room = None if num_blocks is None else num_blocks * config.cache.block_size * spec.width * 4
         config = replace(
             config,
             model=replace(config.model, hf_config=self.hf_config),

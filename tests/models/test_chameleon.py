@@ -15,6 +15,7 @@ from transformers import AutoConfig, ChameleonConfig, GenerationConfig
 from transformers import ChameleonForConditionalGeneration as HFModel
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
@@ -198,7 +199,7 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.units(item)["pixel_values"].shape == (1, 3, 8, 8)
     assert host_inputs.embed_rows(item) is None
     spec = Model(config, dtype=jnp.float32).kv_cache_spec
-    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 2, 8)
+    assert spec == KVCacheSpec.alike(2, num_kv_heads=2, head_dim=8)
 
 
 WORDS = {"<image>": 2, "word": 3}

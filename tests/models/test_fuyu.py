@@ -17,6 +17,7 @@ from transformers import AutoConfig, FuyuConfig, GenerationConfig
 from transformers import FuyuForCausalLM as HFModel
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.fuyu.model import FuyuForCausalLM
@@ -172,7 +173,7 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.units(item)["image_patches"].shape == (6, 75)
     assert host_inputs.embed_rows(item) is None
     spec = FuyuForCausalLM(config, dtype=jnp.float32).kv_cache_spec
-    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 4, 8)
+    assert spec == KVCacheSpec.alike(2, num_kv_heads=4, head_dim=8)
 
 
 def test_another_decoder_is_refused():

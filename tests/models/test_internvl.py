@@ -124,7 +124,7 @@ def test_whose_key_ties_the_head(version: str | None, outer: bool, inner: bool, 
 
 def test_what_the_engine_must_know_is_said():
     model = InternVLForConditionalGeneration(tiny_config(), dtype=np.float32)
-    assert model.kv_cache_spec.num_layers == 2
+    assert len(model.kv_cache_spec.layers) == 2
     assert model.modalities == ("image", "video")
     host_inputs = InternVLHostInputs(tiny_config(downsample_ratio=0.25))
     assert host_inputs.encoder_spec == EncoderSpec(

@@ -122,5 +122,6 @@ def test_what_the_configuration_leaves_out(tmp_path: Path):
     model = InternVLChatModel(hf_config, dtype=jnp.float32)
     assert model.is_transposed
     assert len(model.vision_tower.encoder.layers) == 1
-    assert model.vision_tower.encoder.layers[0].attention.q_norm is not None
+    first: Any = model.vision_tower.encoder.layers[0]
+    assert first.attention.q_norm is not None
     assert model.multi_modal_projector.linear_1.weight.shape == (32, 4 * 3200)

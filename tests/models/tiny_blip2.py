@@ -161,8 +161,8 @@ def blip2_engine(reference: Any, *, num_devices: int = 1, **settings: Any) -> En
     spec = ours.cache_spec
     num_blocks = settings.pop("num_blocks", None)
     config = engine_config(**settings)
-    width = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    memory = None if num_blocks is None else num_blocks * config.cache.block_size * width * 4
+    token_bytes = spec.width * 4
+    memory = None if num_blocks is None else num_blocks * config.cache.block_size * token_bytes
     config = replace(
         config,
         model=replace(config.model, hf_config=reference.config),

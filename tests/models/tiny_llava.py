@@ -150,7 +150,9 @@ def draw_sample(config: Any, texts: Sequence[int], seed: int = 0) -> Sample:
 
 def torch_inputs(sample: Sample) -> dict[str, torch.Tensor]:
     """Return the sample as HF's processor would give it, for either kind of tower."""
-    return make_reference_inputs(sample.token_ids, [item.tensors for item in sample.items])
+    items = [item.tensors for item in sample.items]
+    data = {name: [item[name] for item in items] for name in (items[0] if items else ())}
+    return make_reference_inputs(sample.token_ids, data)
 
 
 @cache
@@ -174,8 +176,7 @@ def llava_engine(reference: Any, *, num_devices: int = 1, **settings: Any) -> En
     spec = ours.cache_spec
     block_size, num_blocks = settings.pop("block_size", 8), settings.pop("num_blocks", None)
     config = engine_config(block_size=block_size, **settings)
-    width = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-    memory = None if num_blocks is None else num_blocks * block_size * width * 4
+    memory = None if num_blocks is None else num_blocks * block_size * spec.width * 4
     config = replace(
         config,
         model=replace(config.model, hf_config=reference.config),

@@ -47,14 +47,17 @@ def choose_cache_type(
 
     `num_shards`: devices that the key-value heads are sharded over.
     """
-    backend = choose_backend(
-        platform,
-        is_paged=True,
-        num_kv_heads=spec.num_kv_heads // num_shards,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-    )
-    return InterleavedCache if backend == "ragged" else TransposedCache
+    backends = {
+        choose_backend(
+            platform,
+            is_paged=True,
+            num_kv_heads=layer.num_kv_heads // num_shards,
+            head_dim=layer.head_dim,
+            dtype=dtype,
+        )
+        for layer in spec.layers
+    }
+    return InterleavedCache if backends == {"ragged"} else TransposedCache
 
 
 def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[bool, ...]:
@@ -70,14 +73,14 @@ def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[boo
 def attention(
     query: Float[Array, "T N H"],
     key: Float[Array, "T K H"],
-    value: Float[Array, "T K H"],
+    value: Float[Array, "T K _value"],
     cache: LayerCache | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "T N H"], LayerCache | None]:
+) -> tuple[Float[Array, "T N _value"], LayerCache | None]:
     """Return attention outputs and the cache, to which paged attention writes first."""
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if isinstance(metadata, DenseAttentionMetadata):
@@ -93,7 +96,7 @@ def attention(
 
 def write_encoder(
     key: Float[Array, "S K H"],
-    value: Float[Array, "S K H"],
+    value: Float[Array, "S K _value"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
 ) -> LayerCache:
@@ -108,10 +111,11 @@ def cross_attention(
     metadata: PagedAttentionMetadata,
     *,
     scale: float,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _value"]:
     """Attend to all encoder hidden states of each query's request, after `write_encoder`.
 
-    `cache` may be that of the layer's self-attention: both tables have blocks of one pool.
+    `cache` may be that of the layer's self-attention, whose heads it then shares (both tables have
+    blocks of one pool), or an entry of its own in `KVCacheSpec.layers`.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
     return paged_cross_attention(query, cache, metadata, metadata.cross, scale=scale)
@@ -120,17 +124,17 @@ def cross_attention(
 def _dense(
     query: Float[Array, "T N H"],
     key: Float[Array, "T K H"],
-    value: Float[Array, "T K H"],
+    value: Float[Array, "T K _value"],
     metadata: DenseAttentionMetadata,
     *,
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _value"]:
     num_sequences, length = metadata.token_index.shape
     mask = metadata.mask
     if window is not None:
         mask = mask & (metadata.token_index[:, None, :] > metadata.token_index[:, :, None] - window)
     shaped = [x.reshape(num_sequences, length, *x.shape[1:]) for x in (query, key, value)]
     out = dense_attention(*shaped, mask=mask, scale=scale, soft_cap=soft_cap)
-    return out.reshape(query.shape)
+    return out.reshape(*query.shape[:2], -1)

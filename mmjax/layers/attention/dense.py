@@ -14,12 +14,12 @@ from mmjax.layers.embed import soft_cap as apply_soft_cap
 def dense_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K _value"],
     *,
     mask: Bool[Array, "B T S"] | None,
     scale: float,
     soft_cap: float | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N _value"]:
     """Attend over whole sequences; the backend is chosen at lowering."""
     xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap)
     on_cuda = choose_backend(
@@ -30,7 +30,7 @@ def dense_attention(
         dtype=query.dtype,
         soft_cap=soft_cap,
     )
-    if on_cuda == "xla":
+    if on_cuda == "xla" or value.shape[3] != query.shape[3]:
         return xla(query, key, value)
     cudnn = partial(
         jax.nn.dot_product_attention,
@@ -44,12 +44,12 @@ def dense_attention(
 def _in_xla(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
-    value: Float[Array, "B S K H"],
+    value: Float[Array, "B S K _value"],
     *,
     mask: Bool[Array, "B T S"] | None,
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N _value"]:
     """Attend with heads before positions.
 
     XLA's CPU backend runs `bnth,bnsh` at 1.5 to 2 times the speed of `btnh,bsnh` (docs/log.md).
@@ -66,5 +66,5 @@ def _in_xla(
         scores = jnp.where(jnp.tile(mask, (1, group, 1))[:, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
     out = jnp.einsum("bkts,bksh->bkth", weights, value)
-    out = out.reshape(batch, num_heads, length, head_dim)
+    out = out.reshape(batch, num_heads, length, -1)
     return out.transpose(0, 2, 1, 3)

@@ -3,6 +3,7 @@
 Knows nothing of requests, only of block ids. The layout depends on the attention backend.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,12 +19,52 @@ LANES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVCacheSpec:
-    """What a language model caches for one token."""
+class LayerKVSpec:
+    """What one layer caches for one token."""
 
-    num_layers: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
+    """Width of a value, where it is not a key's: at most `head_dim`."""
+
+    def __post_init__(self) -> None:
+        if self.value_dim > self.head_dim:
+            raise ValueError(f"`value_dim` is {self.value_dim}, above `head_dim`, {self.head_dim}")
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token stores."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """What a language model caches for one token, layer by layer.
+
+    Cross-attention whose heads are not those of self-attention has an entry of its own.
+    """
+
+    layers: tuple[LayerKVSpec, ...]
+
+    @classmethod
+    def alike(
+        cls, num_layers: int, *, num_kv_heads: int, head_dim: int, value_dim: int | None = None
+    ) -> "KVCacheSpec":
+        """Return the spec of layers that store the same."""
+        layer = LayerKVSpec(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, value_dim=value_dim or head_dim
+        )
+        return cls((layer,) * num_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """How many devices the heads of every layer may be cut over, at most."""
+        return math.gcd(*(layer.num_kv_heads for layer in self.layers))
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token stores in all layers, without padding."""
+        return sum(layer.width for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +83,23 @@ class TransposedCache(NamedTuple):
     """
 
     keys: Float[Array, "M K H Q"]
-    values: Float[Array, "M K Q H"]
+    values: Float[Array, "M K Q _value"]
 
     HEAD_AXIS = 1
 
     @classmethod
     def zeros(
-        cls, shape: tuple[int, int, int, int], dtype: Any, sharding: HeadSharding | None
+        cls,
+        layer: LayerKVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None,
     ) -> "TransposedCache":
-        blocks, slots, heads, width = shape
+        heads = layer.num_kv_heads
         return cls(
-            jnp.zeros((blocks, heads, width, slots), dtype),
-            jnp.zeros((blocks, heads, slots, width), dtype),
+            jnp.zeros((num_blocks, heads, layer.head_dim, block_size), dtype),
+            jnp.zeros((num_blocks, heads, block_size, layer.value_dim), dtype),
         )
 
     @property
@@ -66,12 +112,16 @@ class TransposedCache(NamedTuple):
 
     @property
     def head_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
         return self.values.shape[3]
 
     def write(
         self,
         keys: Float[Array, "T K H"],
-        values: Float[Array, "T K H"],
+        values: Float[Array, "T K _value"],
         blocks: Int[Array, " T"],
         offsets: Int[Array, " T"],
     ) -> "TransposedCache":
@@ -83,7 +133,7 @@ class TransposedCache(NamedTuple):
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
         return self.keys[ids]
 
-    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
         return self.values[ids]
 
 
@@ -97,6 +147,7 @@ class InterleavedCache:
 
     pages: Any
     """Float[Array, "M Q 2K H"], or, as in any pytree, its description."""
+    value_dim: int = field(metadata={"static": True})
     sharding: HeadSharding | None = field(default=None, metadata={"static": True})
     """XLA cannot shard a kernel: on a mesh it is called with the heads of each device."""
 
@@ -104,11 +155,16 @@ class InterleavedCache:
 
     @classmethod
     def zeros(
-        cls, shape: tuple[int, int, int, int], dtype: Any, sharding: HeadSharding | None
+        cls,
+        layer: LayerKVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None,
     ) -> "InterleavedCache":
-        blocks, slots, heads, width = shape
-        pages = jnp.zeros((blocks, slots, 2 * heads, padded_head_dim(width)), dtype)
-        return cls(pages, sharding)
+        width = padded_head_dim(layer.head_dim)
+        shape = (num_blocks, block_size, 2 * layer.num_kv_heads, width)
+        return cls(jnp.zeros(shape, dtype), layer.value_dim, sharding)
 
     @property
     def block_size(self) -> int:
@@ -125,27 +181,27 @@ class InterleavedCache:
     def write(
         self,
         keys: Float[Array, "T K _width"],
-        values: Float[Array, "T K _width"],
+        values: Float[Array, "T K _value"],
         blocks: Int[Array, " T"],
         offsets: Int[Array, " T"],
     ) -> "InterleavedCache":
-        both = jnp.stack([keys, values], axis=2)
-        both = pad_heads(both.reshape(len(keys), -1, keys.shape[-1]), self.head_dim)
+        padded = [pad_heads(x, self.head_dim) for x in (keys, values)]
+        both = jnp.stack(padded, axis=2).reshape(len(keys), -1, self.head_dim)
         return replace(self, pages=self.pages.at[blocks, offsets].set(both, mode="drop"))
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
         return self.pages[ids, :, 0::2].transpose(0, 1, 3, 4, 2)
 
-    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q H"]:
-        return self.pages[ids, :, 1::2].transpose(0, 1, 3, 2, 4)
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
+        return self.pages[ids, :, 1::2, : self.value_dim].transpose(0, 1, 3, 2, 4)
 
 
 LayerCache = TransposedCache | InterleavedCache
 """The blocks of one layer, in a layout. Every layout has
 
 - `HEAD_AXIS`: the axis of its arrays that a mesh shards;
-- `zeros(shape, dtype, sharding)`, where `shape` is `M Q K H`;
-- `block_size` (`Q`), `num_kv_heads` (`K`), `head_dim` (`H`, with padding);
+- `zeros(layer, num_blocks, block_size, dtype, sharding)`;
+- `block_size` (`Q`), `num_kv_heads` (`K`), `head_dim` (`H`, with padding), `value_dim` (without);
 - `write`: store tokens in their slots; those with a block id out of range (padding) are dropped;
 - `read_keys` and `read_values`: the blocks of some ids.
 """
@@ -173,5 +229,6 @@ def allocate(
     sharding: HeadSharding | None = None,
 ) -> KVCache:
     """Return zeroed blocks for every layer."""
-    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-    return tuple(cache_type.zeros(shape, dtype, sharding) for _ in range(spec.num_layers))
+    return tuple(
+        cache_type.zeros(layer, num_blocks, block_size, dtype, sharding) for layer in spec.layers
+    )

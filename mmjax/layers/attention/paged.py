@@ -26,7 +26,7 @@ COLUMNS_ALIKE = 64
 """XLA gives products of few and of many rows to CPU kernels that add alike where the right side has
 at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads may have."""
 
-State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z H"]]
+State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
@@ -40,7 +40,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _value"]:
     """Attend to the query's own sequence, whose keys and values are in `cache` already."""
     upper, lower = _visible_range(metadata, window)
     attend = partial(_attend, query, cache, metadata, metadata.block_tables, (upper, lower))
@@ -54,7 +54,7 @@ def paged_cross_attention(
     cross: CrossAttentionMetadata,
     *,
     scale: float,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _value"]:
     """Attend to all encoder hidden states, whose keys and values are in `cache` already."""
     is_row = metadata.tile_rows < len(query)
     upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
@@ -87,7 +87,7 @@ def _attend(
     *,
     scale: float,
     soft_cap: float | None,
-) -> Float[Array, "T N _width"]:
+) -> Float[Array, "T N _value"]:
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
@@ -98,20 +98,22 @@ def _attend(
     is_large = cache.num_kv_heads * cache.head_dim * cache.block_size >= LARGE_BLOCK
     tiles = Tiles(tiled, block_tables[metadata.tile_request], upper, lower, *bounds)
     tiles = tiles if is_large else _pad_single_row(tiles)
-    columns = cache.head_dim if is_large else _columns_alike(cache.head_dim)
+    columns = cache.value_dim if is_large else _columns_alike(cache.value_dim)
     fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns)
     is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
     blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
-    attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once)
-    on_cpu = attend if is_decoding else partial(_attend_each_tile, attend=attend)
+    width = cache.value_dim
+    attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
+    each = partial(_attend_each_tile, attend=attend, value_dim=width)
+    on_cpu = attend if is_decoding else each
     out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=attend)
-    return _from_tiles(out[:, :, :num_rows], metadata)[..., : query.shape[-1]]
+    return _from_tiles(out[:, :, :num_rows], metadata)
 
 
-def _columns_alike(head_dim: int) -> int:
+def _columns_alike(value_dim: int) -> int:
     """Return how wide values must be for a row to add alike in tiles of any number of rows."""
-    return head_dim if head_dim <= 16 else round_up(head_dim, COLUMNS_ALIKE)
+    return value_dim if value_dim <= 16 else round_up(value_dim, COLUMNS_ALIKE)
 
 
 def _pad_single_row(tiles: Tiles) -> Tiles:
@@ -129,23 +131,29 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
 
 
 def _attend_each_tile(
-    tiles: Tiles, *, attend: Callable[[Tiles], Float[Array, "W K Z H"]]
-) -> Float[Array, "W K Z H"]:
+    tiles: Tiles, *, attend: Callable[[Tiles], Float[Array, "W K Z _value"]], value_dim: int
+) -> Float[Array, "W K Z _value"]:
     """Attend tile by tile: each over its own number of blocks; padding, which is last, over none.
 
-    The outputs overwrite the queries: a further array in the loop would be copied.
+    The outputs, padded to their width, overwrite the queries: a further array in the loop would be
+    copied.
     """
     num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
     def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
         tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
-        return jax.lax.dynamic_update_slice_in_dim(query, attend(tile), number, 0)
+        out = attend(tile)
+        padding = [(0, 0)] * 3 + [(0, query.shape[-1] - value_dim)]
+        return jax.lax.dynamic_update_slice_in_dim(query, jnp.pad(out, padding), number, 0)
 
-    return jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, body, tiles.query)
+    out = jax.lax.fori_loop(jnp.zeros_like(num_tiles), num_tiles, body, tiles.query)
+    return out[..., :value_dim]
 
 
-def _attend_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Array, "W K Z H"]:
+def _attend_tiles(
+    tiles: Tiles, *, fold: Fold, blocks_at_once: int, value_dim: int
+) -> Float[Array, "W K Z _value"]:
     """Attend block by block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867).
 
     Blocks are grouped by `blocks_at_once`, equally for all tiles, so that a row sums in the same
@@ -162,7 +170,7 @@ def _attend_tiles(tiles: Tiles, *, fold: Fold, blocks_at_once: int) -> Float[Arr
     state = (
         jnp.full(shape, MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
-        jnp.zeros(tiles.query.shape, jnp.float32),
+        jnp.zeros((*shape, value_dim), jnp.float32),
     )
     num_groups = cdiv((tiles.end - first).max(), blocks_at_once)
     _, total, summed = jax.lax.fori_loop(jnp.zeros_like(num_groups), num_groups, body, state)
@@ -196,8 +204,7 @@ def _fold_blocks(
     width = tiles.tables.shape[1]
     ids = jnp.take_along_axis(tiles.tables, jnp.minimum(blocks, width - 1), axis=1)
     keys, values = cache.read_keys(ids), cache.read_values(ids)
-    head_dim = values.shape[-1]
-    values = jnp.pad(values, [(0, 0)] * 4 + [(0, num_columns - head_dim)])
+    values = jnp.pad(values, [(0, 0)] * 4 + [(0, num_columns - cache.value_dim)])
     offsets = jnp.arange(cache.block_size, dtype=jnp.int32)
     keys_at = (blocks[..., None] * cache.block_size + offsets[None, None])[:, None, None]
     is_visible = (keys_at < tiles.upper[:, None, :, None, None]) & (
@@ -214,7 +221,7 @@ def _fold_blocks(
         weights.astype(values.dtype),
         values,
         preferred_element_type=jnp.float32,
-    )[..., :head_dim]
+    )[..., : cache.value_dim]
     return new_peak, total * decay + weights.sum((3, 4)), summed * decay[..., None] + seen
 
 
@@ -230,13 +237,13 @@ def _to_tiles(
 
 
 def _from_tiles(
-    out: Float[Array, "W K _rows H"], metadata: PagedAttentionMetadata
-) -> Float[Array, "T N H"]:
+    out: Float[Array, "W K _rows _value"], metadata: PagedAttentionMetadata
+) -> Float[Array, "T N _value"]:
     """Undo `_to_tiles`."""
     tiles, width = metadata.tile_rows.shape
-    num_kv_heads, head_dim = out.shape[1], out.shape[3]
-    out = out.reshape(tiles, num_kv_heads, -1, width, head_dim).transpose(0, 3, 1, 2, 4)
-    return out.reshape(tiles * width, -1, head_dim)[metadata.row_slot]
+    num_kv_heads, value_dim = out.shape[1], out.shape[3]
+    out = out.reshape(tiles, num_kv_heads, -1, width, value_dim).transpose(0, 3, 1, 2, 4)
+    return out.reshape(tiles * width, -1, value_dim)[metadata.row_slot]
 
 
 def _visible_range(

@@ -46,7 +46,7 @@ def ragged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None,
-) -> Float[Array, "T N H"]:
+) -> Float[Array, "T N _value"]:
     """Attend to the query's own sequence, whose keys and values are in `cache` already."""
     # Imported here: pallas is not needed elsewhere.
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as kernels
@@ -65,7 +65,7 @@ def ragged_attention(
     out = _on_each_device(kernel, cache.sharding)(*arguments)
     # The kernel does not write the rows of padding.
     is_real = jnp.arange(num_rows, dtype=jnp.int32) < arguments.cu_q_lens[-1]
-    return jnp.where(is_real[:, None, None], out, 0)[..., : query.shape[-1]]
+    return jnp.where(is_real[:, None, None], out, 0)[..., : cache.value_dim]
 
 
 def _on_each_device(
