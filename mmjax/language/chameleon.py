@@ -10,15 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.attention.kv_cache import LayerCache
+from mmjax.layers.decoder import Angles, GroupedQueryAttention, PreNormLayer, RotaryDecoder
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
 """Of queries and keys; no key of the config."""
@@ -100,29 +99,18 @@ class SwinNormLayer(PreNormLayer):
             return x + self.post_attention_layernorm(self.mlp(x)), cache
 
 
-class ChameleonTextModel(Decoder):
+class ChameleonTextModel(RotaryDecoder):
     """Chameleon's decoder over one vocabulary of words and codes."""
 
     def __init__(self, config: ChameleonConfig, *, is_tied: bool, dtype: Any) -> None:
-        self.config = config
         super().__init__(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            config,
+            num_kv_heads=config.num_key_value_heads,
             layers=[_build_layer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=KVCacheSpec.alike(
-                config.num_hidden_layers,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-            ),
             dtype=dtype,
         )
-
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
-        """Return the rotary angles, the same for every layer."""
-        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
-        return [angles] * len(self.layers)
 
 
 def _build_layer(config: ChameleonConfig, *, dtype: Any) -> nnx.Module:

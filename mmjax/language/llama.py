@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Int
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.attention.kv_cache import KVCacheSpec
-from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer, RotaryDecoder
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
-from mmjax.layers.rope import text_angles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,29 +75,18 @@ def _read_rope(hf_config: Any) -> dict[str, Any]:
     return assumed | dict(hf_config.rope_parameters)
 
 
-class LlamaTextModel(Decoder):
+class LlamaTextModel(RotaryDecoder):
     """Llama's text model, and its relatives'."""
 
     def __init__(self, config: LlamaConfig, *, is_tied: bool, dtype: Any) -> None:
-        self.config = config
         super().__init__(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            config,
+            num_kv_heads=config.num_key_value_heads,
             layers=[_build_layer(config, window, dtype=dtype) for window in config.windows],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=KVCacheSpec.alike(
-                config.num_hidden_layers,
-                num_kv_heads=config.num_key_value_heads,
-                head_dim=config.head_dim,
-            ),
             dtype=dtype,
         )
-
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
-        """Return the rotary angles, the same for every layer."""
-        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
-        return [angles] * len(self.layers)
 
 
 def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:

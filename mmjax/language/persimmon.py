@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
-from mmjax.layers.decoder import Angles, Decoder, PreNormLayer, attend_by_heads
+from mmjax.layers.attention.kv_cache import LayerCache
+from mmjax.layers.decoder import Angles, PreNormLayer, RotaryDecoder, attend_by_heads
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.rope import text_angles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,29 +99,18 @@ class PersimmonMLP(nnx.Module):
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x)))
 
 
-class PersimmonTextModel(Decoder):
+class PersimmonTextModel(RotaryDecoder):
     """Persimmon's text model; `norm` is the file's `final_layernorm`."""
 
     def __init__(self, config: PersimmonConfig, *, is_tied: bool, dtype: Any) -> None:
-        self.config = config
         super().__init__(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
+            config,
+            num_kv_heads=config.num_attention_heads,
             layers=[_build_layer(config, dtype=dtype) for _ in range(config.num_hidden_layers)],
             norm=LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype),
             is_tied=is_tied,
-            kv_cache_spec=KVCacheSpec.alike(
-                config.num_hidden_layers,
-                num_kv_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
-            ),
             dtype=dtype,
         )
-
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> list[Angles]:
-        """Return the rotary angles, the same for every layer."""
-        angles = text_angles(self.config.rope_parameters, self.config.head_dim, positions)
-        return [angles] * len(self.layers)
 
 
 def _build_layer(config: PersimmonConfig, *, dtype: Any) -> nnx.Module:
