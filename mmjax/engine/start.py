@@ -231,7 +231,7 @@ class EngineStart:
         max_model_len = self.config.model.max_model_len
         self._limits = AdmissionLimits(
             max_model_len=max_model_len,
-            vocab_size=programs.vocab_size,
+            num_token_ids=programs.num_token_ids,
             num_blocks=self.num_kv_blocks,
             block_size=cache.block_size,
             max_num_batched_tokens=schedule.max_num_batched_tokens,

@@ -28,13 +28,21 @@ class GatedMLP(nnx.Module):
     """Three linear layers, of which one, activated, gates another (arXiv 2002.05202)."""
 
     def __init__(
-        self, width: int, inner: int, *, activation: str, use_bias: bool = False, dtype: Any
+        self,
+        width: int,
+        inner: int,
+        *,
+        out_features: int | None = None,
+        activation: str,
+        use_bias: bool = False,
+        dtype: Any,
     ) -> None:
+        """`out_features` None: as wide as what it reads."""
         self.gate_proj = Linear(width, inner, use_bias=use_bias, dtype=dtype)
         self.up_proj = Linear(width, inner, use_bias=use_bias, dtype=dtype)
-        self.down_proj = Linear(inner, width, use_bias=use_bias, dtype=dtype)
+        self.down_proj = Linear(inner, out_features or width, use_bias=use_bias, dtype=dtype)
         self.activation = get_activation(activation)
 
-    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... _out"]:
         """Transform the last axis."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

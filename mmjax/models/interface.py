@@ -91,6 +91,9 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     those of requests that start in a step: each decoder layer projects them, calls
     `write_encoder`, and then attends by `cross_attention`.
     """
+    num_token_ids: int = 0
+    """Ids that a prompt may hold: more than there are logits, where tokens behind the vocabulary
+    are read and never sampled. 0: as many as there are logits."""
     language_model: Decoder
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:

@@ -58,6 +58,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
+        "MolmoForCausalLM": ModelRow("molmo"),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
     }
@@ -302,7 +303,8 @@ def _load_tokenizer(model_config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_config.path)
+        # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
+        return AutoTokenizer.from_pretrained(model_config.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "

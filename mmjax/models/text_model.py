@@ -9,6 +9,7 @@ from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.molmo import MolmoConfig, MolmoTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.layers.decoder import Decoder
@@ -20,6 +21,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
+        "molmo": (MolmoConfig.from_hf, MolmoTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),

@@ -268,7 +268,7 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
 def test_what_never_fits_beside_its_encoder_is_refused() -> None:
     limits = AdmissionLimits(
         max_model_len=MAX_MODEL_LEN,
-        vocab_size=10,
+        num_token_ids=10,
         num_blocks=8,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=16,

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.processing.families import FAMILIES, gemma3
-from tests.processing.families.family import GOLDEN, golden_processor
+from tests.processing.families.family import golden_path, golden_processor
 
 SCRIPT = """
 import json, sys
@@ -40,7 +40,7 @@ def request(name: str) -> tuple[str, str, int, dict[str, Any]]:
     family = FAMILIES[name]
     num_images = min(len(IMAGES), family.max_images)
     prompt = " and ".join([family.placeholder] * num_images) + "?"
-    return str(GOLDEN / name), prompt, num_images, {}
+    return str(golden_path(name)), prompt, num_images, {}
 
 
 @cache

@@ -44,7 +44,8 @@ class ModelShape(NamedTuple):
 
     graphdef: Any
     """The model's structure, for `layers.module.bind`."""
-    vocab_size: int
+    num_token_ids: int
+    """Ids that a prompt may hold."""
     hidden_size: int
     dtype: Any
     """Of hidden states, encoder outputs and the KV cache."""
@@ -59,7 +60,8 @@ class ModelShape(NamedTuple):
             return embeds, model.compute_logits(embeds)
 
         embeds, logits = jax.eval_shape(probe, params)
-        return cls(graphdef, logits.shape[1], embeds.shape[1], embeds.dtype)
+        num_token_ids = max(logits.shape[1], getattr(bind(graphdef, params), "num_token_ids", 0))
+        return cls(graphdef, num_token_ids, embeds.shape[1], embeds.dtype)
 
 
 class StepState(NamedTuple):
@@ -222,7 +224,7 @@ class Programs:
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
         self.sample_layout = sample_layout(buckets.sample[-1])
-        self.vocab_size = shape.vocab_size
+        self.num_token_ids = shape.num_token_ids
         self._shape = shape
         self._params = params
         self._placement = placement

@@ -19,7 +19,7 @@ class AdmissionLimits:
     """The engine's limits on a single request."""
 
     max_model_len: int
-    vocab_size: int
+    num_token_ids: int
     num_blocks: int
     block_size: int
     max_num_batched_tokens: int
@@ -87,11 +87,11 @@ class AdmissionLimits:
         for item in items:
             for first, last in item.mm_position.extract_embeds_range():
                 is_text[first : last + 1] = False
-        unknown = ids[is_text & ((ids < 0) | (ids >= self.vocab_size))]
+        unknown = ids[is_text & ((ids < 0) | (ids >= self.num_token_ids))]
         if unknown.size:
             raise RequestValueError(
                 f"token id {unknown[0]} is not in the vocabulary; ids lie in "
-                f"[0, {self.vocab_size - 1}]",
+                f"[0, {self.num_token_ids - 1}]",
                 param="prompt_token_ids",
             )
 

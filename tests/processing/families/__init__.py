@@ -10,4 +10,4 @@ FAMILIES: dict[str, Family] = {
     for module in iter_modules(__path__)
     if module.name != "family"
 }
-"""By the folder in `mmjax/models`, which is also the one in `tests/golden`."""
+"""By the folder in `mmjax/models`."""

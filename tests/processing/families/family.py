@@ -15,6 +15,14 @@ from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.processor import ProcessorCache
 
 GOLDEN = Path(__file__).parent.parent.parent / "golden"
+GOLDEN_MODELS = GOLDEN.parent / "golden_models"
+"""Checkpoints with weights, of families that transformers has no class for."""
+_WITH_WEIGHTS = {"molmo": "molmo_7b_d"}
+
+
+def golden_path(name: str) -> Path:
+    """Return the tiny checkpoint of a family."""
+    return GOLDEN_MODELS / _WITH_WEIGHTS[name] if name in _WITH_WEIGHTS else GOLDEN / name
 
 
 class HFInputs(NamedTuple):
@@ -29,7 +37,7 @@ class Family:
     """One row of the laws."""
 
     name: str
-    """The folder in `mmjax/models` and in `tests/golden`."""
+    """The folder in `mmjax/models`."""
     make_processor: Callable[..., BaseMultiModalProcessor[Any]]
     """(processor_cache=None, **MultiModalConfig fields) -> our processor."""
     call_hf: Callable[[str, list[Any], Mapping[str, Any]], HFInputs]
@@ -75,19 +83,24 @@ def edit_golden(name: str, folder: Path, **edits: Mapping[str, Any] | None) -> P
         file = path / f"{stem}.json"
         if edit is None:
             file.unlink()
-            continue
-        whole = json.loads(file.read_text()) if file.exists() else {}
-        for keys, value in edit.items():
-            *outer, last = keys.split(".")
-            inner = whole
-            for key in outer:
-                inner = inner[key]
-            if value is None:
-                del inner[last]
-            else:
-                inner[last] = value
-        file.write_text(json.dumps(whole))
+        else:
+            edit_json(file, edit)
     return path
+
+
+def edit_json(file: Path, edit: Mapping[str, Any]) -> None:
+    """Set the values of a JSON file's keys, `outer.inner` of a nested one; None removes a key."""
+    whole = json.loads(file.read_text()) if file.exists() else {}
+    for keys, value in edit.items():
+        *outer, last = keys.split(".")
+        inner = whole
+        for key in outer:
+            inner = inner[key]
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+    file.write_text(json.dumps(whole))
 
 
 def golden_processor(
@@ -98,7 +111,7 @@ def golden_processor(
     **mm: Any,
 ) -> BaseMultiModalProcessor[Any]:
     """Return our processor for the tiny checkpoint in `tests/golden/<name>`, or at `path`."""
-    path = path or GOLDEN / name
+    path = path or golden_path(name)
     hf_config = AutoConfig.from_pretrained(path)
     assert hf_config.architectures, f"{path=}"
     config = ModelConfig(

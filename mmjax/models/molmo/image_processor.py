@@ -1,0 +1,247 @@
+"""Molmo's crops: the whole image once, and overlapping windows over an enlarged one.
+
+As the published `MolmoImageProcessor` (arXiv 2409.17146), in numpy and Pillow.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.image import patchify
+from mmjax.processing.items.items import ImageSize
+
+MAX_CROPS = 128
+"""No model has seen as many, and the time to list tilings grows with their number."""
+DROPPED = -100
+"""Stands in `image_input_idx` for an embedding that no token takes."""
+_POOLING_SIDE = 2
+
+
+class Grid(NamedTuple):
+    """Tiles, or tokens, along each axis."""
+
+    rows: int
+    columns: int
+
+
+@lru_cache(maxsize=16)
+def list_tilings(max_crops: int) -> list[Grid]:
+    """Return every grid of at most `max_crops` tiles, those of fewer tiles and rows first."""
+    tilings = [
+        Grid(rows, columns)
+        for rows in range(1, max_crops + 1)
+        for columns in range(1, max_crops // rows + 1)
+    ]
+    return sorted(tilings, key=lambda one: (one.rows * one.columns, one.rows))
+
+
+def choose_tiling(height: int, width: int, *, window: int, max_crops: int) -> Grid:
+    """Return the grid that an image is enlarged least for, or else shrunk least.
+
+    Args:
+        height: In pixels, less both margins; may be negative, and is then computed with as is.
+        width: Likewise.
+        window: Side of a tile, in pixels.
+        max_crops: Of the tiled image.
+    """
+    tilings = list_tilings(max_crops)
+    pixels = np.array(tilings, np.float32) * np.float32(window)
+    with np.errstate(divide="ignore"):
+        scales = (pixels / np.array([height, width], np.float32)).min(axis=1)
+    if (scales < 1).all():
+        return tilings[int(scales.argmax())]
+    return tilings[int(np.where(scales < 1, np.inf, scales).argmin())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MolmoImageProcessor:
+    """Cuts images; the defaults are the published preprocessor_config.json."""
+
+    base_image_input_size: Sequence[int] = (336, 336)
+    """Height and width of a crop, which are equal, in pixels."""
+    image_patch_size: int = 14
+    overlap_margins: Sequence[int] = (4, 4)
+    """Patches that a crop shares with the one before it and the one behind, on either axis."""
+    max_crops: int = 12
+    """Of the tiled image: the one of the whole comes to them."""
+    image_mean: Sequence[float] = (0.48145466, 0.4578275, 0.40821073)
+    image_std: Sequence[float] = (0.26862954, 0.26130258, 0.27577711)
+
+    @property
+    def crop_patches(self) -> int:
+        """Patches of a crop along a side."""
+        return self.base_image_input_size[0] // self.image_patch_size
+
+    @property
+    def crop_tokens(self) -> int:
+        """Embeddings of a crop along a side."""
+        return self.crop_patches // _POOLING_SIDE
+
+    @property
+    def window_patches(self) -> int:
+        """Patches between the beginnings of two crops."""
+        return self.crop_patches - sum(self.overlap_margins)
+
+    def count_tokens(self, tiling: Grid) -> Grid:
+        """Return the rows and columns of tokens of an image that is tiled so."""
+        margin = sum(self.overlap_margins)
+        rows, columns = (
+            (tiles * self.window_patches + margin + 1) // _POOLING_SIDE for tiles in tiling
+        )
+        return Grid(rows, columns)
+
+    def size_of(self, tiling: Grid) -> ImageSize:
+        """Return the size that an image is brought to for a tiling, padding included, in pixels."""
+        margin = sum(self.overlap_margins)
+        height, width = (
+            (tiles * self.window_patches + margin) * self.image_patch_size for tiles in tiling
+        )
+        return ImageSize(width=width, height=height)
+
+    def resolve_max_crops(self, kwargs: Mapping[str, Any]) -> int:
+        """Return how many crops a request may have of a tiled image; refuse what is no number."""
+        given = kwargs.get("max_crops")
+        value = self.max_crops if given is None else given
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_CROPS:
+            raise RequestValueError(
+                f"`max_crops` is {value!r}; it must be a number of crops from 1 to {MAX_CROPS}",
+                param="mm_processor_kwargs",
+            )
+        return value
+
+    def find_largest(self, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
+        """Return the size of an image with the most embeddings, and how many."""
+        tilings = list_tilings(self.resolve_max_crops(kwargs))
+        counts = [rows * columns for rows, columns in map(self.count_tokens, tilings)]
+        most = max(counts)
+        return self.size_of(tilings[counts.index(most)]), self.crop_tokens**2 + most
+
+    def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return the crops of all images, one behind the other.
+
+        `images` float32[crops, patches, values], `image_masks` float32[crops, patches],
+        `image_input_idx` int32[crops, tokens]; `num_crops` int64[images], `image_grid_hw`
+        int64[images, 2]: rows and columns of tokens of the tiled image.
+        """
+        max_crops = self.resolve_max_crops(kwargs)
+        made = [self._cut(image, max_crops) for image in images]
+        joined = {key: np.concatenate([one[key] for one in made]) for key in made[0]}
+        num_crops = np.array([len(one["images"]) for one in made], np.int64)
+        return {**joined, "num_crops": num_crops}
+
+    def _cut(self, image: Image.Image, max_crops: int) -> dict[str, np.ndarray]:
+        pixels = np.asarray(image.convert("RGB"), np.float32) / np.float32(255)
+        margin = sum(self.overlap_margins) * self.image_patch_size
+        tiling = choose_tiling(
+            image.height - margin,
+            image.width - margin,
+            window=self.window_patches * self.image_patch_size,
+            max_crops=max_crops,
+        )
+        side = self.base_image_input_size[0]
+        whole, _ = self._resize_and_pad(pixels, ImageSize(width=side, height=side))
+        tiled, is_real = self._resize_and_pad(pixels, self.size_of(tiling))
+        is_real = is_real[None].astype(np.float32)
+        shares = self._cut_patches(is_real, tiling).mean(axis=-1)
+        # The published processor appends the whole image's row, whose crop comes first: every
+        # row is applied to the crop before its own.
+        masks = np.pad(shares, ((0, 1), (0, 0)), constant_values=-1)
+        crops = np.concatenate([self._cut_patches(whole, Grid(1, 1)), self._cut_patches(tiled, tiling)])
+        return {
+            "images": crops,
+            "image_masks": masks,
+            "image_input_idx": self._place_tokens(tiling),
+            "image_grid_hw": np.array([self.count_tokens(tiling)], np.int64),
+        }
+
+    def _resize_and_pad(
+        self, pixels: np.ndarray, target: ImageSize
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Fit [height, width, 3] into a size; return [3, height, width], and where the image is.
+
+        The published arithmetic is in float32, which decides how sizes are rounded. Padding is
+        black, and normalised with the image.
+        """
+        height, width = pixels.shape[:2]
+        sides = np.array([height, width], np.float32)
+        scale = (np.array([target.height, target.width], np.float32) / sides).min()
+        new_height, new_width = (int(side) for side in sides * scale)
+        if min(new_height, new_width) < 1:
+            raise RequestValueError(
+                f"image is {width}x{height} pixels: its short side would have none when it is "
+                f"scaled to fit {target.width}x{target.height}; crop it",
+                param="multi_modal_data",
+            )
+        top, left = (target.height - new_height) // 2, (target.width - new_width) // 2
+        inside = (slice(top, top + new_height), slice(left, left + new_width))
+        padded = np.zeros((3, target.height, target.width), np.float32)
+        padded[:, *inside] = _resize(pixels, new_height, new_width)
+        is_real = np.zeros((target.height, target.width), bool)
+        is_real[inside] = True
+        mean, std = (
+            np.array(values, np.float32)[:, None, None]
+            for values in (self.image_mean, self.image_std)
+        )
+        return (padded - mean) / std, is_real
+
+    def _cut_patches(self, pixels: np.ndarray, tiling: Grid) -> np.ndarray:
+        """Cut [C, height, width] into the crops' patches, [crops, patches, values]."""
+        size = self.image_patch_size
+        side, window = self.crop_patches * size, self.window_patches * size
+        crops = [
+            pixels[:, row * window : row * window + side, column * window : column * window + side]
+            for row in range(tiling.rows)
+            for column in range(tiling.columns)
+        ]
+        return np.stack([patchify(crop, size, size) for crop in crops])
+
+    def _place_tokens(self, tiling: Grid) -> np.ndarray:
+        """Return int32[crops, tokens]: where in the prompt each embedding of a crop belongs.
+
+        BOS is at 0 and the first `<im_start>` at 1. A token of an overlap is read in one crop.
+        """
+        side, grid = self.crop_tokens, self.count_tokens(tiling)
+        # Rows of tokens, each followed by `<im_col>`.
+        whole = 2 + np.arange(side)[:, None] * (side + 1) + np.arange(side)
+        first = 2 + side * (side + 1) + 2  # behind `<im_end>` and `<im_start>`
+        in_rows, in_columns = (self._keep_tokens(tiles) for tiles in tiling)
+        crops = [whole]
+        for rows in in_rows:
+            for columns in in_columns:
+                places = first + rows[:, None] * (grid.columns + 1) + columns
+                is_kept = (rows[:, None] >= 0) & (columns >= 0)
+                crops.append(np.where(is_kept, places, DROPPED))
+        return np.stack(crops).reshape(len(crops), -1).astype(np.int32)
+
+    def _keep_tokens(self, num_tiles: int) -> list[np.ndarray]:
+        """Return, per tile of an axis, the token's index on that axis; -1 where it is dropped."""
+        before, behind = (margin // _POOLING_SIDE for margin in self.overlap_margins)
+        side, window = self.crop_tokens, self.window_patches // _POOLING_SIDE
+        kept = []
+        for tile in range(num_tiles):
+            indices = np.arange(side) + tile * window
+            if tile > 0:
+                indices[:before] = -1
+            if tile < num_tiles - 1:
+                indices[side - behind :] = -1
+            kept.append(indices)
+        return kept
+
+
+def _resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return float32[3, height, width] of [.., .., 3]: bilinear, antialiased, within [0, 1].
+
+    Pillow's filter on floats is torch's with `antialias`.
+    """
+    channels = [
+        Image.fromarray(np.ascontiguousarray(pixels[..., channel])).resize(
+            (width, height), Image.Resampling.BILINEAR
+        )
+        for channel in range(3)
+    ]
+    return np.clip(np.stack([np.asarray(channel) for channel in channels]), 0, 1)

@@ -1,0 +1,209 @@
+"""Molmo (Deitke et al., arXiv 2409.17146): CLIP, pooling by attention, a gated MLP, a decoder.
+
+The image's features are added to the embedding of the token at whose place they stand.
+"""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.layers.attention.api import dense_attention
+from mmjax.layers.embed import Embed
+from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.vision import VisionConfig
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.molmo.host_inputs import (
+    NUM_NEW_TOKENS,
+    POOLING_SIDE,
+    MolmoHostInputs,
+    MolmoVisionSizes,
+    count_embedding_rows,
+    new_token_id,
+)
+from mmjax.models.text_model import build_text_model
+from mmjax.towers.molmo_vit import MolmoViT
+from mmjax.weights.rules import Rule, Split
+
+_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+_LAYER = r"language_model.layers.\1."
+_VIT = r"^model\.vision_backbone\.image_vit\."
+_VIT_BLOCK = _VIT + r"transformer\.resblocks\.(\d+)\."
+_VIT_LAYER = r"vision_backbone.image_vit.encoder.layers.\1."
+_PROJECTOR = r"^model\.vision_backbone\.image_projector\."
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        **{
+            _VIT_BLOCK + rf"attention\.w{part}\.": rf"{_VIT_LAYER}self_attn.{part}_proj."
+            for part in "qkv"
+        },
+        _VIT_BLOCK + r"attention\.wo\.": _VIT_LAYER + "self_attn.out_proj.",
+        _VIT_BLOCK + r"attention_norm\.": _VIT_LAYER + "layer_norm1.",
+        _VIT_BLOCK + r"ffn_norm\.": _VIT_LAYER + "layer_norm2.",
+        _VIT_BLOCK + r"feed_forward\.w([12])\.": _VIT_LAYER + r"mlp.fc\2.",
+        _VIT + r"positional_embedding$": "vision_backbone.image_vit.position_embedding.weight",
+        _PROJECTOR + r"w1\.": "vision_backbone.image_projector.gate_proj.",
+        _PROJECTOR + r"w2\.": "vision_backbone.image_projector.down_proj.",
+        _PROJECTOR + r"w3\.": "vision_backbone.image_projector.up_proj.",
+        r"^model\.vision_backbone\.": "vision_backbone.",
+        _BLOCK + r"attn_out\.": _LAYER + "self_attn.o_proj.",
+        _BLOCK + r"ff_out\.": _LAYER + "mlp.down_proj.",
+        _BLOCK + r"([qk])_norm\.": _LAYER + r"self_attn.\2_norm.",
+        r"^model\.transformer\.wte\.embedding$": "language_model.embed_tokens.weight",
+        r"^model\.transformer\.wte\.new_embedding$": "new_embed_tokens.weight",
+        r"^model\.transformer\.ln_f\.": "language_model.norm.",
+        r"^model\.transformer\.ff_out\.": "language_model.lm_head.",
+    }
+)
+"""Published names -> names in the tree; the first that matches decides."""
+
+
+class MolmoAttentionPooling(nnx.Module):
+    """Attention of a square's mean to its patches (arXiv 2409.17146, section 2)."""
+
+    def __init__(self, in_features: int, width: int, *, num_heads: int, dtype: Any) -> None:
+        self.wq = Linear(in_features, width, use_bias=True, dtype=dtype)
+        self.wk = Linear(in_features, width, use_bias=True, dtype=dtype)
+        self.wv = Linear(in_features, width, use_bias=True, dtype=dtype)
+        self.wo = Linear(width, width, use_bias=True, dtype=dtype)
+        self.num_heads = num_heads
+
+    def __call__(self, squares: Float[Array, "Z P _in"]) -> Float[Array, "Z _width"]:
+        """Return one row for each square of patches."""
+        mean = squares.mean(axis=1, keepdims=True)
+        query, key, value = (
+            project(x).reshape(*x.shape[:2], self.num_heads, -1)
+            for project, x in ((self.wq, mean), (self.wk, squares), (self.wv, squares))
+        )
+        out = dense_attention(query, key, value, mask=None, scale=query.shape[-1] ** -0.5)
+        return self.wo(out.reshape(len(squares), -1))
+
+
+class MolmoVisionBackbone(nnx.Module):
+    """Crops to the features of their pooled patches, of the decoder's width."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        sizes = MolmoVisionSizes.from_hf(hf_config)
+        layers = _read_layers(sizes)
+        width = len(layers) * sizes.image_emb_dim
+        self.image_vit = MolmoViT(_vision_config(sizes), feature_layers=layers, dtype=dtype)
+        self.pad_embed = nnx.Param(jnp.zeros((2, width), dtype))
+        self.image_pooling_2d = MolmoAttentionPooling(
+            width, sizes.image_emb_dim, num_heads=sizes.image_num_heads, dtype=dtype
+        )
+        self.image_projector = GatedMLP(
+            sizes.image_emb_dim,
+            hf_config.intermediate_size // 2,
+            out_features=hf_config.hidden_size,
+            activation="silu",
+            dtype=dtype,
+        )
+
+    def __call__(
+        self, images: Float[Array, "U P _pixels"], image_masks: Float[Array, "U P"]
+    ) -> Float[Array, "U _tokens D"]:
+        """Return the features; `image_masks` are the shares of the patches that are no padding."""
+        features = self.image_vit(images.astype(self.pad_embed.dtype))
+        features = features + self._pad(image_masks).astype(features.dtype)
+        units, num_patches, width = features.shape
+        side = round(num_patches**0.5) // POOLING_SIDE
+        squares = features.reshape(units, side, POOLING_SIDE, side, POOLING_SIDE, width)
+        squares = squares.transpose(0, 1, 3, 2, 4, 5).reshape(-1, POOLING_SIDE**2, width)
+        with jax.named_scope("image_pooling_2d"):
+            pooled = self.image_pooling_2d(squares)
+        with jax.named_scope("image_projector"):
+            return self.image_projector(pooled).reshape(units, side * side, -1)
+
+    def _pad(self, image_masks: Float[Array, "U P"]) -> Float[Array, "U P _width"]:
+        """Return what is added to each patch: one row if it is all padding, another if in part."""
+        whole, part = (row[None, None, :] for row in self.pad_embed[...])
+        masks = image_masks[:, :, None]
+        return jnp.where(masks == 0, whole, jnp.where(masks < 1, part, jnp.zeros_like(part)))
+
+
+class MolmoForCausalLM(MultiModalModel):
+    """Served as the published class of this name.
+
+    The tokens behind the vocabulary have embeddings and no logits: they are never sampled.
+    """
+
+    host_inputs = MolmoHostInputs
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.patch_token_id = new_token_id(hf_config, "<im_patch>")
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_backbone = MolmoVisionBackbone(hf_config, dtype=dtype)
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+        self.new_embed_tokens = Embed(NUM_NEW_TOKENS, hf_config.hidden_size, dtype=dtype)
+        self.vocab_size = count_embedding_rows(hf_config)
+        self.num_token_ids = self.vocab_size + NUM_NEW_TOKENS
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+        """Cut what is fused, map the published names, and drop the blocks that nobody reads."""
+        sizes = MolmoVisionSizes.from_hf(hf_config)
+        unread = range(max(_read_layers(sizes)) + 1, sizes.image_num_layers)
+        width, heads = hf_config.hidden_size, hf_config.num_attention_heads
+        key_heads = getattr(hf_config, "num_key_value_heads", None) or heads
+        key_width, inner = width // heads * key_heads, hf_config.intermediate_size // 2
+        norms = ("input_layernorm", "post_attention_layernorm")
+        if hf_config.norm_after:
+            norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+        return (
+            *(Rule(_VIT + rf"transformer\.resblocks\.{layer}\.", None) for layer in unread),
+            Split(
+                _BLOCK + r"att_proj\.",
+                [f"{_LAYER}self_attn.{part}_proj." for part in "qkv"],
+                [width, key_width, key_width],
+            ),
+            Split(
+                _BLOCK + r"ff_proj\.",
+                [f"{_LAYER}mlp.{part}_proj." for part in ("up", "gate")],
+                [inner, inner],
+            ),
+            Rule(_BLOCK + r"attn_norm\.", f"{_LAYER}{norms[0]}."),
+            Rule(_BLOCK + r"ff_norm\.", f"{_LAYER}{norms[1]}."),
+            *(Rule(pattern, name) for pattern, name in _NAMES.items()),
+        )
+
+    def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
+        """Look up tokens, those behind the vocabulary in a table of their own."""
+        is_new = token_ids >= self.vocab_size
+        new = self.new_embed_tokens(token_ids - self.vocab_size)
+        return jnp.where(is_new[:, None], new, super().embed_input_ids(token_ids))
+
+    def embed_multimodal(
+        self, images: Float[Array, "U P _pixels"], image_masks: Float[Array, "U P"]
+    ) -> Float[Array, "U _tokens D"]:
+        """Return the embeddings of every crop: its features, and the patch token's own under them.
+
+        The engine writes them over the tokens', to which the published model adds the features.
+        """
+        with jax.named_scope("vision_backbone"):
+            features = self.vision_backbone(images, image_masks)
+        token = self.embed_input_ids(jnp.full(1, self.patch_token_id, jnp.int32))
+        return features + token[None]
+
+
+def _read_layers(sizes: MolmoVisionSizes) -> list[int]:
+    """Return the blocks that are read, counted from 0."""
+    return [sizes.image_num_layers + layer for layer in sizes.vit_layers]
+
+
+def _vision_config(sizes: MolmoVisionSizes) -> VisionConfig:
+    return VisionConfig(
+        hidden_size=sizes.image_emb_dim,
+        intermediate_size=sizes.image_mlp_dim,
+        num_hidden_layers=max(_read_layers(sizes)) + 1,
+        num_attention_heads=sizes.image_num_heads,
+        num_channels=3,
+        image_size=sizes.crop_side,
+        patch_size=sizes.image_patch_size,
+        layer_norm_eps=sizes.image_norm_eps,
+        hidden_act=sizes.image_mlp_activations,
+    )

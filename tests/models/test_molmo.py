@@ -1,0 +1,142 @@
+"""Molmo against what the published implementation computed of the same tiny checkpoints."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import bind, build_abstract
+from mmjax.model_source import load_model_config
+from mmjax.models.molmo.model import MolmoForCausalLM
+from mmjax.parity.arrays import Sample, make_sample
+from tests.models.golden_models import (
+    GOLDEN_MODELS,
+    GoldenModel,
+    assert_placeholders,
+    load_golden_model,
+)
+
+NAMES = ("molmo_7b_d", "molmo_7b_o")
+CASES = ("square", "wide", "tall", "tiny", "photo", "photo_raw", "text_only")
+EMBEDS_WITHIN = 2e-4
+LOGITS_WITHIN = 1e-3
+PIXELS_WITHIN = 1e-4
+"""Absolute, in float32; resizing by another program moves pixels by up to 6e-5."""
+RAW = {"message_format": "none", "always_start_with_space": False}
+PATCH_ROW = 2
+"""Of `<im_patch>`, among the new tokens."""
+
+
+@pytest.fixture(params=NAMES)
+def golden(request: pytest.FixtureRequest) -> GoldenModel:
+    return load_golden_model(request.param, images="molmo_7b_d")
+
+
+def kwargs_of(case: dict[str, Any]) -> dict[str, Any]:
+    return RAW if case["name"] == "photo_raw" else {}
+
+
+def sample_of(golden: GoldenModel, name: str) -> Sample:
+    case = golden.cases[name]
+    return make_sample(golden.process(name, case["prompt"], **kwargs_of(case)))
+
+
+def test_all_cases_are_there(golden: GoldenModel):
+    assert tuple(golden.cases) == CASES
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ["text", "formatted text", "token ids", "formatted token ids"])
+def test_prompts_are_the_published_ones(golden: GoldenModel, name: str, kind: str):
+    case = golden.cases[name]
+    prompt = case["prompt"] if "formatted" in kind else case["user_text"]
+    if "token ids" in kind:
+        prompt = golden.processor.info.get_tokenizer().encode(prompt)
+    inputs = golden.process(name, prompt, **kwargs_of(case))
+    assert inputs.prompt_token_ids == case["prompt_token_ids"]
+    assert_placeholders(inputs, case["placeholders"])
+
+
+@pytest.mark.parametrize("name", CASES[:-1])
+def test_crops_are_the_published_ones(golden: GoldenModel, name: str):
+    data = golden.process(name, "what").mm_kwargs.get_data()
+    key = f"case.{'photo' if name == 'photo_raw' else name}."
+    for tensor in ("image_masks", "image_input_idx"):
+        np.testing.assert_array_equal(data[tensor], golden.tensors[key + tensor])
+    assert data["num_crops"].tolist() == [golden.cases[name]["n_crops_incl_global"]]
+    if key + "images" in golden.tensors:
+        expected = golden.tensors[key + "images"]
+        np.testing.assert_allclose(data["images"], expected, rtol=0, atol=PIXELS_WITHIN)
+
+
+def test_some_pixels_were_compared():
+    tensors = load_golden_model("molmo_7b_d", images="molmo_7b_d").tensors
+    assert {key for key in tensors if key.endswith(".images")} == {
+        "case.wide.images",
+        "case.tiny.images",
+    }
+
+
+@pytest.mark.parametrize("name", ["square", "wide", "tall", "tiny", "photo"])
+def test_embeddings_are_the_published_ones_on_the_tokens_own(golden: GoldenModel, name: str):
+    found = golden.find_embeds(sample_of(golden, name))
+    token = np.asarray(golden.paged.params["new_embed_tokens"]["weight"])[PATCH_ROW]
+    expected = golden.tensors[f"case.{name}.image_embeds"]
+    np.testing.assert_allclose(found - token, expected, rtol=0, atol=EMBEDS_WITHIN)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_tokens_are_the_published_ones(golden: GoldenModel, name: str):
+    sample = sample_of(golden, name)
+    found = golden.run_forced(name, sample)
+    expected = golden.tensors[f"case.{name}.step_logits"]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS_WITHIN)
+    answer = golden.paged.generate(sample, 16)
+    assert list(answer) == golden.cases[name]["greedy_token_ids"]
+
+
+def test_new_tokens_are_read_and_have_no_logits(golden: GoldenModel):
+    params, model = golden.paged.params, MolmoForCausalLM(golden.config.hf_config, dtype="float32")
+    count = len(params["language_model"]["lm_head"]["weight"])
+    assert count == golden.tensors["case.wide.step_logits"].shape[1]
+    assert model.num_token_ids == golden.processor.info.vocab_size == count + 128
+    bound = bind(golden.paged.graphdef, params)
+    found = bound.embed_input_ids(jnp.array([5, count - 1, count, count + 127]))
+    tables = [params["language_model"]["embed_tokens"], params["new_embed_tokens"]]
+    table = np.concatenate([one["weight"] for one in tables])
+    np.testing.assert_array_equal(found, table[[5, count - 1, count, count + 127]])
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        ({"clip_qkv": 8.0}, "clip_qkv.*8.0"),
+        ({"layer_norm_type": "default"}, "layer_norm_type.*default"),
+        ({"weight_tying": True}, "weight_tying.*True"),
+        ({"num_attention_heads": 7}, "hidden_size.*7"),
+        ({"test_vision_backbone": {"image_num_pos": 64}}, "image_num_pos.*64"),
+        ({"test_vision_backbone": {"image_head_dim": 32}}, "image_head_dim.*32"),
+        ({"test_vision_backbone": {"image_num_key_value_heads": 2}}, "image_num_key_value_heads"),
+        ({"test_vision_backbone": {"image_default_input_size": [336, 224]}}, "336, 224"),
+        ({"test_vision_backbone": {"vit_layers": [-1, -24]}}, r"vit_layers.*-24"),
+        ({"test_vision_backbone": {"image_mlp_activations": "swish"}}, "swish"),
+        ({"test_vision_backbone": {"image_size": 4}}, "image_size"),
+        (
+            {
+                "test_vision_backbone": {
+                    "image_default_input_size": [126, 126],
+                    "image_num_pos": 82,
+                }
+            },
+            "come out even",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(edit: dict[str, Any], match: str):
+    hf_config = load_model_config(str(GOLDEN_MODELS / "molmo_7b_d")).hf_config
+    for name, value in edit.items():
+        setattr(hf_config, name, value)
+    with pytest.raises(CheckpointError, match=match):
+        build_abstract(MolmoForCausalLM, hf_config, dtype=jnp.float32)

@@ -1,0 +1,148 @@
+"""The tiny Molmo checkpoint; the oracle follows the published processor's description, by loops.
+
+transformers has no class of it, and the published one is remote code: it is written again here, of
+whole-image arrays and in other steps than ours.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from mmjax.models.registry import create_processor
+from mmjax.processing import BaseMultiModalProcessor
+from mmjax.processing.processor import ProcessorCache
+from tests.processing.families.family import Family, HFInputs, golden_path
+
+PATH = golden_path("molmo")
+SIDE, PATCH, MARGIN, MAX_CROPS = 112, 14, 2, 6
+"""Of preprocessor_config.json; either margin."""
+WINDOW = SIDE - 2 * MARGIN * PATCH
+TOKENS = SIDE // PATCH // 2
+
+
+def make_processor(
+    *, processor_cache: ProcessorCache | None = None, **mm: Any
+) -> BaseMultiModalProcessor[Any]:
+    return create_processor(PATH, cache=processor_cache, max_model_len=4096, **mm)
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(PATH, trust_remote_code=False)
+
+
+def weigh(size: int, new_size: int) -> np.ndarray:
+    """Return float64[new, old]: a triangle over each new pixel, as wide as what it shrinks."""
+    scale = size / new_size
+    support = max(scale, 1.0)
+    centers = (np.arange(new_size) + 0.5) * scale
+    distances = np.abs(np.arange(size) + 0.5 - centers[:, None]) / support
+    weights = np.maximum(1 - distances, 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def fit(image: np.ndarray, height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return [height, width, 3], normalised after its padding, and the mask of the image in it."""
+    f32 = np.float32
+    scale = min(f32(height) / f32(image.shape[0]), f32(width) / f32(image.shape[1]))
+    new_height, new_width = (int(f32(side) * scale) for side in image.shape[:2])
+    rows, columns = weigh(image.shape[0], new_height), weigh(image.shape[1], new_width)
+    resized = np.einsum("hy,yxc,wx->hwc", rows, image / 255, columns, optimize=True)
+    top, left = (height - new_height) // 2, (width - new_width) // 2
+    below, right = height - new_height - top, width - new_width - left
+    mask = np.pad(np.ones((new_height, new_width)), ((top, below), (left, right)))
+    padded = np.pad(resized, ((top, below), (left, right), (0, 0)))
+    settings = json.loads((PATH / "preprocessor_config.json").read_text())
+    return (padded - settings["image_mean"]) / settings["image_std"], mask
+
+
+def tile(height: int, width: int, max_crops: int) -> tuple[int, int]:
+    margin, numbers = 2 * MARGIN * PATCH, range(1, max_crops + 1)
+    tilings = [(i, j) for i in numbers for j in numbers if i * j <= max_crops]
+    tilings.sort(key=lambda one: (one[0] * one[1], one[0]))
+    sides = np.array([height - margin, width - margin], np.float32)
+    with np.errstate(divide="ignore"):
+        scales = [
+            (np.array(one, np.float32) * np.float32(WINDOW) / sides).min() for one in tilings
+        ]
+    enough = [scale for scale in scales if scale >= 1]
+    return tilings[scales.index(min(enough) if enough else max(scales))]
+
+
+def to_patches(crop: np.ndarray) -> np.ndarray:
+    starts = range(0, SIDE, PATCH)
+    return np.stack([crop[y : y + PATCH, x : x + PATCH].reshape(-1) for y in starts for x in starts])
+
+
+def write_grid(rows: int, columns: int) -> list[str]:
+    return ["<im_start>", *[*["<im_patch>"] * columns, "<im_col>"] * rows, "<im_end>"]
+
+
+def cut(image: Any, max_crops: int) -> tuple[list[str], dict[str, np.ndarray]]:
+    """Return an image's tokens and tensors."""
+    pixels = np.asarray(image.convert("RGB")).astype(np.float64)
+    rows, columns = tile(image.height, image.width, max_crops)
+    sides = [number * WINDOW + 2 * MARGIN * PATCH for number in (rows, columns)]
+    whole, _ = fit(pixels, SIDE, SIDE)
+    tiled, mask = fit(pixels, *sides)
+    crops, masks = [to_patches(whole)], []
+    grid_rows, grid_columns = (side // PATCH // 2 for side in sides)
+    order = [np.arange(TOKENS**2)]
+    for row in range(rows):
+        for column in range(columns):
+            inside = np.s_[row * WINDOW :, column * WINDOW :]
+            crops.append(to_patches(tiled[inside][:SIDE, :SIDE]))
+            masks.append(to_patches(mask[inside][:SIDE, :SIDE]).mean(1))
+            numbers = np.full((TOKENS, TOKENS), -1)
+            for y in range(TOKENS):
+                for x in range(TOKENS):
+                    first_row, first_column = row > 0 and y < 1, column > 0 and x < 1
+                    last_row = row < rows - 1 and y >= TOKENS - 1
+                    last_column = column < columns - 1 and x >= TOKENS - 1
+                    if not (first_row or first_column or last_row or last_column):
+                        step = WINDOW // PATCH // 2
+                        place = (row * step + y) * grid_columns + column * step + x
+                        numbers[y, x] = TOKENS**2 + place
+            order.append(numbers.reshape(-1))
+    masks.append(np.full(len(masks[0]), -1.0))
+    tokens = write_grid(TOKENS, TOKENS) + write_grid(grid_rows, grid_columns)
+    places = 1 + np.flatnonzero(np.array(tokens) == "<im_patch>")  # behind BOS
+    indices = np.stack(order)
+    indices = np.where(indices < 0, -100, places[indices])
+    tensors = {"images": crops, "image_masks": masks, "image_input_idx": indices}
+    return tokens, {name: np.stack(value) for name, value in tensors.items()}
+
+
+def call_published(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Return ids and tensors; a prompt that is a turn already stays as it is."""
+    text, tensors, tokens = prompt.removeprefix("<|endoftext|>"), {}, []
+    if not text.startswith(("User:", " User:")):
+        text = f"User: {text} Assistant:"
+    text = text if text.startswith(" User:") else f" {text}"
+    if images:
+        tokens, tensors = cut(images[0], kwargs.get("max_crops", MAX_CROPS))
+    start = [tokenizer().eos_token_id, *tokenizer().convert_tokens_to_ids(tokens)]
+    return HFInputs([*start, *tokenizer().encode(text, add_special_tokens=False)], tensors)
+
+
+def takes_size(width: int, height: int) -> bool:
+    """The short side must have a pixel left where the long one has a crop's."""
+    return min(width, height) * SIDE >= max(width, height)
+
+
+FAMILY = Family(
+    name="molmo",
+    make_processor=make_processor,
+    call_hf=call_published,
+    embed_token_ids=lambda processor: [processor.info.get_token_id("<im_patch>")],
+    max_images=1,
+    extra_kwargs=({}, {"max_crops": 3}),
+    lowering_kwargs={"max_crops": 2},
+    tensors={"images": 1e-4, "image_masks": 1e-6, "image_input_idx": 0.0},
+    takes_size=takes_size,
+    words=(*Family.words, "User:", " User: it", "Assistant:", "<|endoftext|>", "<im_start>"),
+)
