@@ -24,8 +24,14 @@ from mmjax.layers.decoder import (
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 
-_REQUIRED = {"layer_norm_type": "rms", "clip_qkv": None, "weight_tying": False}
-"""Keys of which every published checkpoint has one value."""
+_REQUIRED = {
+    "layer_norm_type": "rms",
+    "clip_qkv": None,
+    "weight_tying": False,
+    "block_type": "sequential",
+    "moe_num_experts": None,
+}
+"""Keys of which every published checkpoint but MolmoE's, where it has them, has one value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

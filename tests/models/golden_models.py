@@ -90,5 +90,3 @@ def assert_placeholders(inputs: MultiModalInputs, expected: Sequence[Mapping[str
             is_embed[start : start + length] = True
         got = np.ones(found.length, bool) if found.is_embed is None else found.is_embed
         np.testing.assert_array_equal(got, is_embed)
-
-

@@ -115,6 +115,7 @@ def test_new_tokens_are_read_and_have_no_logits(golden: GoldenModel):
         ({"clip_qkv": 8.0}, "clip_qkv.*8.0"),
         ({"layer_norm_type": "default"}, "layer_norm_type.*default"),
         ({"weight_tying": True}, "weight_tying.*True"),
+        ({"moe_num_experts": 64}, "moe_num_experts.*64"),
         ({"num_attention_heads": 7}, "hidden_size.*7"),
         ({"test_vision_backbone": {"image_num_pos": 64}}, "image_num_pos.*64"),
         ({"test_vision_backbone": {"image_head_dim": 32}}, "image_head_dim.*32"),

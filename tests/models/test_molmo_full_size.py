@@ -90,7 +90,9 @@ def published_shape(name: str, config: Any) -> tuple[int, ...]:
     """Return a tensor's shape by the published code, of the last parts of its name."""
     width, inner = config.hidden_size, config.intermediate_size // 2
     key_width = (
-        width // config.num_attention_heads * (config.num_key_value_heads or config.num_attention_heads)
+        width
+        // config.num_attention_heads
+        * (config.num_key_value_heads or config.num_attention_heads)
     )
     fused, pooled = width + 2 * key_width, 2 * VIT_WIDTH
     shapes: dict[str, tuple[int, ...]] = {

@@ -19,7 +19,6 @@ from tests.processing.families import gemma3
 from tests.processing.families.family import get_placeholder_str, golden_path
 
 
-
 @pytest.mark.parametrize("architecture", MODELS)
 def test_every_architecture_has_a_processor(architecture: str):
     assert isinstance(get_processor_factories(architecture), ProcessorFactories)

@@ -128,7 +128,7 @@ def test_a_second_image_is_refused(processor: Any):
 
 def test_embeddings_are_refused():
     taking = molmo.make_processor(enable_mm_embeds=True)
-    embeds = np.zeros((1, 48, 96), np.float32)
+    embeds = [np.zeros((48, 96), np.float32)]
     with pytest.raises(RequestError, match="takes no image embeddings"):
         taking.apply("what", {"image": embeds})
 

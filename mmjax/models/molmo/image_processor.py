@@ -151,7 +151,9 @@ class MolmoImageProcessor:
         # The published processor appends the whole image's row, whose crop comes first: every
         # row is applied to the crop before its own.
         masks = np.pad(shares, ((0, 1), (0, 0)), constant_values=-1)
-        crops = np.concatenate([self._cut_patches(whole, Grid(1, 1)), self._cut_patches(tiled, tiling)])
+        crops = np.concatenate(
+            [self._cut_patches(whole, Grid(1, 1)), self._cut_patches(tiled, tiling)]
+        )
         return {
             "images": crops,
             "image_masks": masks,

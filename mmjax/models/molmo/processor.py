@@ -1,8 +1,8 @@
 """Molmo's processor: BOS, then the image's tokens, then the text in the format of a turn.
 
 Before: `what is it`. After: `<bos> <im_start> (<im_patch>*12 <im_col>)*12 <im_end> <im_start>
-(<im_patch>*columns <im_col>)*rows <im_end>  User: what is it Assistant:`; only the `<im_patch>` take
-embeddings. `message_format="none"` leaves the text as it is.
+(<im_patch>*columns <im_col>)*rows <im_end>  User: what is it Assistant:`; only the `<im_patch>`
+take embeddings. `message_format="none"` leaves the text as it is.
 """
 
 from collections.abc import Mapping, Sequence

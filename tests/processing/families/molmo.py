@@ -66,16 +66,16 @@ def tile(height: int, width: int, max_crops: int) -> tuple[int, int]:
     tilings.sort(key=lambda one: (one[0] * one[1], one[0]))
     sides = np.array([height - margin, width - margin], np.float32)
     with np.errstate(divide="ignore"):
-        scales = [
-            (np.array(one, np.float32) * np.float32(WINDOW) / sides).min() for one in tilings
-        ]
+        scales = [(np.array(one, np.float32) * np.float32(WINDOW) / sides).min() for one in tilings]
     enough = [scale for scale in scales if scale >= 1]
     return tilings[scales.index(min(enough) if enough else max(scales))]
 
 
 def to_patches(crop: np.ndarray) -> np.ndarray:
     starts = range(0, SIDE, PATCH)
-    return np.stack([crop[y : y + PATCH, x : x + PATCH].reshape(-1) for y in starts for x in starts])
+    return np.stack(
+        [crop[y : y + PATCH, x : x + PATCH].reshape(-1) for y in starts for x in starts]
+    )
 
 
 def write_grid(rows: int, columns: int) -> list[str]:
