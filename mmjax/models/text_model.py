@@ -39,9 +39,16 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     text_config = hf_config.get_text_config()
     if text_config.model_type not in _DECODERS:
         raise CheckpointError(
-            f"`text_config.model_type` is `{text_config.model_type}`, a decoder that mmjax "
-            f"does not have; it has {', '.join(f'`{name}`' for name in _DECODERS)}"
+            f"`{_key_of(hf_config, text_config)}.model_type` is `{text_config.model_type}`, a "
+            "decoder that mmjax does not have; it has "
+            f"{', '.join(f'`{name}`' for name in _DECODERS)}"
         )
     read_config, build = _DECODERS[text_config.model_type]
     is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
+
+
+def _key_of(hf_config: Any, text_config: Any) -> str:
+    """Return the key of config.json that a wrapper's text configuration stands under."""
+    # InternVL's original layout says `llm_config`, which HF's name only repeats.
+    return "llm_config" if getattr(hf_config, "llm_config", None) is text_config else "text_config"

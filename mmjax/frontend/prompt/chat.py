@@ -45,7 +45,7 @@ class ChatParser:
                 check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
                 check_mm_data=input_processor.check_mm_data,
-                takes_embeds=input_processor.takes_embeds,
+                embeds_fields=input_processor.image_embeds_fields,
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),

@@ -75,9 +75,9 @@ class InputProcessor:
         return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
 
     @property
-    def takes_embeds(self) -> bool:
-        """Whether the model supports image embeddings, which the operator may have disabled."""
-        return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
+    def image_embeds_fields(self) -> frozenset[str]:
+        """The tensors that image embeddings consist of; none where the model takes no such."""
+        return frozenset(self._pool.first.info.get_data_parser().embedding_fields.get("image", ()))
 
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""

@@ -14,6 +14,7 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.internvl.chat_formats import find_chat_template
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, only_side
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
@@ -148,6 +149,11 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
     pixel_keys: ClassVar = PIXEL_KEYS["original"]
+
+    @property
+    def chat_template(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The format that config.json names, for tokenizers without a template."""
+        return find_chat_template(getattr(self.get_hf_config(), "template", None))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)
