@@ -20,11 +20,20 @@ DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-CHECKPOINT_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+CHECKPOINT_FILES = (
+    *WEIGHT_FILES,
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "tokenizer*",
+    "*.txt",
+    "*.tiktoken",
+)
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
 
-_LANGUAGE_PARTS = {"internvl_chat": "llm_config"}
-"""Model types unknown to transformers -> the key of their language model in config.json."""
+_LANGUAGE_PARTS = {"internvl_chat": "llm_config", "qwen": None}
+"""Model types unknown to transformers -> the key of their language model in config.json; None: its
+keys stand beside the others."""
 
 _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
     "internlm2": ("llama", {"attention_bias": ("bias", True)}),
@@ -210,8 +219,10 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
             is_known = model_type in CONFIG_MAPPING
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
             parts[key] = make.from_dict(value)
-    # The name by which `get_text_config` finds it.
-    parts["text_config"] = parts[_LANGUAGE_PARTS[raw["model_type"]]]
+    language_part = _LANGUAGE_PARTS[raw["model_type"]]
+    if language_part is not None:
+        # The name by which `get_text_config` finds it.
+        parts["text_config"] = parts[language_part]
     return PreTrainedConfig(**{**raw, **parts})
 
 

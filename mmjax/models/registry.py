@@ -58,6 +58,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
+        "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
     }
@@ -81,6 +82,8 @@ class ProcessorFactories:
 
     None: prompts can be processed, and not answered (mmjax's own models have a table instead).
     """
+    load_tokenizer: Callable[[Path], Any] | None = None
+    """Loads the tokenizer of a checkpoint's directory where HF's AutoTokenizer cannot."""
     placeholder_str: Callable[[str, int], str | None] | None = None
     """The model class's `get_placeholder_str`, where it has one: it comes before the info's."""
 
@@ -224,7 +227,7 @@ class MultiModalRegistry:
                 f"its architecture `{architecture}`; {_nearest(architecture)}"
             )
         if tokenizer is None:
-            tokenizer = _load_tokenizer(model_config)
+            tokenizer = _load_tokenizer(model_config, factories.load_tokenizer)
         ctx = InputProcessingContext(model_config=model_config, tokenizer=tokenizer)
         return factories.build_processor(ctx, cache=cache)
 
@@ -297,12 +300,12 @@ def _nearest(architecture: str) -> str:
     return f"the nearest supported one is `{nearest}`, of: {supported}"
 
 
-def _load_tokenizer(model_config: ModelConfig) -> Any:
+def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | None) -> Any:
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_config.path)
+        return (load or AutoTokenizer.from_pretrained)(model_config.path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "

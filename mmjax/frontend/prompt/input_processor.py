@@ -255,6 +255,7 @@ class InputProcessor:
     def _eos_token_ids(self) -> list[int]:
         own = self.tokenizer.eos_token_id
         known = self.generation_defaults.eos_token_ids or (int(own),)
+        known = dict.fromkeys((*known, *self._pool.first.info.get_ending_token_ids()))
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
