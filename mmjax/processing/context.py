@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import BatchFeature
 
@@ -105,6 +105,12 @@ class InputProcessingContext:
 
 class BaseProcessingInfo(ABC):
     """Facts about a family's processing; every family overrides `get_supported_mm_limits`."""
+
+    chat_template: ClassVar[str | None] = None
+    """For checkpoints that have none: published ones of older families lack it.
+
+    It leaves BOS to the tokenizer, as the families' own documentation does.
+    """
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         self.ctx = ctx

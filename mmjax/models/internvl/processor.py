@@ -46,6 +46,14 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
 _VIDEO_TOKENS = {
     "qwen2": "<|video_pad|>",
     "qwen3": "<|video_pad|>",
@@ -65,6 +73,7 @@ class InternVLDataParser(MultiModalDataParser):
 class BaseInternVLProcessingInfo(BaseProcessingInfo):
     """Common to both formats."""
 
+    chat_template = CHAT_TEMPLATE
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
     """Names of the kwargs that enable tiles, and limit their number."""
