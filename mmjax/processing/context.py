@@ -106,6 +106,12 @@ class InputProcessingContext:
 class BaseProcessingInfo(ABC):
     """Facts about a family's processing; every family overrides `get_supported_mm_limits`."""
 
+    chat_template: str | None = None
+    """For checkpoints that have none: published ones of older families lack it.
+
+    It leaves BOS to the tokenizer, as the families' own documentation does.
+    """
+
     def __init__(self, ctx: InputProcessingContext) -> None:
         self.ctx = ctx
 

@@ -39,7 +39,11 @@ class ChatParser:
         """Return the parser for a model's template, tokenizer and limits."""
         model_config = input_processor.model_config
         return cls(
-            template=ChatTemplate.from_config(model_config, input_processor.tokenizer),
+            template=ChatTemplate.from_config(
+                model_config,
+                input_processor.tokenizer,
+                family_source=input_processor.family_chat_template,
+            ),
             parts=PartReader(
                 mm=model_config.mm,
                 check_num_items=input_processor.check_num_items,
@@ -74,7 +78,7 @@ class ChatParser:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        prompt: PromptDict = {"prompt": text, "add_special_tokens": False}
+        prompt: PromptDict = {"prompt": text, "add_special_tokens": template.add_special_tokens}
         if media.images:
             prompt["multi_modal_data"] = {"image": media.image_data()}
         if any(uuid is not None for uuid in media.uuids):

@@ -79,6 +79,11 @@ class InputProcessor:
         """The tensors that image embeddings consist of; none where the model takes no such."""
         return frozenset(self._pool.first.info.get_data_parser().embedding_fields.get("image", ()))
 
+    @property
+    def family_chat_template(self) -> str | None:
+        """The template that the model's family declares, for checkpoints without one."""
+        return self._pool.first.info.chat_template
+
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
         return self._pool.first.info.find_placeholder_str(modality, i)

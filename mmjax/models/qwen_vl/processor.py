@@ -48,6 +48,20 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 _PATH = re.compile(r"<img>.*?</img>", re.DOTALL)
 
 
+CHAT_TEMPLATE = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""ChatML, as `chat` of the published code writes it (qwen_generation_utils.py)."""
+
+
 class QwenVLImageProcessor:
     """Scales images to a square, whatever their shape; takes no kwargs."""
 
@@ -72,6 +86,8 @@ class QwenVLDataParser(MultiModalDataParser):
 
 
 class QwenVLProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
