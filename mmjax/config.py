@@ -182,7 +182,7 @@ class ModelConfig:
     chat_template: str | None = setting(
         None,
         "Chat template that replaces the checkpoint's: a file, or the template itself.",
-        unset="the checkpoint's",
+        unset="the checkpoint's, else the family's",
     )
     seed: int = setting(
         0,

@@ -20,12 +20,20 @@ DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-CHECKPOINT_FILES = (*WEIGHT_FILES, "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+CHECKPOINT_FILES = (
+    *WEIGHT_FILES,
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "tokenizer*",
+    "*.txt",
+    "*.tiktoken",
+)
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
 
-_LANGUAGE_PARTS: Mapping[str, str | None] = {"internvl_chat": "llm_config", "molmo": None}
+_LANGUAGE_PARTS = {"internvl_chat": "llm_config", "molmo": None, "qwen": None}
 """Model types unknown to transformers -> the key of their language model in config.json; None: its
-keys lie at the top."""
+keys stand beside the others."""
 
 _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
     "internlm2": ("llama", {"attention_bias": ("bias", True)}),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import LayerCache
-from mmjax.layers.decoder import Angles, GroupedQueryAttention, PreNormLayer, RotaryDecoder
+from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer, RotaryDecoder
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 
@@ -87,13 +87,13 @@ class SwinNormLayer(PreNormLayer):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        layer_input: Any,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Return the residual stream after this block, and its cache."""
         with jax.named_scope("attn"):
-            out, cache = self.self_attn(x, angles, cache, metadata)
+            out, cache = self.self_attn(x, layer_input, cache, metadata)
             x = x + self.input_layernorm(out)
         with jax.named_scope("mlp"):
             return x + self.post_attention_layernorm(self.mlp(x)), cache

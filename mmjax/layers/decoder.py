@@ -91,8 +91,19 @@ class GroupedQueryAttention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Attend, and return the layer's cache with this step's keys and values."""
+        return self.attend(self.q_proj(x), x, angles, cache, metadata)
+
+    def attend(
+        self,
+        query: Float[Array, "T _query"],
+        x: Float[Array, "T D"],
+        angles: Angles,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend with projected queries to the keys and values of `x`."""
         out, cache = attend_by_heads(
-            self.q_proj(x),
+            query,
             self.k_proj(x),
             self.v_proj(x),
             cache,
@@ -121,13 +132,16 @@ class PreNormLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "T D"],
-        angles: Angles,
+        layer_input: Any,
         cache: LayerCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
+        """Return the residual stream after this block, and its cache.
+
+        `layer_input` is what attention is given beside the hidden states: rotary angles, say.
+        """
         with jax.named_scope("attn"):
-            out, cache = self.self_attn(self.input_layernorm(x), angles, cache, metadata)
+            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
             x = x + out
         with jax.named_scope("mlp"):
             return x + self.mlp(self.post_attention_layernorm(x)), cache

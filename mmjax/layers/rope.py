@@ -122,7 +122,7 @@ def rotary_angles(
     positions: Int[Array, " T"], frequencies: Float[np.ndarray, " P"], factor: float = 1.0
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of every position, float32, times `factor`."""
-    return _cos_sin_once(positions.astype(jnp.float32)[:, None] * frequencies[None, :], factor)
+    return cos_sin(positions.astype(jnp.float32)[:, None] * frequencies[None, :], factor)
 
 
 def multimodal_angles(
@@ -142,12 +142,13 @@ def multimodal_angles(
             f"{len(frequencies)}, the half of a head's rotated width"
         )
     axes = np.repeat(np.arange(3), sections)
-    return _cos_sin_once(positions.astype(jnp.float32)[axes].T * frequencies[None, :], factor)
+    return cos_sin(positions.astype(jnp.float32)[axes].T * frequencies[None, :], factor)
 
 
-def _cos_sin_once(
-    angles: Float[Array, "T P"], factor: float
+def cos_sin(
+    angles: Float[Array, "T P"], factor: float = 1.0
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
+    """Return the angles' cosines and sines times `factor`, computed once a step."""
     # Computed again for every head of every layer, they would be 5% of a step of 64 tokens.
     cos, sin = prevent_fusion(_cos_sin, angles, angles[0, 0] >= 0)
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)

@@ -62,12 +62,19 @@ class RotaryPositions:
     """int32[3, T]: time, row and column of every token of the prompt."""
     offset: int
     """A token at index i behind the prompt is at i + offset, on all three axes."""
+    is_constant: tuple[bool, bool, bool] = (False, False, False)
+    """The axes on which tokens behind the prompt stay where its last token is."""
+    cache_key: str = ""
+    """What of the whole prompt its first tokens' positions depend on: prompts share blocks of the
+    prefix cache only where it is equal."""
 
     def between(self, start: int, end: int) -> np.ndarray:
         """Return int32[3, end - start]: the positions of the tokens [start, end)."""
         inside = self.prompt[:, start:end]
         behind = np.arange(max(start, self.prompt.shape[1]), end, dtype=np.int32) + self.offset
-        return np.concatenate([inside, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+        constant = np.array(self.is_constant)[:, None]
+        behind = np.where(constant, self.prompt[:, -1:], behind).astype(np.int32)
+        return np.concatenate([inside, behind], axis=1)
 
 
 class HostInputs(ABC):

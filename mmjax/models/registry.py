@@ -59,6 +59,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
         "MolmoForCausalLM": ModelRow("molmo"),
+        "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
     }
@@ -82,6 +83,8 @@ class ProcessorFactories:
 
     None: prompts can be processed, and not answered (mmjax's own models have a table instead).
     """
+    load_tokenizer: Callable[[Path], Any] | None = None
+    """Loads the tokenizer of a checkpoint's directory where HF's AutoTokenizer cannot."""
     placeholder_str: Callable[[str, int], str | None] | None = None
     """The model class's `get_placeholder_str`, where it has one: it comes before the info's."""
 
@@ -225,7 +228,7 @@ class MultiModalRegistry:
                 f"its architecture `{architecture}`; {_nearest(architecture)}"
             )
         if tokenizer is None:
-            tokenizer = _load_tokenizer(model_config)
+            tokenizer = _load_tokenizer(model_config, factories.load_tokenizer)
         ctx = InputProcessingContext(model_config=model_config, tokenizer=tokenizer)
         return factories.build_processor(ctx, cache=cache)
 
@@ -298,11 +301,13 @@ def _nearest(architecture: str) -> str:
     return f"the nearest supported one is `{nearest}`, of: {supported}"
 
 
-def _load_tokenizer(model_config: ModelConfig) -> Any:
+def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | None) -> Any:
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
 
     try:
+        if load is not None:
+            return load(model_config.path)
         # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
         return AutoTokenizer.from_pretrained(model_config.path, trust_remote_code=False)
     except (OSError, ValueError) as error:

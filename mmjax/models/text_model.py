@@ -12,6 +12,7 @@ from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.molmo import MolmoConfig, MolmoTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
+from mmjax.language.qwen import QwenConfig, QwenTextModel
 from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
@@ -24,6 +25,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "molmo": (MolmoConfig.from_hf, MolmoTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),
+        "qwen": (QwenConfig.from_hf, QwenTextModel),
         "qwen2": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
@@ -41,9 +43,16 @@ def build_text_model(hf_config: Any, *, dtype: Any, is_tied: bool | None = None)
     text_config = hf_config.get_text_config()
     if text_config.model_type not in _DECODERS:
         raise CheckpointError(
-            f"`text_config.model_type` is `{text_config.model_type}`, a decoder that mmjax "
-            f"does not have; it has {', '.join(f'`{name}`' for name in _DECODERS)}"
+            f"`{_key_of(hf_config, text_config)}.model_type` is `{text_config.model_type}`, a "
+            "decoder that mmjax does not have; it has "
+            f"{', '.join(f'`{name}`' for name in _DECODERS)}"
         )
     read_config, build = _DECODERS[text_config.model_type]
     is_tied = hf_config.tie_word_embeddings if is_tied is None else is_tied
     return build(read_config(text_config), is_tied=is_tied, dtype=dtype)
+
+
+def _key_of(hf_config: Any, text_config: Any) -> str:
+    """Return the key of config.json that a wrapper's text configuration stands under."""
+    # InternVL's original layout says `llm_config`, which HF's name only repeats.
+    return "llm_config" if getattr(hf_config, "llm_config", None) is text_config else "text_config"

@@ -118,19 +118,27 @@ class PagedModel:
 
     def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
         """Return `max_tokens` greedy tokens, ignoring EOS."""
+        return tuple(self.decode(sample, max_tokens).argmax(-1).tolist())
+
+    def decode(self, sample: Sample, max_tokens: int) -> np.ndarray:
+        """Return float32[max_tokens, V]: the logits that each greedy token was chosen by."""
         rows = self._run_encoder(sample).pop("", None)
         rotary = self._positions(sample)
         outputs, cache = self._prefill(sample, rows, self._new_cache(), rotary)
-        tokens = [int(outputs[LOGITS][sample.num_tokens - 1].argmax())]
-        while len(tokens) < max_tokens:
-            place = sample.num_tokens + len(tokens) - 1
+        logits = [outputs[LOGITS][sample.num_tokens - 1]]
+        while len(logits) < max_tokens:
+            place = sample.num_tokens + len(logits) - 1
             metadata = self._metadata(place, np.array([place + 1], np.int32), padded=1, tile=1)
             metadata = self._add_cross(metadata, sample, rows, is_first=False)
             positions = rotary.between(place, place + 1)
-            token = np.array(tokens[-1:], np.int32)
+            token = np.array([logits[-1].argmax()], np.int32)
             outputs, cache = self._call(token, None, cache, metadata, positions)
-            tokens.append(int(outputs[LOGITS][0].argmax()))
-        return tuple(tokens)
+            logits.append(outputs[LOGITS][0])
+        return np.stack(logits)
+
+    def embed(self, sample: Sample) -> np.ndarray:
+        """Return float32[rows, D]: the embeddings of all items, in the order of the prompt."""
+        return self._run_encoder(sample)[""]
 
     def _new_cache(self) -> KVCache:
         return allocate(

@@ -10,6 +10,7 @@ from PIL import Image
 from transformers import ProcessorMixin
 
 from mmjax.config import ModelConfig
+from mmjax.errors import ConfigError
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
@@ -38,6 +39,7 @@ class Parity:
 
     def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
         architecture = model_config.architecture
+        self.max_len = max_len
         model_class: Any = load_model_class(architecture)
         self.config = model_config.hf_config
         self.rules = model_class.rules(self.config)
@@ -130,8 +132,18 @@ class Parity:
         return {name: value for name, value in tensors.items() if name in known}
 
     def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
-        """Run both models on the outputs of their own processors."""
-        sample, inputs = self.process(case), self.process_reference(case)
+        """Run both models on the outputs of their own processors.
+
+        ConfigError for a prompt that leaves no room for its greedy tokens.
+        """
+        sample = self.process(case)
+        if sample.num_tokens + max_tokens > self.max_len:
+            raise ConfigError(
+                f"the prompt of {case.name} has {sample.num_tokens} tokens, and `--max-len` is "
+                f"{self.max_len}; give {sample.num_tokens + max_tokens} or more, for "
+                f"{max_tokens} greedy tokens behind it"
+            )
+        inputs = self.process_reference(case)
         encoder_ids = sample.encoder_token_ids
         token_ids = sample.token_ids if encoder_ids is None else encoder_ids
         is_equal = np.array_equal(token_ids, inputs["input_ids"][0].numpy())

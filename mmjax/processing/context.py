@@ -1,7 +1,7 @@
 """What a processor knows of its model: configuration, tokenizer, HF processor, limits, sizes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -106,6 +106,12 @@ class InputProcessingContext:
 class BaseProcessingInfo(ABC):
     """Facts about a family's processing; every family overrides `get_supported_mm_limits`."""
 
+    chat_template: str | None = None
+    """For checkpoints that have none: published ones of older families lack it.
+
+    It leaves BOS to the tokenizer, as the families' own documentation does.
+    """
+
     def __init__(self, ctx: InputProcessingContext) -> None:
         self.ctx = ctx
 
@@ -141,6 +147,10 @@ class BaseProcessingInfo(ABC):
     def get_reserved_tokens(self) -> Mapping[str, int]:
         """Return the tokens that only prompt updates may write; a prompt with one is refused."""
         return {}
+
+    def get_ending_token_ids(self) -> Sequence[int]:
+        """Return tokens that end an answer, beside those of the checkpoint's files."""
+        return ()
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None

@@ -35,6 +35,7 @@ class Prompt:
     cache_salt: str | None = None
     lora_name: str | None = None
     lora_request: Adapter | None = None
+    positions_key: str = ""
 
 
 def image(identifier: str, offset: int, length: int, is_embed: np.ndarray | None = None):
@@ -94,6 +95,16 @@ def test_the_adapter_comes_first_and_the_salt_last():
     assert generate_block_hash_extra_keys(salted, 0, 1, 0) == ((("cache_salt", "salt"),), 0)
     assert generate_block_hash_extra_keys(salted, 1, 2, 0) == (None, 0)
     assert generate_block_hash_extra_keys(Prompt(cache_salt=""), 0, 1, 0) == (None, 0)
+
+
+def test_positions_that_depend_on_the_whole_prompt_are_in_the_first_block():
+    prompt = Prompt(range(8), positions_key="ntk 1")
+    assert generate_block_hash_extra_keys(prompt, 0, 4, 0) == ((("positions", "ntk 1"),), 0)
+    assert generate_block_hash_extra_keys(prompt, 4, 8, 0) == (None, 0)
+    others = [Prompt(range(8), positions_key=key) for key in ("", "ntk 1", "ntk 2")]
+    hashes = [tuple(iter_block_hashes(other, 4)) for other in others]
+    assert len(set(hashes)) == 3
+    assert set(hashes[0]).isdisjoint(hashes[1])
 
 
 def test_an_adapter_may_have_a_path():

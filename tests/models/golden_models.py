@@ -1,9 +1,8 @@
-"""Checkpoints in `tests/golden_models`, and what the published implementations made of them."""
+"""Checkpoints whose model has no class in transformers: what the published code made of them."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,82 +10,59 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
-from mmjax.config import ModelConfig
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
-from mmjax.parity.arrays import PagedModel, Sample
-from mmjax.parity.compare import LOGITS
-from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
+from mmjax.parity.arrays import PagedModel
+from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange
 
 GOLDEN_MODELS = Path(__file__).parent.parent / "golden_models"
+NUM_STEPS = 16
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GoldenModel:
-    """One checkpoint."""
+    """A directory of `tests/golden_models`; `path`: itself, or a copy with another config."""
 
+    name: str
     path: Path
-    images: Mapping[str, Image.Image]
-    expected: Mapping[str, Any]
-    """expected.json."""
-    tensors: Mapping[str, np.ndarray]
-    """expected.safetensors."""
-    config: ModelConfig
-    processor: BaseMultiModalProcessor[Any]
-    model_class: Any
-    paged: PagedModel
 
-    @property
-    def cases(self) -> dict[str, Any]:
-        return {case["name"]: case for case in self.expected["cases"]}
+    @cached_property
+    def cases(self) -> dict[str, dict[str, Any]]:
+        expected = json.loads((GOLDEN_MODELS / self.name / "expected.json").read_text())
+        return {case["name"]: case for case in expected["cases"]}
 
-    def process(self, name: str, prompt: Any, **mm_kwargs: Any) -> MultiModalInputs:
-        """Return what our processor makes of a prompt and a case's images."""
-        images = [self.images[image] for image in self.cases[name]["images"]]
-        mm_data = {"image": images} if images else {}
-        return self.processor.apply(prompt, mm_data, hf_processor_mm_kwargs=mm_kwargs)
+    @cached_property
+    def tensors(self) -> dict[str, np.ndarray]:
+        return load_file(GOLDEN_MODELS / self.name / "expected.safetensors")
 
-    def find_embeds(self, sample: Sample) -> np.ndarray:
-        """Return the embeddings of a sample's items, in the order of their places."""
-        return self.paged._run_encoder(sample)[""]
+    @cached_property
+    def processor(self) -> BaseMultiModalProcessor[Any]:
+        return create_processor(self.path)
 
-    def run_forced(self, name: str, sample: Sample) -> np.ndarray:
-        """Return the logits of 16 steps, each after the published answer so far."""
-        answer = np.array(self.cases[name]["greedy_token_ids"][:-1], np.int32)
-        forced = replace(sample, token_ids=np.concatenate([sample.token_ids, answer]))
-        return self.paged.run(forced)[LOGITS][sample.num_tokens - 1 :]
+    @cached_property
+    def model(self) -> PagedModel:
+        config = load_model_config(str(self.path))
+        model_class = load_model_class(config.architecture)
+        return PagedModel.from_directory(self.path, model_class, config.hf_config, max_len=1024)
+
+    def images(self, case: dict[str, Any]) -> dict[str, Any]:
+        folder = GOLDEN_MODELS / self.name / "images"
+        images = [_open(folder / f"{name}.png") for name in case["images"]]
+        return {"image": images} if images else {}
 
 
-@cache
-def load_golden_model(name: str, *, images: str) -> GoldenModel:
-    """Load a checkpoint; `images` names the one that holds the images."""
-    path = GOLDEN_MODELS / name
-    config = load_model_config(str(path))
-    model_class = load_model_class(config.architecture)
-    return GoldenModel(
-        path=path,
-        images={
-            file.stem: Image.open(file).copy()
-            for file in (GOLDEN_MODELS / images / "images").iterdir()
-        },
-        expected=json.loads((path / "expected.json").read_text()),
-        tensors=load_file(path / "expected.safetensors"),
-        config=config,
-        processor=create_processor(config),
-        model_class=model_class,
-        paged=PagedModel.from_directory(path, model_class, config.hf_config, max_len=128),
-    )
-
-
-def assert_placeholders(inputs: MultiModalInputs, expected: Sequence[Mapping[str, Any]]) -> None:
-    """The ranges, and the positions in them that take embeddings, are the published ones."""
-    ranges = inputs.mm_placeholders.get("image", [])
-    assert [(one.offset, one.length) for one in ranges] == [
-        (one["offset"], one["length"]) for one in expected
-    ]
-    for found, wanted in zip(ranges, expected, strict=True):
-        is_embed = np.zeros(wanted["length"], bool)
-        for start, length in wanted["is_embed_runs"]:
+def to_ranges(case: dict[str, Any]) -> list[PlaceholderRange]:
+    """Return a case's placeholders."""
+    ranges = []
+    for one in case["placeholders"]:
+        is_embed = np.zeros(one["length"], bool)
+        for start, length in one["is_embed_runs"]:
             is_embed[start : start + length] = True
-        got = np.ones(found.length, bool) if found.is_embed is None else found.is_embed
-        np.testing.assert_array_equal(got, is_embed)
+        mask = None if is_embed.all() else is_embed
+        ranges.append(PlaceholderRange(one["offset"], one["length"], mask))
+    return ranges
+
+
+def _open(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.copy()

@@ -34,7 +34,55 @@ VIT_6B = {
 }
 QWEN2 = {"model_type": "qwen2", "vocab_size": 151674, "rope_scaling": DYNAMIC, "rope_theta": 1e6}
 INTERNLM2 = {**QWEN2, "model_type": "llama", "vocab_size": 92553, "rms_norm_eps": 1e-5}
+QWEN2_72B = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+}
+QWEN2_32B = {
+    **QWEN2_72B,
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "2-2b": (
+        {
+            **INTERNLM2,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 8,
+        },
+        VIT_300M,
+    ),
+    "2-40b": (
+        {
+            "model_type": "llama",
+            "vocab_size": 64010,
+            "hidden_size": 7168,
+            "intermediate_size": 20480,
+            "num_attention_heads": 56,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 8,
+            "rope_theta": 5e6,
+        },
+        VIT_6B,
+    ),
+    "2-76b": (
+        {
+            **QWEN2_72B,
+            "model_type": "llama",
+            "vocab_size": 128265,
+            "intermediate_size": 28672,
+            "rope_theta": 5e5,
+        },
+        VIT_6B,
+    ),
     "3-1b": (
         {
             **QWEN2,
@@ -57,6 +105,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         VIT_6B,
     ),
+    "3-14b": (
+        {**QWEN2, **QWEN2_32B, "intermediate_size": 13824, "num_hidden_layers": 48},
+        VIT_300M,
+    ),
+    "3-38b": ({**QWEN2, **QWEN2_32B}, VIT_6B),
+    "3-78b": ({**QWEN2, **QWEN2_72B}, VIT_6B),
     "3.5-8b": (
         {
             "model_type": "qwen3",
@@ -72,7 +126,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """What the hub's config.json files say of text and vision; the rest are defaults, as there."""
 
-NUM_PARAMETERS = {"3-1b": 0.94e9, "2.5-26b": 25.5e9, "3.5-8b": 8.53e9}
+NUM_PARAMETERS = {
+    "2-2b": 2.21e9,
+    "2-40b": 40.1e9,
+    "2-76b": 76.3e9,
+    "2.5-26b": 25.5e9,
+    "3-1b": 0.94e9,
+    "3-14b": 15.1e9,
+    "3-38b": 38.4e9,
+    "3-78b": 78.4e9,
+    "3.5-8b": 8.53e9,
+}
+IN_INTERNLM2 = ("2-2b", "2.5-26b")
+"""Sizes whose files have InternLM2's names."""
+SIZES = [
+    pytest.param(size, marks=pytest.mark.slow if NUM_PARAMETERS[size] > 26e9 else ())
+    for size in PUBLISHED
+]
 
 LAYOUTS = {
     "files": {
@@ -118,12 +188,12 @@ def expected_tensors(size: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("size", PUBLISHED)
+@pytest.mark.parametrize("size", SIZES)
 def test_every_tensor_is_used_once_and_none_is_left_over(tmp_path: Path, size: str, layout: str):
     config, tensors = published_config(size), reference_tensors(size)
     rules = InternVLForConditionalGeneration.rules(config)
     if layout == "original":
-        is_internlm2 = size.startswith("2.5")
+        is_internlm2 = size in IN_INTERNLM2
         tensors = to_original(config, tensors, is_internlm2=is_internlm2)
         config = original_config(config, tmp_path, is_internlm2=is_internlm2)
         rules = InternVLChatModel.rules(config)

@@ -88,8 +88,8 @@ def test_columns_first_is_the_transpose():
         ({"select_layer": 9}, "select_layer.*9"),
         ({"force_image_size": 64}, "force_image_size.*64"),
         ({"downsample_ratio": 0.4}, "downsample_ratio.*0.4"),
-        ({"llm_config": {"model_type": "phi3"}}, "phi3"),
-        ({"llm_config": {"model_type": "internlm3"}}, "internlm3"),
+        ({"llm_config": {"model_type": "phi3"}}, "`llm_config.model_type` is `phi3`"),
+        ({"llm_config": {"model_type": "internlm3"}}, "`llm_config.model_type` is `internlm3`"),
         (
             {"llm_config": {"model_type": "internlm2", "rope_pos_id_version": "v2pe"}},
             "rope_pos_id_version.*v2pe",

@@ -126,7 +126,7 @@ def test_pixtrals_patches_are_packed():
         ),
         ({"vision_feature_select_strategy": "most"}, "'most'; it must be one of default, full"),
         ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
-        ({"vision_config.model_type": "dinov2"}, "the vision tower is a `dinov2`"),
+        ({"vision_config.model_type": "dinov2"}, "`vision_config.model_type` is `dinov2`"),
         ({"text_config.model_type": "mamba"}, "`text_config.model_type` is `mamba`"),
         ({"vision_config.image_size": [28, 14]}, r"`vision_config.image_size` is \[28, 14\]"),
     ],

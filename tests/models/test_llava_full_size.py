@@ -50,6 +50,35 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {
         "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
     },
+    "llava-1.5-13b": {
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 5120,
+            "intermediate_size": 13824,
+            "max_position_embeddings": 4096,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 40,
+            "vocab_size": 32064,
+        }
+    },
+    "llava-interleave-qwen-0.5b": {
+        "image_seq_length": 729,
+        "image_token_index": 151646,
+        "vision_config": {**SIGLIP, "num_hidden_layers": 26, "vision_use_head": False},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "text_config": {
+            "model_type": "qwen2",
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "tie_word_embeddings": True,
+            "vocab_size": 152000,
+        },
+    },
     "bakllava-7b": {
         "text_config": {
             "model_type": "mistral",
@@ -107,6 +136,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 NUM_PARAMETERS = {
     "llava-1.5-7b": 7.05e9,
+    "llava-1.5-13b": 13.34e9,
+    "llava-interleave-qwen-0.5b": 0.864e9,
     "bakllava-7b": 7.55e9,
     "llama 3.1 behind siglip": 8.45e9,
     "pixtral-12b": 12.68e9,
@@ -114,11 +145,16 @@ NUM_PARAMETERS = {
 NUM_UNREAD = {
     # of the last block, its norm; SigLIP's pooling head too
     "llava-1.5-7b": 16 + 2,
+    "llava-1.5-13b": 16 + 2,
+    "llava-interleave-qwen-0.5b": 2,
     "bakllava-7b": 16 + 2,
     "llama 3.1 behind siglip": 16 + 2 + 11,
     "pixtral-12b": 0,
 }
-TOKENS_PER_IMAGE = dict.fromkeys(PUBLISHED, 576) | {"llama 3.1 behind siglip": 729}
+TOKENS_PER_IMAGE = dict.fromkeys(PUBLISHED, 576) | {
+    "llama 3.1 behind siglip": 729,
+    "llava-interleave-qwen-0.5b": 729,
+}
 
 LAYOUTS = {
     "hub": {
@@ -155,10 +191,14 @@ def abstract(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shapes(name: str) -> dict[str, tuple[int, ...]]:
-    """HF's names and shapes."""
+    """HF's names and shapes, without a tied head."""
+    config = published_config(name)
     with torch.device("meta"):
-        module = LlavaForConditionalGeneration(published_config(name))
-    return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+        module = LlavaForConditionalGeneration(config)
+    found = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    if config.tie_word_embeddings:
+        del found["lm_head.weight"]
+    return found
 
 
 def tell(name: str, layout: str, inner: str) -> str:

@@ -1,23 +1,19 @@
 """Molmo through the engine and `LLM`: chunks, warm prefixes, preemption, devices change nothing."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
-from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
+from mmjax.layers.module import flatten_params
 from mmjax.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
-from mmjax.models.molmo.processor import CHAT_TEMPLATE
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from tests.engine.tiny import drain, engine_config, tokens_of
-from tests.models.golden_models import GOLDEN_MODELS, GoldenModel, load_golden_model
+from tests.models.golden_models import GOLDEN_MODELS, GoldenModel
 from tests.models.served import make_request
 
 NUM_TOKENS = 8
@@ -27,11 +23,8 @@ LARGEST = 72
 """Embeddings of the largest image, of 1x6 crops."""
 ENCODER = {"encoder_cache_size": 128, "max_num_encoder_input_tokens": 128}
 """Room for an image of several crops, where a step has few tokens."""
+MODELS = {name: GoldenModel(name, GOLDEN_MODELS / name) for name in ("molmo_7b_d", "molmo_7b_o")}
 CASES = ("square", "text_only", "photo", "tiny", "wide")
-
-
-def load(name: str) -> GoldenModel:
-    return load_golden_model(name, images="molmo_7b_d")
 
 
 def start(
@@ -52,7 +45,8 @@ def start(
 
 
 def sample_of(golden: GoldenModel, name: str) -> Sample:
-    return make_sample(golden.process(name, golden.cases[name]["prompt"]))
+    case = golden.cases[name]
+    return make_sample(golden.processor.apply(case["prompt"], golden.images(case)))
 
 
 def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int]]:
@@ -72,10 +66,10 @@ def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int
     ids=["chunks, preempted", "two devices", "7b-o"],
 )
 def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
-    golden = load(name)
+    golden = MODELS[name]
     samples = [sample_of(golden, case) for case in CASES]
     expected = [golden.cases[case]["greedy_token_ids"][:NUM_TOKENS] for case in CASES]
-    core = start(golden.config.hf_config, golden.paged.params, **settings)
+    core = start(golden.processor.info.get_hf_config(), golden.model.params, **settings)
     assert serve(core, samples, "cold") == expected
     assert (core.num_preemptions > 0) == ("num_blocks" in settings)
     assert serve(core, samples, "warm") == expected
@@ -84,24 +78,11 @@ def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     assert core.compilations == 0
 
 
-@cache
-def eight_heads() -> tuple[Any, Any]:
-    """Return 7B-O's config with heads for four devices, and random parameters for it."""
-    hf_config = load_model_config(str(GOLDEN_MODELS / "molmo_7b_o")).hf_config
-    hf_config.num_attention_heads, hf_config.num_key_value_heads = 8, 4
-    _, abstract = build_abstract(MolmoForCausalLM, hf_config, dtype=jnp.dtype(jnp.float32))
-    rng, leaves = np.random.default_rng(3), {}
-    for name, leaf in sorted(flatten_params(abstract).items()):
-        value = rng.standard_normal(leaf.shape) * 2.0 / np.sqrt(leaf.shape[-1])
-        if "norm" in name or "pre_ln" in name:
-            value = value * 0.1 + (0.0 if name.endswith("bias") else 1.0)
-        leaves[name] = jnp.asarray(value, jnp.float32)
-    return hf_config, unflatten_params(leaves)
-
-
 def test_four_devices_norm_queries_over_all_heads():
-    hf_config, params = eight_heads()
-    samples = [sample_of(load("molmo_7b_o"), case) for case in CASES[:3]]
+    """The published numbers' weights, cut into eight heads."""
+    hf_config = load_model_config(str(GOLDEN_MODELS / "molmo_7b_o")).hf_config
+    hf_config.num_attention_heads, params = 8, MODELS["molmo_7b_o"].model.params
+    samples = [sample_of(MODELS["molmo_7b_o"], case) for case in CASES[:3]]
     alone = PagedModel(MolmoForCausalLM, hf_config, params, 128)
     expected = [list(alone.generate(sample, NUM_TOKENS)) for sample in samples]
     assert len({tuple(answer) for answer in expected}) == len(samples)
@@ -116,20 +97,18 @@ def test_four_devices_norm_queries_over_all_heads():
 
 
 def test_llm_answers_a_conversation_as_published():
-    golden = load("molmo_7b_d")
+    golden = MODELS["molmo_7b_d"]
     case = golden.cases["square"]
+    image = golden.images(case)["image"][0]
     sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     parts = [
-        {"type": "image_pil", "image_pil": golden.images["square"]},
+        {"type": "image_pil", "image_pil": image},
         {"type": "text", "text": case["user_text"]},
     ]
-    with LLM(str(golden.path), chat_template=CHAT_TEMPLATE, use_tqdm_on_load=False, **sizes) as llm:
+    with LLM(str(golden.path), use_tqdm_on_load=False, **sizes) as llm:
         chats = llm.chat([{"role": "user", "content": parts}], sampling, use_tqdm=False)
-        prompt = {
-            "prompt": case["user_text"],
-            "multi_modal_data": {"image": golden.images["square"]},
-        }
+        prompt = {"prompt": case["user_text"], "multi_modal_data": {"image": image}}
         texts = llm.generate([prompt], sampling, use_tqdm=False)
         assert llm.engine.compilations == 0
     for output in (*chats, *texts):

@@ -138,6 +138,14 @@ def test_the_command_says_no(checkpoint: Path, capsys: pytest.CaptureFixture[str
     assert "parity: NO" in capsys.readouterr().out
 
 
+def test_a_prompt_that_is_too_long_is_no_difference(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--prompts", "Which?", "--num-images", "2", "--max-tokens", "8"]
+    assert main([str(checkpoint), *arguments, "--max-len", "32"]) == 2
+    assert "tokens, and `--max-len` is 32; give" in capsys.readouterr().err
+
+
 def test_a_capped_checkpoint_differs_by_decision_and_the_command_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

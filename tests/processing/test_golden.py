@@ -11,6 +11,7 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange
+from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.processing.families import FAMILIES
 from tests.processing.families.family import GOLDEN, Family, golden_path, golden_processor
 
@@ -66,6 +67,15 @@ def to_range(expected: dict[str, Any]) -> PlaceholderRange:
 def test_every_family_has_goldens():
     folders = {path.name for path in GOLDEN.iterdir() if path.is_dir()}
     assert folders - {"images"} == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", [one for one in EXPECTED if "processed_by" in EXPECTED[one]])
+def test_limits_are_vllms(name: str):
+    processor = golden_processor(name)
+    assert dict(processor.info.supported_mm_limits) == EXPECTED[name]["supported_mm_limits"]
+    most = EXPECTED[name]["mm_max_tokens_per_item"]  # vLLM measures where a family declares none
+    if most is not None:
+        assert MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096) == most
 
 
 @pytest.mark.parametrize(("family", "case"), vllm_cases(is_refused=False))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoTokenizer, BatchFeature
+from transformers import BatchFeature
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
@@ -28,42 +28,17 @@ from mmjax.processing.image_processors.tiling import choose_arrangement, list_ar
 from tests.kit import draw
 from tests.processing.families import internvl
 from tests.processing.families.family import get_placeholder_str
-from tests.processing.families.internvl import PATH, VIDEO
+from tests.processing.families.internvl import (
+    CONFIG,
+    VIDEO,
+    cut_as_original,
+    ids_as_original,
+    make_original,
+    normalize_as_original,
+    original,
+)
 
-CONFIG = {
-    "architectures": ["InternVLChatModel"],
-    "model_type": "internvl_chat",
-    "downsample_ratio": 0.5,
-    "dynamic_image_size": True,
-    "force_image_size": 56,
-    "min_dynamic_patch": 1,
-    "max_dynamic_patch": 6,
-    "use_thumbnail": True,
-    "vision_config": {"model_type": "intern_vit_6b", "image_size": 56, "patch_size": 14},
-    "llm_config": {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "vocab_size": 1024,
-        "max_position_embeddings": 4096,
-    },
-}
 ROOMY = MultiModalProcessorOnlyCache
-
-
-@cache
-def original(**overrides: Any) -> Path:
-    """Write a tiny checkpoint in the original layout; its `<image>` is several tokens."""
-    path = Path(mkdtemp(prefix="mmjax-internvl-"))
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    tokenizer.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({**CONFIG, **overrides}))
-    return path
-
-
-def make_original(cache: Any = None, mm: Any = None, **overrides: Any) -> Any:
-    config = load_model_config(str(original(**overrides)), mm=mm or MultiModalConfig())
-    return create_processor(config, cache=cache)
 
 
 @pytest.fixture(params=["uncached", "cached"])
@@ -81,49 +56,6 @@ def hf_layout(request: pytest.FixtureRequest) -> Any:
 def draw_video(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
     frames = [draw(width, height, seed=seed * 100 + index) for index in range(num_frames)]
     return np.stack([np.asarray(frame) for frame in frames])
-
-
-def cut_as_original(image: Image.Image, fewest: int, most: int) -> list[Image.Image]:
-    """`dynamic_preprocess` as the model's README has it."""
-    ratios = sorted(
-        {
-            (i, j)
-            for n in range(fewest, most + 1)
-            for i in range(1, n + 1)
-            for j in range(1, n + 1)
-            if fewest <= i * j <= most
-        },
-        key=lambda ratio: ratio[0] * ratio[1],
-    )
-    best, best_difference = (1, 1), float("inf")
-    for ratio in ratios:
-        difference = abs(image.width / image.height - ratio[0] / ratio[1])
-        if difference < best_difference:
-            best, best_difference = ratio, difference
-        elif difference == best_difference and (
-            image.width * image.height > 0.5 * 56 * 56 * ratio[0] * ratio[1]
-        ):
-            best = ratio
-    resized = image.resize((56 * best[0], 56 * best[1]))
-    tiles = []
-    for i in range(best[0] * best[1]):
-        x, y = i % best[0] * 56, i // best[0] * 56
-        tiles.append(resized.crop((x, y, x + 56, y + 56)))
-    return [*tiles, image.resize((56, 56))] if len(tiles) > 1 else tiles
-
-
-def normalize_as_original(tiles: Sequence[Image.Image]) -> np.ndarray:
-    """ToTensor and Normalize, in torch."""
-    mean = torch.tensor((0.485, 0.456, 0.406)).view(3, 1, 1)
-    std = torch.tensor((0.229, 0.224, 0.225)).view(3, 1, 1)
-    pixels = [torch.from_numpy(np.asarray(tile).copy()).permute(2, 0, 1) for tile in tiles]
-    return torch.stack([(one.float().div(255) - mean) / std for one in pixels]).numpy()
-
-
-def ids_as_original(processor: Any, prompt: str, counts: Sequence[int]) -> list[int]:
-    for count in counts:
-        prompt = prompt.replace("<image>", f"<img>{'<IMG_CONTEXT>' * 4 * count}</img>", 1)
-    return processor.info.get_tokenizer()(prompt)["input_ids"]
 
 
 def check_soft_places(inputs: Any, modality: str, context_id: int = 998) -> None:

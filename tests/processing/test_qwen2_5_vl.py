@@ -1,14 +1,10 @@
 """Qwen2.5-VL's own beside Qwen2-VL's: the seconds of a video's steps, and HF's processor on it."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
-from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.video_processing_utils import VideoProcessorMixin
 from transformers.video_utils import VideoMetadata
 
@@ -16,34 +12,12 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, golden_processor
-from tests.processing.families.qwen2_vl import IMAGE, VIDEO
-
-EDITS: dict[str, Any] = {
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "model_type": "qwen2_5_vl",
-    "text_config.model_type": "qwen2_5_vl_text",
-    "vision_config.model_type": "qwen2_5_vl_vision",
-    "vision_config.out_hidden_size": 64,
-}
+from tests.processing.families.qwen2_vl import IMAGE, VIDEO, hf_qwen2_5, make_qwen2_5
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return edit_golden("qwen2_vl", tmp_path_factory.mktemp("qwen2_5_vl"), config=EDITS)
-
-
-@pytest.fixture(scope="module")
-def processor(path: Path) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**26)
-    return golden_processor("qwen2_vl", path=path, processor_cache=cache, enable_mm_embeds=True)
-
-
-class WithoutTorchvision(Qwen2_5_VLProcessor):
-    """HF's processor, which would refuse any video processor but those of torchvision."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-        pass
+def processor() -> Any:
+    return make_qwen2_5(processor_cache=MultiModalProcessorOnlyCache(2**26), enable_mm_embeds=True)
 
 
 class Stub(VideoProcessorMixin):
@@ -68,12 +42,8 @@ METADATA: list[dict[str, Any]] = [
 ]
 
 
-def test_prompts_and_seconds_are_hfs(processor: Any, path: Path):
-    hf: Any = WithoutTorchvision(
-        Qwen2VLImageProcessorPil.from_pretrained(path),
-        AutoTokenizer.from_pretrained(path),
-        Stub(METADATA),
-    )
+def test_prompts_and_seconds_are_hfs(processor: Any):
+    hf = hf_qwen2_5(Stub(METADATA))
     videos = [np.full((n, 56, 56, 3), 40 * n, np.uint8) for n in (1, 4, 3)]
     prompt = f"a {VIDEO}{IMAGE} b {VIDEO}\n{VIDEO}!"
     wanted = hf(text=prompt, images=[draw(90, 60)], videos=videos, return_tensors="np")

@@ -189,15 +189,6 @@ def test_cold_warm_and_partly_warm_caches_agree_on_videos(capacity: int):
         assert found.mm_kwargs == wanted.mm_kwargs
 
 
-def test_the_declared_maximum_is_vllms():
-    processor = qwen2_vl.make_processor()
-    assert processor.info.supported_mm_limits == {"image": None, "video": None}
-    assert MultiModalProfiler(processor).get_mm_max_tokens_per_item(4096) == {
-        "image": 64,
-        "video": 448,
-    }
-
-
 @pytest.mark.parametrize("seq_len", [1, 64, 200, 448, 4096])
 @pytest.mark.parametrize("num_videos", [1, 3])
 @pytest.mark.parametrize(

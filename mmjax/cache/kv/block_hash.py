@@ -25,7 +25,7 @@ BlockHashAlgorithm = Literal["sha256", "blake3"]
 
 ExtraKey = tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]
 """`("lora", name)` or `("lora", name, path)`; `("mm", identifier, offset)`;
-`("cache_salt", salt)`."""
+`("cache_salt", salt)`; `("positions", key)`."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _HASHERS: Mapping[BlockHashAlgorithm, Callable[[bytes], Any]] = {
@@ -53,7 +53,8 @@ class PlacedItem(Protocol):
 class HashableRequest(Protocol):
     """What the hashes of a request's blocks depend on, besides its tokens.
 
-    The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_path`.
+    The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_path`. Where a
+    prompt's positions depend on all of it, `positions_key` says how.
     """
 
     @property
@@ -105,7 +106,12 @@ def generate_block_hash_extra_keys(
     mm_keys, next_mm_idx = _mm_keys(
         request.mm_features or (), start_token_idx, end_token_idx, start_mm_idx
     )
-    keys = (*_lora_keys(request), *mm_keys, *_salt_keys(request, start_token_idx))
+    keys = (
+        *_lora_keys(request),
+        *mm_keys,
+        *_salt_keys(request, start_token_idx),
+        *_position_keys(request, start_token_idx),
+    )
     return keys or None, next_mm_idx
 
 
@@ -175,3 +181,8 @@ def _lora_keys(request: HashableRequest) -> list[ExtraKey]:
 def _salt_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
     # Later blocks depend on it through their parents.
     return [("cache_salt", request.cache_salt)] if start == 0 and request.cache_salt else []
+
+
+def _position_keys(request: HashableRequest, start: int) -> list[ExtraKey]:
+    key = getattr(request, "positions_key", "")
+    return [("positions", key)] if start == 0 and key else []

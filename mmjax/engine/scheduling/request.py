@@ -185,6 +185,11 @@ class Request:
         return self.items
 
     @property
+    def positions_key(self) -> str:
+        """What of the whole prompt its tokens' positions depend on."""
+        return "" if self.rotary is None else self.rotary.cache_key
+
+    @property
     def is_finished(self) -> bool:
         """Whether the request has left the scheduler."""
         status = self.status

@@ -39,13 +39,17 @@ class ChatParser:
         """Return the parser for a model's template, tokenizer and limits."""
         model_config = input_processor.model_config
         return cls(
-            template=ChatTemplate.from_config(model_config, input_processor.tokenizer),
+            template=ChatTemplate.from_config(
+                model_config,
+                input_processor.tokenizer,
+                family_source=input_processor.family_chat_template,
+            ),
             parts=PartReader(
                 mm=model_config.mm,
                 check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
                 check_mm_data=input_processor.check_mm_data,
-                takes_embeds=input_processor.takes_embeds,
+                embeds_fields=input_processor.image_embeds_fields,
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -74,7 +78,7 @@ class ChatParser:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        prompt: PromptDict = {"prompt": text, "add_special_tokens": False}
+        prompt: PromptDict = {"prompt": text, "add_special_tokens": template.add_special_tokens}
         if media.images:
             prompt["multi_modal_data"] = {"image": media.image_data()}
         if any(uuid is not None for uuid in media.uuids):

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mmjax.config import MultiModalConfig
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import (
     IMAGE_FORMATS,
     MediaLimits,
+    as_numpy,
     decode_data_url,
     is_array_like,
 )
@@ -26,6 +29,8 @@ _IMAGE_TYPES = ("image_url", "input_image")
 _EMBEDS_TYPE = "image_embeds"
 _MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE)
 _PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
+_MAX_METADATA = 2**16
+"""Of a number beside embeddings (a size of a grid); products of three fit in 64 bits."""
 _PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url")
 
 
@@ -41,7 +46,16 @@ class ConversationMedia:
 
     def image_data(self) -> Any:
         """Return the images as an entry of `multi_modal_data`."""
-        return {"image_embeds": self.images} if self.are_embeds else self.images
+        if not self.are_embeds:
+            return self.images
+        if not isinstance(self.images[0], Mapping):
+            return {_EMBEDS_TYPE: self.images}
+        joined = {
+            name: np.stack([one[name] for one in self.images])
+            for name in self.images[0].keys() - {_EMBEDS_TYPE}
+        }
+        rows = [as_numpy(one[_EMBEDS_TYPE]).astype(np.float32) for one in self.images]
+        return {_EMBEDS_TYPE: np.concatenate(rows), **joined}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +69,9 @@ class PartReader:
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
     """Raises `RequestError` for embeddings that the model refuses."""
-    takes_embeds: bool = False
-    """Whether the model takes image embeddings."""
+    embeds_fields: frozenset[str] = frozenset()
+    """The tensors that image embeddings consist of: `image_embeds`, which may have metadata beside
+    it; none where the model takes no embeddings."""
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
         """Return `{"type": "text", "text": ...}` or `{"type": "image"}` (None: an empty part).
@@ -129,7 +144,7 @@ class PartReader:
         return self._image_from_url(value, place)
 
     def _check_embeds_allowed(self, place: str) -> None:
-        if not self.takes_embeds:
+        if not self.embeds_fields:
             raise RequestValueError(
                 f"`{place}` has the type `image_embeds`, which this model does not take; send the "
                 "image itself as `image_url`",
@@ -143,11 +158,54 @@ class PartReader:
             )
 
     def _embeds(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
-        """Return the embeddings of one image, `[rows, width]`."""
+        """Return the embeddings of one image, `[rows, width]`; with metadata, a dict of both."""
         place = f"{place}.{kind}"
         value = part.get(kind)
-        if value is None and has_uuid:
+        metadata = self.embeds_fields - {kind}
+        if value is None and has_uuid and not metadata:
             return None
+        if not metadata:
+            embeds = self._rows(value, place)
+            self._check_embeds({kind: [embeds]}, place)
+            return embeds
+        if not isinstance(value, Mapping) or value.keys() != self.embeds_fields:
+            found = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+            raise RequestTypeError(
+                f"`{place}` must be an object of {_quote(self.embeds_fields)}, not of {found}: "
+                "what stands beside the embeddings says where they belong in the image",
+                param=place,
+            )
+        given = {name: self._metadata(value[name], f"{place}.{name}") for name in metadata}
+        embeds = self._rows(value[kind], f"{place}.{kind}")
+        items = {name: numbers[None] for name, numbers in given.items()}
+        self._check_embeds({kind: embeds, **items}, place)
+        return {kind: embeds, **given}
+
+    def _check_embeds(self, image: Mapping[str, Any], place: str) -> None:
+        if self.check_mm_data is not None:
+            with _at(place):
+                self.check_mm_data({"image": image})
+
+    def _metadata(self, value: Any, place: str) -> np.ndarray:
+        """Return int64[_]: a grid's sizes, or another list of numbers."""
+        if self.are_objects_allowed and is_array_like(value):
+            value = as_numpy(value).tolist()
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+            (value,) = value
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(type(one) is int and 0 <= one < _MAX_METADATA for one in value)
+        ):
+            raise RequestTypeError(
+                f"`{place}` must be a list of integers from 0 to {_MAX_METADATA - 1}, such as "
+                "[1, 16, 24] for a `grid_thw`",
+                param=place,
+            )
+        return np.array(value, np.int64)
+
+    def _rows(self, value: Any, place: str) -> Any:
+        """Return the array of one image's embeddings, `[rows, width]`."""
         if isinstance(value, str):
             limits = MediaLimits(max_image_bytes=self.mm.max_image_bytes)
             embeds: Any = decode_embeds(value, limits, param=place)
@@ -159,12 +217,8 @@ class PartReader:
                 "encode what `safetensors.numpy.save` returns",
                 param=place,
             )
-        if len(embeds.shape) == 3 and embeds.shape[0] == 1:
-            embeds = embeds[0]
-        if self.check_mm_data is not None:
-            with _at(place):
-                self.check_mm_data({"image": {kind: [embeds]}})
-        return embeds
+        is_batch_of_one = len(embeds.shape) == 3 and embeds.shape[0] == 1
+        return embeds[0] if is_batch_of_one else embeds
 
     def _image_object(self, value: Any, place: str, *, has_uuid: bool) -> Any:
         if not self.are_objects_allowed:
@@ -194,6 +248,10 @@ class PartReader:
         except RequestError as error:
             raise _explain(place, error) from error
         return EncodedImage(data, limits, place, explain=partial(_explain, place))
+
+
+def _quote(names: frozenset[str]) -> str:
+    return " and ".join(f"`{name}`" for name in sorted(names))
 
 
 @contextmanager

@@ -20,7 +20,9 @@ ContentFormat = Literal["openai", "string"]
 class ChatTemplate:
     """One chat template with its content format."""
 
-    def __init__(self, source: str | None, tokenizer: Any) -> None:
+    def __init__(
+        self, source: str | None, tokenizer: Any, *, add_special_tokens: bool = False
+    ) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self.content_format: ContentFormat = (
@@ -28,14 +30,24 @@ class ChatTemplate:
         )
         self.message_fields = frozenset() if source is None else find_member_names(source)
         """All member names in the template: other fields of a message have no effect."""
+        self.add_special_tokens = add_special_tokens
+        """Whether the tokenizer adds BOS to what it renders; else the template writes it."""
 
     @staticmethod
-    def from_config(model_config: ModelConfig, tokenizer: Any) -> "ChatTemplate":
-        """Return the operator's template, else the tokenizer's, else the checkpoint directory's."""
+    def from_config(
+        model_config: ModelConfig, tokenizer: Any, *, family_source: str | None = None
+    ) -> "ChatTemplate":
+        """Return the operator's template, else the checkpoint's, else `family_source`.
+
+        The checkpoint's is the tokenizer's, or in a file of HF's processors.
+        """
         source = _read_operators(model_config.chat_template)
         if source is None:
             source = _default_of(tokenizer.chat_template)
-        return ChatTemplate(source or _read_directory(model_config.path), tokenizer)
+        source = source or _read_directory(model_config.path)
+        if source is None and family_source is not None:
+            return ChatTemplate(family_source, tokenizer, add_special_tokens=True)
+        return ChatTemplate(source, tokenizer)
 
     def with_source(self, source: str) -> "ChatTemplate":
         """Return another template for the same tokenizer."""
@@ -108,11 +120,16 @@ def _default_of(template: Any) -> str | None:
 
 def _read_directory(path: Path) -> str | None:
     """Return the template of a checkpoint directory, from the files of HF's processors."""
-    jinja_file, json_file = path / "chat_template.jinja", path / "chat_template.json"
+    jinja_file = path / "chat_template.jinja"
     if jinja_file.is_file():
         return jinja_file.read_text(encoding="utf-8")
-    if json_file.is_file():
-        return _default_of(json.loads(json_file.read_text(encoding="utf-8")).get("chat_template"))
+    for name in ("chat_template.json", "processor_config.json"):
+        json_file = path / name
+        if json_file.is_file():
+            settings = json.loads(json_file.read_text(encoding="utf-8"))
+            source = _default_of(settings.get("chat_template"))
+            if source is not None:
+                return source
     return None
 
 

@@ -75,9 +75,14 @@ class InputProcessor:
         return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
 
     @property
-    def takes_embeds(self) -> bool:
-        """Whether the model supports image embeddings, which the operator may have disabled."""
-        return self._pool.first.info.get_data_parser().takes_plain_embeds("image")
+    def image_embeds_fields(self) -> frozenset[str]:
+        """The tensors that image embeddings consist of; none where the model takes no such."""
+        return frozenset(self._pool.first.info.get_data_parser().embedding_fields.get("image", ()))
+
+    @property
+    def family_chat_template(self) -> str | None:
+        """The template that the model's family declares, for checkpoints without one."""
+        return self._pool.first.info.chat_template
 
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
@@ -255,6 +260,7 @@ class InputProcessor:
     def _eos_token_ids(self) -> list[int]:
         own = self.tokenizer.eos_token_id
         known = self.generation_defaults.eos_token_ids or (int(own),)
+        known = dict.fromkeys((*known, *self._pool.first.info.get_ending_token_ids()))
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:

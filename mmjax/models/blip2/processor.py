@@ -31,6 +31,21 @@ from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 IMAGE_TOKEN = "<image>"
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {{- 'Question: ' + message.content + ' ' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- 'Answer: ' + message.content + ' ' -}}
+    {%- else -%}
+        {{- message.content + ' ' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- 'Answer:' -}}
+{%- endif -%}
+"""
+"""The form in which the paper asks about an image, and asks again."""
 
 
 class Blip2DataParser(MultiModalDataParser):
@@ -38,6 +53,8 @@ class Blip2DataParser(MultiModalDataParser):
 
 
 class Blip2ProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
 

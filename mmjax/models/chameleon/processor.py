@@ -25,8 +25,17 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- message.content + ('' if loop.last else sep_token) -}}
+{%- endfor -%}
+"""
+"""Turns have no names: the separator ends each of them; the processor adds the last."""
+
 
 class ChameleonProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 

@@ -26,6 +26,15 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
+CHAT_TEMPLATE = r"""
+{%- for message in messages if message.role == 'user' -%}
+    {%- if loop.last -%}
+        {{- message.content -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""The task of the last turn alone: the model was trained on tasks, not on conversations."""
+
 
 class Florence2DataParser(MultiModalDataParser):
     @staticmethod
@@ -40,6 +49,8 @@ class Florence2DataParser(MultiModalDataParser):
 
 
 class Florence2ProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
 

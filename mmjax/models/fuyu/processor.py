@@ -39,6 +39,12 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 IMAGE_TOKEN, NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
 START_TOKEN, ANSWER_TOKEN = "<s>", "<0x04>"
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- message.content + '\n' -}}
+{%- endfor -%}
+"""
+"""A line for each message: the model was trained on one question, which ends with a newline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +136,8 @@ class FuyuProcessor:
 
 
 class FuyuProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
 

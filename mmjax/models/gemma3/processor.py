@@ -76,11 +76,38 @@ class PanAndScan:
         return num_crops
 
 
+CHAT_TEMPLATE = r"""
+{%- set system = namespace(text='') -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- for part in message.content -%}
+            {%- set system.text = system.text + part.text -%}
+        {%- endfor -%}
+        {%- set system.text = system.text + '\n\n' -%}
+    {%- else -%}
+        {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) -}}
+        {{- '\n' + system.text -}}
+        {%- set system.text = '' -%}
+        {%- for part in message.content -%}
+            {{- '<start_of_image>' if part.type == 'image' else part.text | trim -}}
+        {%- endfor -%}
+        {{- '<end_of_turn>\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<start_of_turn>model\n' -}}
+{%- endif -%}
+"""
+"""The published one's turns; a system's text begins the next turn."""
+
+
 class Gemma3DataParser(MultiModalDataParser):
     embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
 
 
 class Gemma3ProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 

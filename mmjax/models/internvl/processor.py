@@ -14,9 +14,10 @@ import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.internvl.chat_formats import find_chat_template
 from mmjax.models.internvl.host_inputs import PIXEL_KEYS, only_side
 from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
@@ -65,6 +66,7 @@ class InternVLDataParser(MultiModalDataParser):
 class BaseInternVLProcessingInfo(BaseProcessingInfo):
     """Common to both formats."""
 
+    chat_template = find_chat_template(None)
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
     """Names of the kwargs that enable tiles, and limit their number."""
@@ -148,6 +150,10 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
     pixel_keys: ClassVar = PIXEL_KEYS["original"]
+
+    def __init__(self, ctx: InputProcessingContext) -> None:
+        super().__init__(ctx)
+        self.chat_template = find_chat_template(getattr(self.get_hf_config(), "template", None))
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)

@@ -21,7 +21,7 @@ def count_extra_features(hf_config: Any) -> int:
     if tower not in _NUM_EXTRA_FEATURES:
         known = ", ".join(f"`{name}`" for name in (*_NUM_EXTRA_FEATURES, "pixtral"))
         raise CheckpointError(
-            f"the vision tower is a `{tower}`; LLaVA is served with one of {known}"
+            f"`vision_config.model_type` is `{tower}`; LLaVA is served with one of {known}"
         )
     return _NUM_EXTRA_FEATURES[tower]
 

@@ -29,6 +29,33 @@ from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 IMAGE_TOKEN = "[IMG]"
 _MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 """Behind a row, and behind the last; a checkpoint may name others."""
+CHAT_TEMPLATE = r"""
+{%- set found = namespace(system='', last=0) -%}
+{%- for message in messages -%}
+    {%- if message.role == 'system' -%}
+        {%- for part in message.content -%}
+            {%- set found.system = found.system + part.text + '\n\n' -%}
+        {%- endfor -%}
+    {%- elif message.role == 'user' -%}
+        {%- set found.last = loop.index -%}
+    {%- endif -%}
+{%- endfor -%}
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {{- '[INST]' + (found.system if loop.index == found.last else '') -}}
+        {%- for part in message.content -%}
+            {{- '[IMG]' if part.type == 'image' else part.text -}}
+        {%- endfor -%}
+        {{- '[/INST]' -}}
+    {%- elif message.role == 'assistant' -%}
+        {%- for part in message.content -%}
+            {{- part.text -}}
+        {%- endfor -%}
+        {{- eos_token -}}
+    {%- endif -%}
+{%- endfor -%}
+"""
+"""Mistral's turns; the system's text stands in the last one, as `mistral-common` has it."""
 _FIXED = frozenset({"patch_size", "do_resize", "do_center_crop", "crop_size", "do_pad", "pad_size"})
 """A picture would have other sides than whole patches."""
 
@@ -94,6 +121,8 @@ class PixtralDataParser(MultiModalDataParser):
 
 
 class PixtralProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 

@@ -38,12 +38,30 @@ from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpd
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {%- if message.role == 'user' -%}
+        {{- 'USER: ' + message.content + ' ' -}}
+    {%- elif message.role == 'assistant' -%}
+        {{- 'ASSISTANT: ' + message.content + eos_token -}}
+    {%- else -%}
+        {{- message.content + ' ' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- 'ASSISTANT:' -}}
+{%- endif -%}
+"""
+"""Vicuna's turns, in which LLaVA-1.5 was trained."""
+
 
 class LlavaDataParser(MultiModalDataParser):
     embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
 
 
 class LlavaProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 

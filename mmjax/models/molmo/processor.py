@@ -36,17 +36,25 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% set expected = 'user' if loop.index0 % 2 == 0 else 'assistant' %}"
-    "{% if message['role'] != expected %}"
-    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}"
-    "{% endif %}"
-    "{{ message['role'] | capitalize }}: {{ message['content'] }}{{ '' if loop.last else ' ' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %} Assistant:{% endif %}"
-)
-"""The published format of a conversation, for tokenizers that have no template of their own."""
+CHAT_TEMPLATE = r"""
+{%- set system = '' -%}
+{%- set turns = messages -%}
+{%- if messages[0].role == 'system' -%}
+    {%- set system = messages[0].content + '\n\n' -%}
+    {%- set turns = messages[1:] -%}
+{%- endif -%}
+{%- for message in turns -%}
+    {%- if message.role != ('user' if loop.index0 % 2 == 0 else 'assistant') -%}
+        {{- raise_exception('roles must alternate user/assistant/user/assistant/...') -}}
+    {%- endif -%}
+    {{- '' if loop.first else ' ' -}}
+    {{- message.role | capitalize + ': ' + (system if loop.first else '') + message.content -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- ' Assistant:' -}}
+{%- endif -%}
+"""
+"""The published one, and a system's text before the first question: it has no turn of its own."""
 _TURN = "User:"
 
 _TEXT_SETTINGS: Mapping[str, Any] = {"message_format": "role", "always_start_with_space": True}
@@ -117,6 +125,8 @@ class MolmoProcessor:
 
 
 class MolmoProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         # The published processor places the tokens of a second image wrongly.
         return {"image": 1}

@@ -48,6 +48,26 @@ _SECONDS = {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on
 _MAX_FRAMES_PER_DUMMY = 14
 """Frames that memory is planned for; longer videos are admitted within the encoder budget."""
 
+CHAT_TEMPLATE = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- for part in message.content -%}
+        {%- if part.type == 'image' -%}
+            {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+        {%- else -%}
+            {{- part.text -}}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+
 
 class Qwen2VLDataParser(MultiModalDataParser):
     """Accepts embeddings as `{"image_embeds": ..., "image_grid_thw": ...}`, or of a video."""
@@ -124,6 +144,7 @@ class Qwen25VLDataParser(Qwen2VLDataParser):
 
 
 class Qwen2VLProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
     parser: ClassVar[type[Qwen2VLDataParser]] = Qwen2VLDataParser
     video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
 

@@ -11,3 +11,12 @@ FAMILIES: dict[str, Family] = {
     if module.name != "family"
 }
 """By the folder in `mmjax/models`."""
+
+VARIANTS: dict[str, Family] = {
+    name: variant
+    for family in FAMILIES
+    for name, variant in getattr(
+        import_module(f"{__name__}.{family}"), "VARIANTS", dict[str, Family]()
+    ).items()
+}
+"""Checkpoints of a family whose prompts are processed in another way; under the same laws."""

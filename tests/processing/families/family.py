@@ -78,7 +78,7 @@ def edit_golden(name: str, folder: Path, **edits: Mapping[str, Any] | None) -> P
     `config={"vision_config.patch_size": 7}` sets a value (None removes the key);
     `processor_config=None` removes the file.
     """
-    path = Path(copytree(GOLDEN / name, folder / name))
+    path = Path(copytree(golden_path(name), folder / name))
     for stem, edit in edits.items():
         file = path / f"{stem}.json"
         if edit is None:

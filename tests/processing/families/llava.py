@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from tests.processing.families.family import (
     GOLDEN,
@@ -79,3 +81,53 @@ FAMILY = Family(
     placeholder="<image>",
     words=(*Family.words, *("<s>", "</s>", "<pad>")),
 )
+
+
+@cache
+def pixtral() -> Path:
+    """Write a Pixtral's directory once."""
+    return write_pixtral(Path(mkdtemp(prefix="mmjax-pixtral-")))
+
+
+def make_pixtral(**settings: Any) -> Any:
+    return golden_processor("llava", path=pixtral(), **settings)
+
+
+@cache
+def hf_pixtral() -> tuple[Any, Any]:
+    """HF's own parts, built apart from ours; their `PixtralProcessor` needs torchvision."""
+    images = PixtralImageProcessorPil.from_pretrained(pixtral())
+    return images, AutoTokenizer.from_pretrained(pixtral())
+
+
+def call_pixtral(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Write an image's tokens as `PixtralProcessor.replace_image_token` does, by its size."""
+    image_processor, tokenizer = hf_pixtral()
+    sizes = image_processor(images, **kwargs)["image_sizes"] if images else []
+    first, *others = prompt.split("[IMG]")
+    for (height, width), text in zip(sizes, others, strict=True):
+        rows, columns = height // PIXTRAL_PATCH, width // PIXTRAL_PATCH
+        marked = "[IMG_BREAK]".join(["[IMG]" * columns] * rows)
+        first += f"{marked}[IMG_END]{text}"
+    return HFInputs(tokenizer(first)["input_ids"], {})
+
+
+VARIANTS = {
+    "pixtral": Family(
+        name="llava",
+        make_processor=make_pixtral,
+        call_hf=call_pixtral,
+        embed_token_ids=lambda processor: [processor.info.get_hf_config().image_token_id],
+        placeholder="[IMG]",
+        lowering_kwargs={"size": {"longest_edge": 30}},
+        extra_kwargs=({}, {"size": {"longest_edge": 42}}),
+        mm_configs=(
+            {},
+            {"mm_processor_kwargs": {"size": {"longest_edge": 80}}},
+            {"trust_request_mm_kwargs": True},
+        ),
+        tensors={},  # of other sizes an image, which HF pads; `test_pixtral` compares them
+        takes_size=lambda width, height: max(width, height) < 30 * min(width, height),
+        words=FAMILY.words,
+    )
+}

@@ -1,0 +1,52 @@
+"""Qwen-VL's host inputs: images of one size, and the level of a prompt's rotary base."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem, RotaryPositions
+from mmjax.rounding import count_halvings
+
+NUM_QUERIES = 256
+"""Embeddings of an image; no key of the config."""
+
+
+def visual_config(hf_config: Any) -> Mapping[str, Any]:
+    """Return the keys of the vision tower; `CheckpointError` for a Qwen without one."""
+    visual = getattr(hf_config, "visual", None)
+    if not isinstance(visual, dict):
+        raise CheckpointError(
+            "config.json has no `visual`: it is a Qwen that reads text alone, which mmjax does not "
+            "serve; Qwen-VL and Qwen-VL-Chat have it"
+        )
+    return visual
+
+
+class QwenVLHostInputs(HostInputs):
+    """One unit an image."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        side = visual_config(hf_config)["image_size"]
+        self.encoder_spec = EncoderSpec(
+            inputs={"pixel_values": ((3, side, side), "float32")}, tokens_per_unit=NUM_QUERIES
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the image as `[1, C, Y, X]`."""
+        return {"pixel_values": item["pixel_values"][None]}
+
+    def rotary_positions(
+        self, num_tokens: int, items: Sequence[PromptItem]
+    ) -> RotaryPositions | None:
+        """Return the indices, and on the third axis the level of a long prompt's base."""
+        level = 0
+        if self.hf_config.use_dynamic_ntk:
+            level = count_halvings(num_tokens, self.hf_config.seq_length)
+        indices = np.arange(num_tokens, dtype=np.int32)
+        positions = np.stack([indices, indices, np.full(num_tokens, level, np.int32)])
+        return RotaryPositions(
+            positions, 0, is_constant=(False, False, True), cache_key=f"ntk {level}" * bool(level)
+        )

@@ -1,0 +1,202 @@
+"""Qwen-VL's processor: what stands between `<img>` and `</img>` becomes 256 embeddings.
+
+Before: `Picture 1: <img>cat.png</img>`. After: `Picture 1: <img><imgpad>*256</img>`, where the
+`<imgpad>` take embeddings. The path is dropped: it names an image to people alone.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from PIL import Image
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError
+from mmjax.models.qwen_vl.host_inputs import NUM_QUERIES, visual_config
+from mmjax.models.qwen_vl.tokenizer import (
+    IM_END,
+    IMG_END,
+    IMG_PAD,
+    IMG_START,
+    load_tokenizer,
+)
+from mmjax.models.registry import ProcessorFactories
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.image import normalize, rescale, to_pixels
+from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.items.parse import (
+    ImageEmbeddingItems,
+    ImageProcessorItems,
+    ImageSize,
+    MultiModalDataItems,
+    MultiModalDataParser,
+)
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates.updates import (
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+
+_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_STD = (0.26862954, 0.26130258, 0.27577711)
+"""CLIP's, of red, green and blue (visual.py of the published code)."""
+_PATH = re.compile(r"<img>.*?</img>", re.DOTALL)
+
+
+CHAT_TEMPLATE = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""ChatML, as `chat` of the published code writes it (qwen_generation_utils.py)."""
+
+
+class QwenVLImageProcessor:
+    """Scales images to a square, whatever their shape; takes no kwargs."""
+
+    valid_kwargs = frozenset[str]()
+
+    def __init__(self, side: int) -> None:
+        self.side = side
+
+    def __call__(
+        self, images: Sequence[Image.Image], *, return_tensors: str = "np"
+    ) -> dict[str, np.ndarray]:
+        """Return `pixel_values`, float32[images, 3, side, side]."""
+        return {"pixel_values": np.stack([self._process(image) for image in images])}
+
+    def _process(self, image: Image.Image) -> np.ndarray:
+        square = image.convert("RGB").resize((self.side, self.side), Image.Resampling.BICUBIC)
+        return normalize(rescale(to_pixels(square), 1 / 255), _MEAN, _STD)
+
+
+class QwenVLDataParser(MultiModalDataParser):
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
+
+
+class QwenVLProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return {"image": None}
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        return f"Picture {i}: {IMG_START}{IMG_END}" if modality == "image" else None
+
+    def get_counted_placeholder(self, modality: str) -> str | None:
+        return f"{IMG_START}{IMG_END}" if modality == "image" else None
+
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        return {IMG_PAD: self.get_token_id(IMG_PAD)}
+
+    def get_ending_token_ids(self) -> Sequence[int]:
+        return (self.get_token_id(IM_END),)
+
+    def get_token_id(self, token: str) -> int:
+        token_id = self.get_tokenizer().get_vocab().get(token)
+        if token_id is None:
+            raise CheckpointError(f"the tokenizer does not know `{token}`, which Qwen-VL needs")
+        return token_id
+
+    @property
+    def image_side(self) -> int:
+        """Pixels along a side of what the tower takes."""
+        return visual_config(self.get_hf_config())["image_size"]
+
+    def get_data_parser(self) -> MultiModalDataParser:
+        return QwenVLDataParser(
+            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
+        )
+
+    def load_hf_processor(self) -> ProcessorOfParts:
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(), image_processor=QwenVLImageProcessor(self.image_side)
+        )
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": NUM_QUERIES}
+
+
+class QwenVLDummyInputsBuilder(ImageDummyInputsBuilder[QwenVLProcessingInfo]):
+    def get_largest_image(self) -> ImageSize:
+        return ImageSize(width=self.info.image_side, height=self.info.image_side)
+
+
+class QwenVLMultiModalProcessor(BaseMultiModalProcessor[QwenVLProcessingInfo]):
+    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
+        return False
+
+    def _create_prompts(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        decoder_prompt: str | list[int] | None,
+    ) -> tuple[str | list[int], str | list[int] | None]:
+        """Drop what stands between `<img>` and `</img>`: a path, or its bytes and padding."""
+        prompt, decoders = super()._create_prompts(prompt, mm_items, decoder_prompt)
+        if isinstance(prompt, str):
+            # Behind the last end no path is closed, and looking for one would be quadratic.
+            stop = prompt.rfind(IMG_END) + len(IMG_END) if IMG_END in prompt else 0
+            return _PATH.sub(f"{IMG_START}{IMG_END}", prompt[:stop]) + prompt[stop:], decoders
+        start, end = (self.info.get_token_id(token) for token in (IMG_START, IMG_END))
+        return _drop_between(prompt, start, end), decoders
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return {
+            "pixel_values": MultiModalFieldConfig.batched("image"),
+            "image_embeds": MultiModalFieldConfig.batched("image"),
+        }
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        start, pad, end = (self.info.get_token_id(token) for token in (IMG_START, IMG_PAD, IMG_END))
+        images = mm_items.get_items("image", (ImageEmbeddingItems, ImageProcessorItems))
+
+        def get_replacement(item_idx: int) -> PromptUpdateDetails:
+            num_embeds = NUM_QUERIES
+            if isinstance(images, ImageEmbeddingItems):
+                num_embeds = images.get_feature_size(item_idx)
+            return PromptUpdateDetails.select_token_id([start, *[pad] * num_embeds, end], pad)
+
+        return [PromptReplacement("image", [start, end], get_replacement)]
+
+
+def _drop_between(token_ids: list[int], start: int, end: int) -> list[int]:
+    """Return the tokens without those that stand between a `start` and the next `end`."""
+    ends = [place for place, token_id in enumerate(token_ids) if token_id == end]
+    last_end = ends[-1] if ends else -1
+    kept, is_inside = [], False
+    for place, token_id in enumerate(token_ids):
+        if is_inside and token_id != end:
+            continue
+        is_inside = token_id == start and place < last_end
+        kept.append(token_id)
+    return kept
+
+
+FACTORIES = ProcessorFactories(
+    info=QwenVLProcessingInfo,
+    dummy_inputs=QwenVLDummyInputsBuilder,
+    processor=QwenVLMultiModalProcessor,
+    load_tokenizer=load_tokenizer,
+)

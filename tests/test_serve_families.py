@@ -1,0 +1,114 @@
+"""Every family answers over HTTP, in two processes, as `mmjax.LLM` does in one.
+
+A start takes most of the time: three families that differ most (packed images, units, an
+encoder-decoder) run by default, the others in the slow run.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from openai import OpenAI
+
+from mmjax import LLM, SamplingParams
+from mmjax.models.registry import MODELS
+from tests.kit import draw
+from tests.models.directories import (
+    DIRECTORIES,
+    choose_question,
+    small_settings,
+    takes_one_image,
+)
+from tests.test_serve import Served, message_about
+
+IN_DEFAULT_RUN = {
+    "Florence2ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+}
+MAX_TOKENS = 8
+
+
+def test_every_row_of_the_registry_has_a_case():
+    assert {name.partition(",")[0] for name in DIRECTORIES} == MODELS.keys()
+    assert DIRECTORIES.keys() > IN_DEFAULT_RUN
+
+
+def make_conversations(name: str) -> list[list[Any]]:
+    """Return one with an image in its first turn, and one with an image in a later turn.
+
+    Where a prompt holds several images, the later turn is about a second one.
+    """
+    question = choose_question(name)
+    text = [{"role": "user", "content": question}]
+    answer = {"role": "assistant", "content": "red"}
+    early, late = (message_about(draw(40 + 30 * seed, 50, seed), question) for seed in range(2))
+    before = text if takes_one_image(name) else [early]
+    return [[early, answer, *text], [*before, answer, late]]
+
+
+def ask(address: str, messages: Sequence[Any]) -> str:
+    """Return a streamed answer's text, after finding it equal to the one that is sent whole."""
+    with OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        create: Any = partial(
+            client.chat.completions.create,
+            model="tiny",
+            messages=list(messages),
+            temperature=0,
+            max_tokens=MAX_TOKENS,
+            extra_body={"ignore_eos": True, "skip_special_tokens": False},
+        )
+        whole = create()
+        chunks = list(create(stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == MAX_TOKENS
+    assert whole.usage.prompt_tokens_details.to_dict()["image_tokens"] > 0
+    return text
+
+
+@pytest.fixture
+def served(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The directory, and the address of its server."""
+    # The programs are also those of `LLM`: they are compiled once.
+    compiled: Any = jax.config.values["jax_compilation_cache_dir"]
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", compiled or str(tmp_path / "compiled"))
+    path = DIRECTORIES[name](tmp_path)
+    flags = [
+        word
+        for key, value in small_settings(name).items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    server = Served(str(path), *flags, "--served-model-name", "tiny")
+    try:
+        found = server.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
+        assert "started the engine process" in server.output
+        yield path, f"{found.group(1)}/v1"
+    finally:
+        server.end()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+        for name in DIRECTORIES
+    ],
+)
+def test_a_family_answers_over_http(name: str, served: Any):
+    path, address = served
+    conversations = make_conversations(name)
+    with ThreadPoolExecutor(len(conversations)) as pool:
+        answers = list(pool.map(partial(ask, address), conversations))
+    assert [ask(address, conversation) for conversation in conversations] == answers
+    params = SamplingParams(
+        temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, skip_special_tokens=False
+    )
+    with LLM(path, use_tqdm_on_load=False, **small_settings(name)) as llm:
+        outputs = llm.chat(conversations, params, use_tqdm=False)
+    assert answers == [output.outputs[0].text for output in outputs]
+    assert answers[0] != answers[1], "the image's place changes nothing"
