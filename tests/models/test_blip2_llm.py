@@ -9,7 +9,7 @@ from mmjax import LLM, SamplingParams
 from mmjax.parity.__main__ import main
 from mmjax.parity.reference import generate_reference, load_reference
 from tests.kit import draw
-from tests.models.tiny_blip2 import tiny_blip2_checkpoint
+from tests.models.families.blip2 import tiny_blip2_checkpoint
 from tests.processing.families.blip2 import hf_processor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -14,7 +14,7 @@ from mmjax import LLM, SamplingParams
 from mmjax.parity.__main__ import main
 from mmjax.parity.reference import generate_reference, load_reference
 from tests.kit import draw
-from tests.models.random_florence2 import fill
+from tests.models.families.florence2 import fill
 from tests.processing.families import florence2
 
 MAX_TOKENS = 8

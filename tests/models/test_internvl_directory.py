@@ -16,7 +16,8 @@ from mmjax.models.registry import create_processor
 from mmjax.parity.__main__ import main
 from mmjax.parity.reference import generate_reference
 from tests.kit import draw
-from tests.models.tiny_internvl import original_config, random_internvl, to_original
+from tests.models.families.internvl import INTERNVL
+from tests.models.original_internvl import original_config, to_original
 from tests.processing.families.internvl import PATH, hf_processor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -27,7 +28,7 @@ NUM_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return random_internvl(AutoConfig.from_pretrained(PATH))
+    return INTERNVL.make_reference(config=AutoConfig.from_pretrained(PATH))
 
 
 @pytest.fixture(scope="module")

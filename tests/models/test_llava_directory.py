@@ -13,7 +13,7 @@ from mmjax.parity.__main__ import main
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
 from tests.kit import draw
-from tests.models.tiny_llava import tiny_llava_checkpoint
+from tests.models.families.llava import tiny_llava_checkpoint
 from tests.processing.families.family import edit_golden
 from tests.processing.families.llava import write_pixtral
 

@@ -13,7 +13,7 @@ from mmjax import LLM, SamplingParams
 from mmjax.parity.__main__ import main
 from mmjax.weights.safetensors import open_safetensors
 from tests.kit import draw
-from tests.models.qwen2_vl import CLASSES, fill_qwen
+from tests.models.families.qwen2_vl import CLASSES, QWEN2_VL
 from tests.processing.families.family import GOLDEN, edit_golden
 from tests.processing.families.qwen2_vl import VIDEO, hf_processor, make_processor
 
@@ -41,7 +41,7 @@ def write_weights(path: Path) -> Any:
     """Write random weights beside config, tokenizer and processor files; return HF's model."""
     config = AutoConfig.from_pretrained(path)
     model = CLASSES[config.model_type][0](config).eval()
-    fill_qwen(model)
+    QWEN2_VL.fill(model)
     model.generation_config = GenerationConfig(pad_token_id=992)
     model.save_pretrained(path)
     return model
