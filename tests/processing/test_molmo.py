@@ -5,7 +5,6 @@ from shutil import copytree
 from typing import Any
 
 import jinja2.sandbox
-import numpy as np
 import pytest
 import torch
 from PIL import Image
