@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from mmjax import LLM, SamplingParams
@@ -13,12 +14,11 @@ from mmjax.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from tests.engine.tiny import drain, engine_config, tokens_of
-from tests.models.golden_models import GOLDEN_MODELS, GoldenModel
+from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel
 from tests.models.served import make_request
 
-NUM_TOKENS = 8
-"""What `make_request` asks for."""
-MAX_MODEL_LEN = 112
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
+MAX_MODEL_LEN = 120
 LARGEST = 72
 """Embeddings of the largest image, of 1x6 crops."""
 ENCODER = {"encoder_cache_size": 128, "max_num_encoder_input_tokens": 128}
@@ -51,7 +51,8 @@ def sample_of(golden: GoldenModel, name: str) -> Sample:
 
 def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int]]:
     for number, sample in enumerate(samples):
-        core.add_request(make_request(f"{prefix} {number}", sample))
+        request = make_request(f"{prefix} {number}", sample)
+        core.add_request(msgspec.structs.replace(request, sampling_params=GREEDY))
     news = drain(core)
     return [tokens_of(news[f"{prefix} {number}"]) for number in range(len(samples))]
 
@@ -68,7 +69,7 @@ def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int
 def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     golden = MODELS[name]
     samples = [sample_of(golden, case) for case in CASES]
-    expected = [golden.cases[case]["greedy_token_ids"][:NUM_TOKENS] for case in CASES]
+    expected = [golden.cases[case]["greedy_token_ids"] for case in CASES]
     core = start(golden.processor.info.get_hf_config(), golden.model.params, **settings)
     assert serve(core, samples, "cold") == expected
     assert (core.num_preemptions > 0) == ("num_blocks" in settings)
@@ -84,7 +85,7 @@ def test_four_devices_norm_queries_over_all_heads():
     hf_config.num_attention_heads, params = 8, MODELS["molmo_7b_o"].model.params
     samples = [sample_of(MODELS["molmo_7b_o"], case) for case in CASES[:3]]
     alone = PagedModel(MolmoForCausalLM, hf_config, params, 128)
-    expected = [list(alone.generate(sample, NUM_TOKENS)) for sample in samples]
+    expected = [list(alone.generate(sample, NUM_STEPS)) for sample in samples]
     assert len({tuple(answer) for answer in expected}) == len(samples)
     core = start(hf_config, params, size=4, max_num_seqs=1)
     assert serve(core, samples, "") == expected
@@ -100,16 +101,15 @@ def test_llm_answers_a_conversation_as_published():
     golden = MODELS["molmo_7b_d"]
     case = golden.cases["square"]
     image = golden.images(case)["image"][0]
-    sampling = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     parts = [
         {"type": "image_pil", "image_pil": image},
         {"type": "text", "text": case["user_text"]},
     ]
     with LLM(str(golden.path), use_tqdm_on_load=False, **sizes) as llm:
-        chats = llm.chat([{"role": "user", "content": parts}], sampling, use_tqdm=False)
+        chats = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
         prompt = {"prompt": case["user_text"], "multi_modal_data": {"image": image}}
-        texts = llm.generate([prompt], sampling, use_tqdm=False)
+        texts = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert llm.engine.compilations == 0
     for output in (*chats, *texts):
         assert list(output.prompt_token_ids) == case["prompt_token_ids"]

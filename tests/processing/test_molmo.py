@@ -5,8 +5,8 @@ from shutil import copytree
 from typing import Any
 
 import jinja2.sandbox
-import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestError
@@ -128,9 +128,8 @@ def test_a_second_image_is_refused(processor: Any):
 
 def test_embeddings_are_refused():
     taking = molmo.make_processor(enable_mm_embeds=True)
-    embeds = [np.zeros((48, 96), np.float32)]
-    with pytest.raises(RequestError, match="takes no image embeddings"):
-        taking.apply("what", {"image": embeds})
+    with pytest.raises(RequestError, match="Molmo takes no image embeddings; send"):
+        taking.apply("what", {"image": [torch.ones(48, 96)]})
 
 
 def test_ids_behind_the_new_tokens_are_refused(processor: Any):

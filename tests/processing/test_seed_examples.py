@@ -1,7 +1,7 @@
 """The guide's processors give what mmjax's own families give: ids, and placeholders.
 
-Of text and of token ids, with a cache and without, over no, one and two images. Molmo and
-DeepSeek-VL2 have no family here: custom HF processors stand in, and a formula for the ids.
+Of text and of token ids, with a cache and without, over no, one and two images. For Molmo and
+DeepSeek-VL2 small custom HF processors stand in, and a formula for the ids.
 """
 
 from collections.abc import Callable, Mapping, Sequence
