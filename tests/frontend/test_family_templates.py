@@ -11,7 +11,7 @@ from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from tests.kit import draw
-from tests.models.directories import write_internvl_original
+from tests.models.directories import write_internvl_original, write_qwen_vl
 from tests.processing.families import FAMILIES, gemma3
 from tests.processing.families.family import edit_golden
 from tests.processing.families.llava import write_pixtral
@@ -39,6 +39,10 @@ RENDERED = {
     "internvl, original": CHATML.format(image="<image>\n"),
     "llava": "USER: <image>\nwhat is it ASSISTANT: a car</s>USER: which color ASSISTANT:",
     "pixtral": "[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
+    "qwen_vl": (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        + CHATML.format(image="Picture 1: <img></img>\n")
+    ),
     "qwen2_vl": (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML.format(image=VISION)
     ),
@@ -53,6 +57,7 @@ WITH_SYSTEM = {
     "internvl, original": ("", "<|im_start|>system\nbe short<|im_end|>\n"),
     "llava": ("USER: <", "be short USER: <"),
     "pixtral": ("[INST]which", "[INST]be short\n\nwhich"),
+    "qwen_vl": ("You are a helpful assistant.", "be short"),
     "qwen2_vl": ("You are a helpful assistant.", "be short"),
 }
 """What of the above a system's message changes: this, and to what."""
@@ -62,6 +67,8 @@ def write(name: str, folder: Path) -> Path:
     """Write a family's directory without a chat template; no weights are needed."""
     if name == "internvl, original":
         return write_internvl_original(folder)
+    if name == "qwen_vl":
+        return write_qwen_vl(folder)
     if name == "gemma3":
         path = Path(copytree(gemma3.directory(), folder / name))
     else:

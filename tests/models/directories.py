@@ -7,6 +7,7 @@ share them.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import transformers
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.kit import tiny_gemma3_checkpoint
+from tests.models.golden_models import GOLDEN_MODELS
 from tests.models.qwen2_vl import fill_qwen
 from tests.models.random_florence2 import fill as fill_florence2
 from tests.models.tiny_blip2 import fill as fill_blip2
@@ -127,6 +129,10 @@ def write_internvl_original(folder: Path) -> Path:
     return path
 
 
+def write_qwen_vl(folder: Path) -> Path:
+    return Path(copytree(GOLDEN_MODELS / "qwen_vl_chat", folder / "qwen_vl"))
+
+
 DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "Blip2ForConditionalGeneration": write_blip2,
     "ChameleonForConditionalGeneration": write_chameleon,
@@ -137,6 +143,7 @@ DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "InternVLForConditionalGeneration": write_internvl,
     "LlavaForConditionalGeneration": write_llava,
     "LlavaForConditionalGeneration, Pixtral": write_pixtral_weights,
+    "QWenLMHeadModel": write_qwen_vl,
     "Qwen2VLForConditionalGeneration": write_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": partial(write_qwen2_vl, changes=QWEN2_5),
 }
@@ -151,10 +158,10 @@ def takes_one_image(name: str) -> bool:
 def small_settings(name: str) -> dict[str, Any]:
     """Return settings of `LLM` under which few programs are compiled.
 
-    Two images of Chameleon's, the longest, fit; Florence-2's own length is shorter yet.
+    Two images fit, also of the families whose images are long; Florence-2's own length is shorter.
     """
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
-    return settings if name.startswith("Florence2") else {**settings, "max_model_len": 640}
+    return settings if name.startswith("Florence2") else {**settings, "max_model_len": 1024}
 
 
 def choose_question(name: str) -> str:
