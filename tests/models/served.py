@@ -14,8 +14,6 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
 
 MAX_TOKENS = 8
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""For tokenizers that have none of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, ChameleonConfig, GenerationConfig
+from transformers import ChameleonConfig, GenerationConfig
 from transformers import ChameleonForConditionalGeneration as HFModel
 
 from mmjax.errors import CheckpointError
@@ -21,7 +20,6 @@ from mmjax.llm import LLM
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec, PromptItem
-from mmjax.parity.__main__ import main
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.reference import generate_reference, load_reference, run_reference
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -29,10 +27,10 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from tests.kit import draw, fill_by_name
-from tests.models.served import CHAT_TEMPLATE, Served, ask, check_engine
+from tests.models.directories import write_chameleon
+from tests.models.served import Served, ask, check_engine
 from tests.oracle import assert_close, params_of
 from tests.processing.families.chameleon import call_hf
-from tests.processing.families.family import GOLDEN
 
 RULES = Model.rules(None)
 VOCAB_SIZE, NUM_CODES, TOKENS_PER_IMAGE = 160, 40, 16
@@ -332,13 +330,7 @@ def test_answers_are_those_of_one_pass(settings: dict[str, Any]):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden directory with random weights, as `save_pretrained` writes them."""
-    path = Path(copytree(GOLDEN / "chameleon", tmp_path_factory.mktemp("chameleon") / "tiny"))
-    config: Any = AutoConfig.from_pretrained(path)
-    model: Any = HFModel(config).eval()
-    fill(model)
-    model.save_pretrained(path)
-    return path
+    return write_chameleon(tmp_path_factory.mktemp("chameleon"))
 
 
 def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
@@ -352,7 +344,7 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
     image = draw(81, 37)
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
         messages = ask(image, "what is in the car")
-        (output,) = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+        (output,) = llm.chat(messages, params, use_tqdm=False)
     inputs = call_hf("<image>\nwhat is in the car", [image], {})
     assert output.prompt_token_ids == inputs.input_ids
     ids = torch.tensor([inputs.input_ids])
@@ -362,9 +354,3 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
         "pixel_values": torch.tensor(np.asarray(inputs.tensors["pixel_values"])),
     }
     assert tuple(output.outputs[0].token_ids) == generate_reference(reference, tensors, 12)
-
-
-def test_the_parity_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--prompts", "which car", "--num-images", "0", "1", "--max-tokens", "4"]
-    assert main([str(checkpoint), *arguments, "--max-len", "320"]) == 0
-    assert capsys.readouterr().out.endswith("parity: yes (tolerance 0.0001)\n")

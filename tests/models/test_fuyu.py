@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, FuyuConfig, GenerationConfig
 from transformers import FuyuForCausalLM as HFModel
 
@@ -22,7 +20,6 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem
-from mmjax.parity.__main__ import main
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.parity.reference import generate_reference, run_reference
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -30,9 +27,10 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from tests.kit import draw, fill_by_name
-from tests.models.served import CHAT_TEMPLATE, Served, ask, check_engine
+from tests.models.directories import write_fuyu
+from tests.models.served import Served, ask, check_engine
 from tests.oracle import assert_close, params_of
-from tests.processing.families.family import GOLDEN, golden_processor
+from tests.processing.families.family import golden_processor
 
 IMAGE, NEWLINE, START = 126, 127, 1
 Grid = tuple[int, int]
@@ -330,14 +328,7 @@ def check_shards(params: Mapping[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden directory with random weights, named as on the hub."""
-    path = Path(copytree(GOLDEN / "fuyu", tmp_path_factory.mktemp("fuyu") / "tiny"))
-    config: Any = AutoConfig.from_pretrained(path)
-    model = HFModel(config).eval()
-    fill(model)
-    tensors = {tell(name, "hub"): value for name, value in model.state_dict().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_fuyu(tmp_path_factory.mktemp("fuyu"))
 
 
 def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
@@ -348,10 +339,10 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
     image, text = draw(81, 37), "what is in the car"
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
         messages = [ask(image, text), ask(None, text)]
-        outputs = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+        outputs = llm.chat(messages, params, use_tqdm=False)
     processor = golden_processor("fuyu", path=checkpoint)
     for data, output in zip(({"image": image}, {}), outputs, strict=True):
-        made = processor.apply(text, data)
+        made = processor.apply(f"{text}\n", data)
         inputs = {"input_ids": torch.tensor([made.prompt_token_ids])}
         assert output.prompt_token_ids == made.prompt_token_ids
         if made.mm_kwargs:
@@ -372,12 +363,3 @@ def test_what_save_pretrained_writes_is_loaded(tmp_path: Path):
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value)
-
-
-def test_the_parity_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--prompts", "which car", "--max-tokens", "4"]
-    assert main([str(checkpoint), *arguments, "--max-len", "256"]) == 0
-    out = capsys.readouterr().out
-    assert "'which car' + 1" in out
-    assert "'which car' + 2" not in out, "a prompt holds one picture"
-    assert out.endswith("parity: yes (tolerance 0.0001)\n")

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     Blip2Config,
     Blip2ForConditionalGeneration,
     GenerationConfig,
@@ -35,7 +33,6 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.kit import fill_by_name
 from tests.oracle import params_of
-from tests.processing.families.family import edit_golden
 
 IMAGE_TOKEN, NUM_QUERIES = 120, 5
 TEXT: dict[str, Any] = {
@@ -146,13 +143,6 @@ def torch_model_and_inputs(reference: Any, sample: Sample) -> tuple[Any, dict[st
         return TextAlone(reference), {"input_ids": ids}
     pixels: Sequence[Any] = [item.tensors["pixel_values"] for item in sample.items]
     return reference, {"input_ids": ids, "pixel_values": torch.tensor(np.stack(pixels))}
-
-
-def tiny_blip2_checkpoint(folder: Path) -> Path:
-    """Write a directory with tokenizer, processor and random weights; return it."""
-    path = edit_golden("blip2", folder)
-    random_blip2(AutoConfig.from_pretrained(path)).save_pretrained(path)
-    return path
 
 
 def blip2_engine(reference: Any, *, num_devices: int = 1, **settings: Any) -> EngineCore:

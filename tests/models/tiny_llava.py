@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import torch
 from transformers import (
-    AutoConfig,
     CLIPVisionConfig,
     Gemma3TextConfig,
     GenerationConfig,
@@ -160,14 +158,6 @@ def reference_of(tower: str) -> Any:
     """Return the plain tiny model with a tower, made once."""
     settings: dict[str, Any] = PIXTRAL if tower == "pixtral" else {"tower": tower}
     return random_llava(tiny_config(**settings))
-
-
-def tiny_llava_checkpoint(path: Path) -> Path:
-    """Write random weights beside the other files of a directory; return it."""
-    generation = (path / "generation_config.json").read_bytes()
-    random_llava(AutoConfig.from_pretrained(path)).save_pretrained(path)
-    (path / "generation_config.json").write_bytes(generation)
-    return path
 
 
 def llava_engine(reference: Any, *, num_devices: int = 1, **settings: Any) -> EngineCore:
