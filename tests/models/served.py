@@ -16,9 +16,6 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.models.families.family import TinyModel
 
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""For tokenizers that have none of their own."""
-
 
 def start_engine(
     model: TinyModel,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh
-from transformers import AutoConfig, ChameleonConfig
+from transformers import ChameleonConfig
 from transformers import ChameleonForConditionalGeneration as HFModel
 
 from mmjax.errors import CheckpointError
@@ -21,7 +20,6 @@ from mmjax.llm import LLM
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec
-from mmjax.parity.__main__ import main
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
 from mmjax.sampling_params import SamplingParams
@@ -29,9 +27,9 @@ from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
+from tests.models.directories import write_chameleon
 from tests.models.families import served_model
 from tests.models.families.chameleon import (
-    CHAMELEON,
     FIRST_CODE,
     NUM_CODES,
     TOKENS_PER_IMAGE,
@@ -41,9 +39,8 @@ from tests.models.families.chameleon import (
     vocabulary_map,
 )
 from tests.models.families.family import Media, Words
-from tests.models.served import CHAT_TEMPLATE, ask
+from tests.models.served import ask
 from tests.processing.families.chameleon import call_hf
-from tests.processing.families.family import GOLDEN
 
 RULES = Model.rules(None)
 
@@ -182,13 +179,7 @@ def test_each_of_four_devices_holds_the_norm_of_its_head():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden directory with random weights, as `save_pretrained` writes them."""
-    path = Path(copytree(GOLDEN / "chameleon", tmp_path_factory.mktemp("chameleon") / "tiny"))
-    config: Any = AutoConfig.from_pretrained(path)
-    model: Any = HFModel(config).eval()
-    CHAMELEON.fill(model)
-    model.save_pretrained(path)
-    return path
+    return write_chameleon(tmp_path_factory.mktemp("chameleon"))
 
 
 def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
@@ -202,7 +193,7 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
     image = draw(81, 37)
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
         messages = ask(image, "what is in the car")
-        (output,) = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+        (output,) = llm.chat(messages, params, use_tqdm=False)
     inputs = call_hf("<image>\nwhat is in the car", [image], {})
     assert output.prompt_token_ids == inputs.input_ids
     ids = torch.tensor([inputs.input_ids])
@@ -212,9 +203,3 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
         "pixel_values": torch.tensor(np.asarray(inputs.tensors["pixel_values"])),
     }
     assert tuple(output.outputs[0].token_ids) == generate_reference(reference, tensors, 12)
-
-
-def test_the_parity_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--prompts", "which car", "--num-images", "0", "1", "--max-tokens", "4"]
-    assert main([str(checkpoint), *arguments, "--max-len", "320"]) == 0
-    assert capsys.readouterr().out.endswith("parity: yes (tolerance 0.0001)\n")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh
-from safetensors.torch import save_file
 from transformers import AutoConfig, FuyuConfig, GenerationConfig
 from transformers import FuyuForCausalLM as HFModel
 
@@ -21,7 +19,6 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec
-from mmjax.parity.__main__ import main
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference
 from mmjax.sampling_params import SamplingParams
@@ -29,11 +26,12 @@ from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
+from tests.models.directories import write_fuyu
 from tests.models.families import served_model
 from tests.models.families.family import Media
-from tests.models.families.fuyu import FUYU, draw_item, tiny_config
-from tests.models.served import CHAT_TEMPLATE, ask
-from tests.processing.families.family import GOLDEN, golden_processor
+from tests.models.families.fuyu import draw_item, tiny_config
+from tests.models.served import ask
+from tests.processing.families.family import golden_processor
 
 
 def test_embeddings_are_hfs():
@@ -168,14 +166,7 @@ def test_each_of_four_devices_holds_a_head_and_its_part_of_the_mlp():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The golden directory with random weights, named as on the hub."""
-    path = Path(copytree(GOLDEN / "fuyu", tmp_path_factory.mktemp("fuyu") / "tiny"))
-    config: Any = AutoConfig.from_pretrained(path)
-    model = HFModel(config).eval()
-    FUYU.fill(model)
-    tensors = {tell(name, "hub"): value for name, value in model.state_dict().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    return write_fuyu(tmp_path_factory.mktemp("fuyu"))
 
 
 def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
@@ -186,10 +177,10 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
     image, text = draw(81, 37), "what is in the car"
     with LLM(checkpoint, use_tqdm_on_load=False, **small) as llm:
         messages = [ask(image, text), ask(None, text)]
-        outputs = llm.chat(messages, params, chat_template=CHAT_TEMPLATE, use_tqdm=False)
+        outputs = llm.chat(messages, params, use_tqdm=False)
     processor = golden_processor("fuyu", path=checkpoint)
     for data, output in zip(({"image": image}, {}), outputs, strict=True):
-        made = processor.apply(text, data)
+        made = processor.apply(f"{text}\n", data)
         inputs = {"input_ids": torch.tensor([made.prompt_token_ids])}
         assert output.prompt_token_ids == made.prompt_token_ids
         if made.mm_kwargs:
@@ -210,12 +201,3 @@ def test_what_save_pretrained_writes_is_loaded(tmp_path: Path):
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value)
-
-
-def test_the_parity_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--prompts", "which car", "--max-tokens", "4"]
-    assert main([str(checkpoint), *arguments, "--max-len", "256"]) == 0
-    out = capsys.readouterr().out
-    assert "'which car' + 1" in out
-    assert "'which car' + 2" not in out, "a prompt holds one picture"
-    assert out.endswith("parity: yes (tolerance 0.0001)\n")
