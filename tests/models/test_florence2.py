@@ -8,6 +8,7 @@ import pytest
 from mmjax.errors import CheckpointError
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.parity.reference import generate_reference, run_reference
 from tests.models.random_florence2 import (
     draw_pixels,
@@ -71,19 +72,11 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.num_image_rows == 3 * 5 + 1
     assert host_inputs.max_encoder_len == 64
     pixels = draw_pixels(config, 0)
-    token_ids = [4, *[config.image_token_id] * 16, 5]
-    units, count = host_inputs.encoder_input(token_ids, [{"pixel_values": pixels}])
-    assert count == len(token_ids)
-    assert {name: value.shape for name, value in units.items()} == {
-        "token_ids": (1, 64),
-        "image_rows": (1, 64),
-        "pixel_values": (1, 3, 20, 37),
-    }
-    assert units["image_rows"][0].tolist() == [-1, *range(16), -1, *[-1] * 46]
-    assert units["token_ids"][0, 18:].tolist() == [-1] * 46
-    np.testing.assert_array_equal(units["pixel_values"][0], pixels)
-    with pytest.raises(ValueError, match="15 places for 16 rows"):
-        host_inputs.encoder_input(token_ids[2:], [{"pixel_values": pixels}])
+    units = host_inputs.units({"pixel_values": pixels})
+    np.testing.assert_array_equal(units["pixel_values"], pixels[None])
+    spec = host_inputs.encoder_spec
+    assert isinstance(spec, EncoderSpec)
+    assert spec.tokens_per_unit == 16
 
 
 def test_the_longest_encoder_prompt_is_bounded():

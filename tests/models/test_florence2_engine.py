@@ -4,8 +4,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+import pytest
+
+from mmjax.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    MultiModalConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from mmjax.engine.core import EngineCore
+from mmjax.errors import RequestError
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
@@ -53,7 +63,9 @@ def expected_answers() -> list[list[int]]:
     return [list(alone().generate(sample, MAX_TOKENS)) for sample in samples()]
 
 
-def start(num_blocks: int | None = None, *, tensor_parallel_size: int = 1) -> EngineCore:
+def start(
+    num_blocks: int | None = None, *, tensor_parallel_size: int = 1, image_limit: int = 1
+) -> EngineCore:
     """Start an engine whose steps are of seven tokens."""
     size = None if num_blocks is None else num_blocks * BYTES_PER_BLOCK
     config = EngineConfig(
@@ -63,6 +75,7 @@ def start(num_blocks: int | None = None, *, tensor_parallel_size: int = 1) -> En
             hf_config=tiny_config(**ONE_LAYER),
             architecture=Model.__name__,
             max_model_len=MAX_MODEL_LEN,
+            mm=MultiModalConfig(limit_mm_per_prompt={"image": image_limit}),
         ),
         cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory_bytes=size),
         scheduler=SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=7),
@@ -111,14 +124,50 @@ def test_answers_differ_by_all_that_is_read():
     assert len({tuple(answer) for answer in expected_answers()}) == len(samples())
 
 
-def test_answers_are_those_of_a_request_alone():
-    """In chunks of seven tokens, in a cache that holds one longest request: some start anew."""
-    core = start(LEAST_BLOCKS)
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    """A cache that holds one longest request."""
+    return start(LEAST_BLOCKS)
+
+
+def test_answers_are_those_of_a_request_alone(core: EngineCore):
+    """In chunks of seven tokens; some start anew."""
     assert serve(core, "first") == expected_answers()
     assert core.num_preemptions > 0
     assert serve(core, "again") == expected_answers()
     assert core.compilations == 0
     assert core.encoder_usage() == 0
+
+
+def test_davit_runs_once_for_three_prompts_about_an_image(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+):
+    shapes: list[tuple[int, ...]] = []
+    runner = core._runner
+    encode = runner._run_encode
+    monkeypatch.setattr(
+        runner,
+        "_run_encode",
+        lambda call: (shapes.append(call.inputs["pixel_values"].shape), encode(call)),
+    )
+    batch = [draw_sample(tiny_config(**ONE_LAYER), number, picture=71) for number in (7, 20, 54)]
+    for number, sample in enumerate(batch):
+        core.add_request(message(f"{number}", sample))
+        news = drain(core)
+        assert tokens_of(news[f"{number}"]) == list(alone().generate(sample, MAX_TOKENS))
+    assert shapes == [(1, 3, 24, 24)]
+    assert core.compilations == 0
+
+
+def test_without_images_davit_is_left_out():
+    core = start(image_limit=0)
+    assert core._runner.buckets.encode == ()
+    assert "vision_tower" not in core._runner._params
+    text = samples()[0]
+    core.add_request(message("text", text))
+    assert tokens_of(drain(core)["text"]) == expected_answers()[0]
+    with pytest.raises(RequestError, match="which this engine was started without"):
+        core.add_request(message("image", samples()[2]))
 
 
 def test_answers_over_two_devices_are_those_of_one():

@@ -347,13 +347,12 @@ class BatchBuilder:
             encoder, table = scheduled.request.encoder, scheduled.encoder_table
             if encoder is None or table is None:
                 continue
-            fields["cross_lengths"][row] = encoder.num_states
+            fields["cross_lengths"][row] = encoder.num_embeds
             fields["cross_block_tables"][row] = table
             places = np.arange(scheduled.num_new_states, dtype=np.int32)
             new = slice(start, start + len(places))
             if len(places):
-                rows = self.rows_of(encoder.item.identifier)
-                fields["cross_src"][new] = rows[: len(places)]
+                fields["cross_src"][new] = self.rows_of(encoder.identifier)
                 fields["cross_slot_block"][new] = table[places // self.block_size]
                 fields["cross_slot_offset"][new] = places % self.block_size
             start = new.stop

@@ -49,6 +49,8 @@ class Call(IntEnum):
     """Rows; `is_plain`."""
     WRITE = 6
     """Size of the call."""
+    ENCODE_PROMPTS = 7
+    """Size of the call."""
 
 
 class Placement:

@@ -25,6 +25,7 @@ from mmjax.engine.device.compilation import Program, compiler_options
 from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
+from mmjax.engine.device.prompt_calls import PromptCalls
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
@@ -34,6 +35,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import join_embeds
+from mmjax.rounding import cdiv
 
 Gather = Callable[[Array, int], Array]
 """Replicates an array that the devices computed in parts along an axis."""
@@ -93,6 +95,31 @@ def encode(
             f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
         )
     return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def encode_prompts(
+    graphdef: Any,
+    gather: Gather,
+    *,
+    params: Params,
+    pool: Float[Array, "rows D"],
+    token_ids: Int[Array, "B S"],
+    src_rows: Int[Array, "B S"],
+    dst_rows: Int[Array, "B S"],
+) -> Float[Array, "rows D"]:
+    """Run an encoder-decoder's encoder over prompts, of text and rows of the pool, into the pool.
+
+    Token ids of padding are negative; `src_rows` of text are, too, and `dst_rows` of padding are
+    out of range.
+    """
+    model = bind(graphdef, params)
+    text = model.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
+    text = text.reshape(*token_ids.shape, -1)
+    is_embed = (src_rows >= 0)[:, :, None]
+    merged = jnp.where(is_embed, pool[jnp.maximum(src_rows, 0)], text)
+    states = gather(model.encode_prompts(merged, token_ids >= 0), 0)
+    flat = states.reshape(-1, pool.shape[-1]).astype(pool.dtype)
+    return pool.at[dst_rows.reshape(-1)].set(flat, mode="drop")
 
 
 def write_extra(
@@ -203,7 +230,7 @@ class Programs:
         num_encoder_rows: int,
         block_size: int,
         max_blocks: int,
-        max_encoder_blocks: int = 0,
+        max_encoder_len: int = 0,
         cache_type: type[LayerCache] | None = None,
     ) -> None:
         """`cache_type` None: the one of the placement's platform."""
@@ -218,6 +245,8 @@ class Programs:
         self.precomputed = PrecomputedEmbeds(
             buckets, num_rows=num_rows, width=shape.hidden_size, dtype=shape.dtype
         )
+        self.prompt_calls = PromptCalls(buckets, max_len=max_encoder_len, num_rows=num_rows)
+        max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
@@ -251,6 +280,11 @@ class Programs:
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
         self.encode = jit(
             partial(encode, graphdef, self.encoder_calls.gather),
+            donate_argnames="pool",
+            out_shardings=whole,
+        )
+        self.encode_prompts = jit(
+            partial(encode_prompts, graphdef, placement.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
@@ -329,6 +363,7 @@ class Programs:
         return {
             "step": list(self._steps(arrays)),
             "encode": list(self._encodes(arrays)),
+            "encode prompts": list(self._encodes_prompts(arrays)),
             "write": list(self._writes(arrays)),
             "sample": list(self._samples(arrays)),
         }
@@ -356,6 +391,17 @@ class Programs:
                 "dst_rows": self._flat(num_outputs),
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
+
+    def _encodes_prompts(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for size in reversed(self.buckets.prompts):
+            inputs = {
+                name: jax.ShapeDtypeStruct(
+                    array.shape, array.dtype, sharding=self._placement.replicated
+                )
+                for name, array in self.prompt_calls.empty(size)._asdict().items()
+            }
+            arguments = {"params": self._params, "pool": arrays.pool, **inputs}
+            yield Program(f"encode {size} prompts", self.encode_prompts, arguments)
 
     def _writes(self, arrays: DeviceArrays) -> Iterator[Program]:
         for size in reversed(self.buckets.write):

@@ -16,6 +16,7 @@ from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement
 from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
+from mmjax.engine.device.prompt_calls import PromptCall
 from mmjax.engine.device.sampler import SampleOutput
 from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
 from mmjax.engine.scheduling.outputs import (
@@ -168,11 +169,18 @@ class ModelRunner:
         embeds, rows = self._placement.put(tuple(call))
         self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
 
+    def _run_encode_prompts(self, call: PromptCall) -> None:
+        self._broadcast(Call.ENCODE_PROMPTS, len(call.token_ids))
+        on_device = self._placement.put(call._asdict())
+        self._pool = self._programs.encode_prompts(
+            params=self._params, pool=self._pool, **on_device
+        )
+
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
-        """Encode, or write, the items that are not in the pool yet."""
+        """Encode, or write, the items that are not in the pool yet; then prompts with items."""
         new = [item for item in items if item.identifier not in self.rows]
         places = {item.identifier: self._allocate_rows(item) for item in new}
-        encoded = [item for item in new if item.embeds is None]
+        encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
             for call in self._encoder_calls.fill(encoded, rows):
@@ -182,6 +190,9 @@ class ModelRunner:
             rows = [places[item.identifier] for item in written]
             for write in self._programs.precomputed.fill(written, rows):
                 self._run_write(write)
+        states = [item for item in new if item.prompt is not None]
+        for prompt_call in self._programs.prompt_calls.fill(states, self.rows.get):
+            self._run_encode_prompts(prompt_call)
 
     def _allocate_rows(self, item: EncoderItem) -> np.ndarray:
         """Return where each of an item's outputs goes."""
@@ -214,6 +225,8 @@ class ModelRunner:
                 self._run_encode(self._encoder_calls.empty(first))
             elif call is Call.WRITE:
                 self._run_write(self._programs.precomputed.empty(first))
+            elif call is Call.ENCODE_PROMPTS:
+                self._run_encode_prompts(self._programs.prompt_calls.empty(first))
             elif call is Call.STEP:
                 bucket = self._steps[first]
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
@@ -239,6 +252,8 @@ class ModelRunner:
             yield partial(self._run_encode, self._encoder_calls.empty(bucket))
         for size in self.buckets.write:
             yield partial(self._run_write, self._programs.precomputed.empty(size))
+        for size in self.buckets.prompts:
+            yield partial(self._run_encode_prompts, self._programs.prompt_calls.empty(size))
         for bucket in reversed(self._steps):
             yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:

@@ -1,4 +1,4 @@
-"""Florence-2 (arXiv 2311.06242): DaViT, a projector, BART's encoder over picture and task, BART."""
+"""Florence-2 (arXiv 2311.06242): DaViT, a projector, BART's encoder over image and task, BART."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartEncoder
@@ -81,11 +81,7 @@ class Florence2MultiModalProjector(nnx.Module):
 
 
 class Florence2ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name.
-
-    Nothing is marked as a tower: BART's encoder, and so `embed_multimodal`, is needed without
-    pictures too.
-    """
+    """Served as HF's class of this name."""
 
     host_inputs = Florence2HostInputs
 
@@ -93,8 +89,9 @@ class Florence2ForConditionalGeneration(MultiModalModel):
         vision, text = hf_config.vision_config, hf_config.get_text_config()
         _check(hf_config)
         self.max_encoder_len = Florence2HostInputs(hf_config).max_encoder_len
-        self.vision_tower = DavitVisionTower(DavitConfig.from_hf(vision), dtype=dtype)
-        self.multi_modal_projector = Florence2MultiModalProjector(vision, dtype=dtype)
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = DavitVisionTower(DavitConfig.from_hf(vision), dtype=dtype)
+            self.multi_modal_projector = Florence2MultiModalProjector(vision, dtype=dtype)
         self.encoder = BartEncoder(BartConfig.from_hf(text), dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
@@ -112,25 +109,20 @@ class Florence2ForConditionalGeneration(MultiModalModel):
             Rule(r"^model\.", ""),
         )
 
-    def embed_multimodal(
-        self,
-        token_ids: Int[Array, "U S"],
-        image_rows: Int[Array, "U S"],
-        pixel_values: Float[Array, "U C _y _x"],
-    ) -> Float[Array, "U S D"]:
-        """Return the hidden states of BART's encoder; those of padding are finite."""
-        weight = self.encoder.layernorm_embedding.weight
+    def embed_multimodal(self, pixel_values: Float[Array, "U C _y _x"]) -> Float[Array, "U P D"]:
+        """Return the rows of images; a prompt's text changes nothing in them."""
+        dtype = self.encoder.layernorm_embedding.weight.dtype
         with jax.named_scope("vision_tower"):
-            grid = self.vision_tower(pixel_values.astype(weight.dtype))
+            grid = self.vision_tower(pixel_values.astype(dtype))
         with jax.named_scope("multi_modal_projector"):
-            rows = self.multi_modal_projector(grid)
+            return self.multi_modal_projector(grid)
+
+    def encode_prompts(
+        self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        """Return the hidden states of BART's encoder over image and task."""
         with jax.named_scope("encoder"):
-            text = self.language_model.embed_input_ids(token_ids.reshape(-1))
-            text = text.reshape(*token_ids.shape, -1)
-            places = jnp.maximum(image_rows, 0)[:, :, None]
-            pictured = jnp.take_along_axis(rows, places, axis=1)
-            embeds = jnp.where((image_rows >= 0)[:, :, None], pictured, text)
-            return self.encoder(embeds, token_ids >= 0)
+            return self.encoder(inputs_embeds, is_token)
 
 
 def _check(hf_config: Any) -> None:
