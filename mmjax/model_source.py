@@ -120,7 +120,7 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
             raise CheckpointError(f"generation_config.json is not valid JSON: {error}") from error
     sampling = {
         name: raw[name]
-        for name in ("temperature", "top_p", "top_k", "min_p")
+        for name in ("temperature", "top_p", "top_k", "min_p", "no_repeat_ngram_size")
         if isinstance(raw.get(name), int | float)
     }
     text_config = model_config.hf_config.get_text_config()

@@ -187,17 +187,20 @@ def sample(
     params: Params,
     hidden: Float[Array, "rows D"],
     packed: Int[Array, " size"],
-) -> Int[Array, " R"] | SampleOutput:
+    history: Int[Array, "R S"],
+    previous: Int[Array, " sampled"],
+) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `history` and `previous`:
+    as in `sample_full`. The tokens fill the first
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
     logits = gather(bind(graphdef, params).compute_logits(hidden[batch.rows]), 1)
     if is_plain:
         return _pad_tokens(sample_greedy(logits), layout)
-    drawn = sample_full(logits, batch)
+    drawn = sample_full(logits, batch, history, previous)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
@@ -251,6 +254,8 @@ class Programs:
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
         self.sample_layout = sample_layout(buckets.sample[-1])
+        self.history_len = max_blocks * block_size
+        """Tokens of the longest sequence."""
         self.vocab_size = shape.vocab_size
         self._shape = shape
         self._params = params
@@ -395,9 +400,7 @@ class Programs:
     def _encodes_prompts(self, arrays: DeviceArrays) -> Iterator[Program]:
         for size in reversed(self.buckets.prompts):
             inputs = {
-                name: jax.ShapeDtypeStruct(
-                    array.shape, array.dtype, sharding=self._placement.replicated
-                )
+                name: self._describe(array.shape)
                 for name, array in self.prompt_calls.empty(size)._asdict().items()
             }
             arguments = {"params": self._params, "pool": arrays.pool, **inputs}
@@ -423,11 +426,16 @@ class Programs:
                     "params": self._params,
                     "hidden": arrays.state.hidden,
                     "packed": self._flat(self.sample_layout.size),
+                    "history": self._describe((num_rows, self.history_len)),
+                    "previous": arrays.previous,
                 }
                 yield Program(sample_label(num_rows, is_plain), self.sample, arguments)
 
     def _flat(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement.replicated)
+        return self._describe((size,))
+
+    def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.replicated)
 
 
 def step_label(bucket: StepBucket) -> str:

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.engine.device.batch import BatchBuilder
+from mmjax.engine.device.batch import BatchBuilder, make_history
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
-from mmjax.engine.device.mesh import Call, Placement
+from mmjax.engine.device.mesh import Call, Placement, SampleKind
 from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.prompt_calls import PromptCall
@@ -74,6 +74,11 @@ class ModelRunner:
             has_spans=has_spans,
             max_encoder_blocks=max_encoder_blocks,
         )
+        self._no_history = {
+            num_rows: placement.put(self._empty_history(num_rows))
+            for num_rows in self.buckets.sample
+        }
+        """For samples in which every token may be repeated; stays on the device."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
         self._make_arrays()
@@ -86,6 +91,9 @@ class ModelRunner:
         for array in jax.tree.leaves((self._state, self._pool, self._previous)):
             array.delete()
         self._make_arrays()
+
+    def _empty_history(self, num_rows: int) -> np.ndarray:
+        return np.zeros((num_rows, self._programs.history_len), np.int32)
 
     def _make_arrays(self) -> None:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
@@ -120,7 +128,8 @@ class ModelRunner:
         if not sampled:
             return InFlight(sampled, rest)
         size = next_bucket(self.buckets.sample, len(sampled))
-        return InFlight(sampled, self._run_sample(size, is_plain, rest))
+        history = None if is_plain else make_history(sampled, size, self._programs.history_len)
+        return InFlight(sampled, self._run_sample(size, is_plain, rest, history))
 
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
@@ -142,8 +151,13 @@ class ModelRunner:
         )
         return rest
 
-    def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
-        self._broadcast(Call.SAMPLE, num_rows, is_plain)
+    def _run_sample(
+        self, num_rows: int, is_plain: bool, rest: Array, history: np.ndarray | None = None
+    ) -> Array | SampleOutput:
+        kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
+        kind = kind if history is None else SampleKind.WITH_HISTORY
+        self._broadcast(Call.SAMPLE, num_rows, kind)
+        no_history = self._no_history[num_rows]
         drawn = self._programs.sample(
             layout=self._programs.sample_layout,
             num_rows=num_rows,
@@ -151,6 +165,8 @@ class ModelRunner:
             params=self._params,
             hidden=self._state.hidden,
             packed=rest,
+            history=no_history if history is None else self._placement.put(history),
+            previous=self._previous,
         )
         self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
         return drawn
@@ -232,7 +248,9 @@ class ModelRunner:
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"
-                self._run_sample(first, bool(second), rest)
+                has_history = second == SampleKind.WITH_HISTORY
+                history = self._empty_history(first) if has_history else None
+                self._run_sample(first, second == SampleKind.PLAIN, rest, history)
 
     def _broadcast(self, call: Call, first: int = 0, second: int = 0) -> None:
         if self._is_leading:
