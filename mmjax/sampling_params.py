@@ -54,6 +54,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Whether sampling is greedy."""
         return self.temperature == 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are an argmax (`min_tokens` aside), and nothing else is asked for."""
+        return self.is_greedy and self.logprobs is None and not self.no_repeat_ngram_size
+
 
 def _to_number(name: str, value: Any) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):

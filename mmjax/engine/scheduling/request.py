@@ -157,12 +157,8 @@ class Request:
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
         """Position after the last item."""
-        is_plain = (
-            sampling_params.is_greedy
-            and sampling_params.logprobs is None
-            and not sampling_params.no_repeat_ngram_size
-        )
-        self.plain_from = self.num_prompt_tokens + sampling_params.min_tokens if is_plain else 2**63
+        ending_from = self.num_prompt_tokens + sampling_params.min_tokens
+        self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
