@@ -93,6 +93,7 @@ def test_the_longest_encoder_prompt_is_bounded():
         ({"vision": {"max_position_embeddings": 2}}, "pictures of 24x24 pixels make 3 columns"),
         ({"vision": {"num_heads": [2]}}, "`num_heads` 1"),
         ({"vision": {"activation_function": "mish"}}, "activation `mish` is unknown"),
+        ({"vision": {"image_feature_source": ["last_frame"]}}, "is \\['last_frame'\\]"),
         ({"vision": {"image_size": None}}, "the image processor's configuration in ``"),
         ({"text": {"model_type": "llama"}}, "`text_config.model_type` is `llama`"),
     ],

@@ -16,10 +16,12 @@ from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, Transposition
 
 _EPS = 1e-5
 """Of the projector's norm; no key of the config."""
+_FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
+"""The average patch, and the patches, in the words of Microsoft's own config."""
 
 
 class EmbeddingTable(nnx.Module):
@@ -97,15 +99,17 @@ class Florence2ForConditionalGeneration(MultiModalModel):
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[Rule]:
-        """Map HF's layout, in which BART's encoder and decoder are one `language_model`."""
-        bart = r"^(model\.)?language_model\."
+        """Map HF's layout, and the one of Microsoft's own checkpoints."""
+        # BART's encoder and decoder are one `language_model`.
+        bart = r"^(model\.)?language_model\.(model\.)?"
         return (
+            *_original_rules(),
             # Copies of the one table of tokens, as HF ties them.
             Rule(bart + r"(encoder|decoder)\.embed_tokens\.", None),
             Rule(bart + r"shared\.", "language_model.embed_tokens."),
             Rule(bart + r"encoder\.", "encoder."),
             Rule(bart + r"decoder\.", "language_model."),
-            Rule(r"^lm_head\.", "language_model.lm_head."),
+            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
             Rule(r"^model\.", ""),
         )
 
@@ -125,12 +129,36 @@ class Florence2ForConditionalGeneration(MultiModalModel):
             return self.encoder(inputs_embeds, is_token)
 
 
+def _original_rules() -> Sequence[Rule]:
+    """Return the rules of names that only Microsoft's own layout has."""
+    block, projector = r"^(vision_tower\.blocks\..+)\.", "multi_modal_projector."
+    return (
+        Rule(r"^vision_tower\.convs\.(\d+)\.proj\.", r"vision_tower.convs.\1.conv."),
+        Rule(block + r"(conv[12])\.fn\.dw\.", r"\1.\2."),
+        Rule(block + r"(?:window|channel)_attn\.norm\.", r"\1.norm1."),
+        Rule(block + r"((?:window|channel)_attn)\.fn\.", r"\1.\2."),
+        Rule(block + r"ffn\.norm\.", r"\1.norm2."),
+        Rule(block + r"ffn\.fn\.net\.", r"\1.ffn."),
+        # A parameter [in, out], and not a layer's weight.
+        Rule(r"^image_projection$", f"{projector}image_projection.weight", Transposition()),
+        Rule(r"^image_pos_embed\.", f"{projector}image_position_embed."),
+        Rule(r"^(image_proj_norm|visual_temporal_embed)\.", rf"{projector}\1."),
+        # Added to the logits, and zeros, as nothing trains them.
+        Rule(r"^language_model\.final_logits_bias$", None),
+    )
+
+
 def _check(hf_config: Any) -> None:
     vision, text = hf_config.vision_config, hf_config.get_text_config()
     if text.model_type != "bart":
         raise CheckpointError(
             f"`text_config.model_type` is `{text.model_type}`; Florence-2's must be `bart`, an "
             "encoder-decoder"
+        )
+    source = getattr(vision, "image_feature_source", None)
+    if source not in (None, _FEATURES):
+        raise CheckpointError(
+            f"`vision_config.image_feature_source` is {source}; an image's rows are {_FEATURES}"
         )
     if vision.projection_dim != text.d_model:
         raise CheckpointError(

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from transformers import BatchFeature
+from transformers import AddedToken, BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.florence2.answers import VAGUE_PHRASES, parse_answer
+from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
@@ -30,6 +30,10 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
+IMAGE_TOKEN = "<image>"
+"""Of checkpoints whose tokenizer names none."""
+
+
 class Florence2DataParser(MultiModalDataParser):
     @staticmethod
     def is_embeddings(data: object) -> bool:
@@ -45,6 +49,13 @@ class Florence2DataParser(MultiModalDataParser):
 class Florence2ProcessingInfo(BaseProcessingInfo):
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, with the tokens that Microsoft's own layout adds in its code."""
+        tokenizer = super().get_tokenizer()
+        if getattr(tokenizer, "image_token", None) is None:
+            _add_task_tokens(tokenizer)
+        return tokenizer
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         processor = self.get_hf_processor()
@@ -200,6 +211,24 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         processor = self.info.get_hf_processor()
         image_tokens = [processor.image_token_id] * processor.num_image_tokens
         return [PromptInsertion("image", PromptIndexTargets.start(), image_tokens)]
+
+
+def _add_task_tokens(tokenizer: Any) -> None:
+    """Add what follows BART's vocabulary, in the order of the embedding table; last `<image>`."""
+    tokens = [f"<{slash}{name}>" for name in ("od", "ocr") for slash in ("", "/")]
+    tokens += [f"<loc_{number}>" for number in range(NUM_BINS)]
+    pairs = ("cap", "ncap", "dcap", "grounding", "seg")
+    tokens += [f"<{slash}{name}>" for name in pairs for slash in ("", "/")]
+    tokens += ["<sep>"]
+    # The second is misspelt there, too.
+    pairs = ("region_cap", "region_to_desciption", "proposal", "poly")
+    tokens += [f"<{slash}{name}>" for name in pairs for slash in ("", "/")]
+    tokens += ["<and>", IMAGE_TOKEN]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
+    )
+    tokenizer.image_token = IMAGE_TOKEN
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
 
 
 FACTORIES = ProcessorFactories(
