@@ -320,7 +320,7 @@ def test_what_may_not_be_repeated_depends_on_the_token_in_flight(
     for request in (plain[0], banned, plain[1]):
         core.add_request(request)
     news = drain(core)
-    process = NoRepeatNGramLogitsProcessor(size)
+    process: Any = NoRepeatNGramLogitsProcessor(size)
     token_ids = list(banned.prompt_token_ids)
     for _ in range(24):
         logits = dense_logits(token_ids, ())[len(token_ids) - 1]

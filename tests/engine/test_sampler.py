@@ -205,11 +205,11 @@ def test_no_ngram_comes_twice_as_in_hf(in_flight: bool) -> None:
                 last[previous[number]] = tokens[-1]
                 tokens = tokens[:-1]
             rows.append({**row, "tokens": tokens})
-        drawn = draw(logits, rows, previous=tuple(last)).token_ids
+        drawn = draw(logits, rows, previous=tuple(last.tolist())).token_ids
         for number, (tokens, size) in enumerate(zip(sequences, sizes, strict=True)):
             scores = torch.tensor(logits[number])[None]
             if size:
-                process = NoRepeatNGramLogitsProcessor(int(size))
+                process: Any = NoRepeatNGramLogitsProcessor(int(size))
                 scores = process(torch.tensor(tokens)[None], scores)
             assert drawn[number] == int(scores[0].argmax())
             num_banned += int(torch.isinf(scores).sum())
