@@ -24,7 +24,7 @@ from mmjax.engine.device.programs import ModelShape, Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import bind, build_abstract
-from mmjax.models.host_inputs import require_units
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.models.registry import load_model_class
 from mmjax.rounding import cdiv, round_up
 
@@ -75,7 +75,7 @@ def gemma3() -> Any:
 
 
 def llava(**vision: Any) -> Any:
-    strategy = {"vision_feature_layer": -1} if vision else {}
+    strategy: dict[str, Any] = {"vision_feature_layer": -1} if vision else {}
     # Its last block is not computed: the embeddings are the states before it.
     depth = {} if vision else {"num_hidden_layers": 5}
     return transformers.LlavaConfig(
@@ -184,8 +184,8 @@ def make_programs(config: Any, architecture: str) -> Programs:
     host_inputs = model_class.host_inputs(config)
     spec, encoder_len = host_inputs.encoder_spec, model.max_encoder_len
     rows = MAX_EMBEDS
-    if hasattr(spec, "tokens_per_unit"):
-        rows = round_up(max(1, encoder_len), require_units(spec).tokens_per_unit)
+    if isinstance(spec, EncoderSpec):
+        rows = round_up(max(1, 2 * encoder_len), spec.tokens_per_unit)
     placement = make_placement(ParallelConfig(), num_heads=4, num_kv_heads=4)
     shape = ModelShape.of(graphdef, params)
     cache_type = choose_cache_type(placement.platform, model.kv_cache_spec, shape.dtype)
@@ -207,7 +207,7 @@ def make_programs(config: Any, architecture: str) -> Programs:
         num_encoder_rows=rows,
         block_size=BLOCK_SIZE,
         max_blocks=cdiv(MAX_MODEL_LEN, BLOCK_SIZE),
-        max_encoder_blocks=cdiv(encoder_len, BLOCK_SIZE),
+        max_encoder_len=encoder_len,
     )
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "create_processor",
+    "draw_boxes",
     "register_model",
 ]
 
@@ -38,6 +39,7 @@ _HOMES = {
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.sampling_params",
     "create_processor": _REGISTRY,
+    "draw_boxes": "mmjax.frontend.output.draw",
     "register_model": _REGISTRY,
 }
 

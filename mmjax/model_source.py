@@ -36,10 +36,19 @@ _LANGUAGE_PARTS = {"internvl_chat": "llm_config", "molmo": None, "qwen": None}
 keys stand beside the others."""
 
 _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
+    "davit": (
+        "florence_vision",
+        {
+            "embed_dim": ("dim_embed", None),
+            "max_position_embeddings": ("image_pos_embed.max_pos_embeddings", 50),
+            "max_temporal_embeddings": ("visual_temporal_embedding.max_temporal_embeddings", 100),
+        },
+    ),
+    "florence2_language": ("bart", {}),
     "internlm2": ("llama", {"attention_bias": ("bias", True)}),
 }
 """Model types that transformers does not know -> one that computes the same; of its keys, those
-that have another name there, and what they are where they are left out."""
+that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
 
 
 def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
@@ -132,7 +141,7 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
             raise CheckpointError(f"generation_config.json is not valid JSON: {error}") from error
     sampling = {
         name: raw[name]
-        for name in ("temperature", "top_p", "top_k", "min_p")
+        for name in ("temperature", "top_p", "top_k", "min_p", "no_repeat_ngram_size")
         if isinstance(raw.get(name), int | float)
     }
     text_config = model_config.hf_config.get_text_config()
@@ -197,6 +206,8 @@ def _load_hf_config(path: Path) -> Any:
     try:
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
+        if _find_model_type(raw, "vision_config") == "davit":
+            return _build_florence2_config(raw, path)
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise CheckpointError(
@@ -215,9 +226,8 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
         if key.endswith("_config") and isinstance(value, dict):
             model_type = str(value.get("model_type"))
             if model_type in _SAME_AS:
-                model_type, renamed = _SAME_AS[model_type]
-                respelled = {new: value.get(*old) for new, old in renamed.items()}
-                value = {**value, **respelled, "model_type": model_type}
+                value = _respell(value, model_type)
+                model_type = value["model_type"]
             # NOTE: this mapping loads on use, and its `get` finds nothing.
             is_known = model_type in CONFIG_MAPPING
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
@@ -239,6 +249,41 @@ def _refuse_quantized(hf_config: Any) -> None:
         f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
         "that are not quantized: take the checkpoint that this one was made of"
     )
+
+
+def _build_florence2_config(raw: dict[str, Any], path: Path) -> Any:
+    """Build HF's configuration of a checkpoint in Microsoft's own layout, without its code."""
+    from transformers import AutoConfig
+
+    text = _respell({"tie_word_embeddings": True, **raw["text_config"]}, "florence2_language")
+    parts = {
+        "text_config": text,
+        "vision_config": _respell(raw["vision_config"], "davit"),
+        # Its processor's `<image>` follows the vocabulary: no row of the table stands for it.
+        "image_token_id": text["vocab_size"],
+        "tie_word_embeddings": True,
+    }
+    config = AutoConfig.for_model(**{**raw, **parts})
+    config.name_or_path = str(path)
+    return config
+
+
+def _respell(part: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return a part of config.json with the keys of the model type that computes the same."""
+    same, renamed = _SAME_AS[model_type]
+    respelled = {new: _find(part, *old) for new, old in renamed.items()}
+    return {**part, **respelled, "model_type": same}
+
+
+def _find(part: Mapping[str, Any], name: str, default: Any) -> Any:
+    first, _, rest = name.partition(".")
+    value = part.get(first, {} if rest else default)
+    return _find(value, rest, default) if rest else value
+
+
+def _find_model_type(raw: Mapping[str, Any], part: str) -> str | None:
+    value = raw.get(part)
+    return value.get("model_type") if isinstance(value, dict) else None
 
 
 def _architecture(hf_config: Any) -> str:

@@ -13,6 +13,8 @@ from mmjax.errors import RequestTypeError, RequestValueError
 
 MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
+MAX_NGRAM_SIZE = 32
+"""Maximum of `no_repeat_ngram_size`: a step compares so many tokens at each place of a sequence."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     """Number of most probable tokens to return at each position, besides the sampled one."""
     skip_special_tokens: bool = True
+    no_repeat_ngram_size: int = 0
+    """So many tokens in a row never come twice, in prompt and answer together, as in HF's
+    `generate`; 0: no limit. vLLM has no such field."""
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -48,6 +53,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def is_greedy(self) -> bool:
         """Whether sampling is greedy."""
         return self.temperature == 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are an argmax (`min_tokens` aside), and nothing else is asked for."""
+        return self.is_greedy and self.logprobs is None and not self.no_repeat_ngram_size
 
 
 def _to_number(name: str, value: Any) -> float:
@@ -121,6 +131,7 @@ _TYPES: dict[str, Callable[[str, Any], Any]] = {
     "ignore_eos": _to_bool,
     "logprobs": _to_optional_integer,
     "skip_special_tokens": _to_bool,
+    "no_repeat_ngram_size": _to_integer,
 }
 """Conversion of each field to its declared type, or an error."""
 
@@ -136,6 +147,7 @@ def _check_ranges(params: SamplingParams) -> None:
         "max_tokens": (1, 2**31 - 1),
         "min_tokens": (0, 2**31 - 1),
         "logprobs": (0, MAX_LOGPROBS),
+        "no_repeat_ngram_size": (0, MAX_NGRAM_SIZE),
     }
     for name, (low, high) in limits.items():
         value = getattr(params, name)

@@ -27,7 +27,7 @@ def params_of(
             if mapped.endswith("lm_head.weight") and mapped not in expected:
                 continue
             assert mapped not in leaves, name
-            array = tensor.numpy() if part is None else part.cut(tensor.numpy())
+            array = tensor.numpy() if part is None else part.apply(tensor.numpy())
             assert array.shape == expected[mapped].shape, name
             leaves[mapped] = jnp.asarray(array)
     assert leaves.keys() == expected.keys()

@@ -152,9 +152,15 @@ def test_a_layout_that_transformers_does_not_know(tmp_path: Path) -> None:
 def test_generation_defaults(copy_of: Path) -> None:
     file = copy_of / "generation_config.json"
     rewrite(file, temperature=0.5, top_k=64, top_p=0.95, do_sample=True, eos_token_id=[1, 106])
+    rewrite(file, no_repeat_ngram_size=3)
     config = load_model_config(str(copy_of))
     defaults = load_generation_defaults(config)
-    assert defaults.sampling == {"temperature": 0.5, "top_k": 64, "top_p": 0.95}
+    assert defaults.sampling == {
+        "temperature": 0.5,
+        "top_k": 64,
+        "top_p": 0.95,
+        "no_repeat_ngram_size": 3,
+    }
     assert defaults.eos_token_ids == (1, 106)
     file.write_text("{")
     with pytest.raises(CheckpointError, match="generation_config"):

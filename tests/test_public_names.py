@@ -11,6 +11,7 @@ import mmjax.processing
 
 MMJAX = """
     LLM SamplingParams MULTIMODAL_REGISTRY ProcessorFactories create_processor register_model
+    draw_boxes
 """
 PROCESSING = """
     PlaceholderRange MultiModalFieldConfig MultiModalFieldElem MultiModalKwargsItem

@@ -38,6 +38,7 @@ WRONG = [
     ("ignore_eos", "yes"),
     ("ignore_eos", None),
     ("logprobs", True),
+    ("no_repeat_ngram_size", 2.0),
     ("logprobs", 2.0),
     ("skip_special_tokens", "no"),
 ]

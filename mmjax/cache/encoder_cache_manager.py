@@ -61,11 +61,17 @@ class EncoderCacheManager:
         if needed > self.num_freeable_slots:
             return False
         while needed > self.num_free_slots:
-            identifier, freed = self.freeable.popitem(last=False)
-            del self.cached[identifier], self._num_embeds[identifier]
-            self.freed.append(identifier)
-            self.num_free_slots += freed
+            self.discard(next(iter(self.freeable)))
         return True
+
+    def discard(self, identifier: str) -> None:
+        """Evict an entry; one that is referenced, or unknown, stays as it is."""
+        num_embeds = self.freeable.pop(identifier, None)
+        if num_embeds is None:
+            return
+        del self.cached[identifier], self._num_embeds[identifier]
+        self.freed.append(identifier)
+        self.num_free_slots += num_embeds
 
     def allocate(self, request_id: str, identifier: str, num_embeds: int) -> None:
         """Add an entry, referenced by the request, after `can_allocate` returned True."""

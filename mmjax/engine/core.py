@@ -67,7 +67,7 @@ class EngineCore:
         self._encoder_inputs = None
         self._block_hasher = _make_block_hasher(config.cache)
         if parts.limits.max_encoder_len:
-            self._encoder_inputs = EncoderInputs(parts.host_inputs, parts.limits)
+            self._encoder_inputs = EncoderInputs(parts.limits)
             # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
             self._block_hasher = None
         self._counter = CompilationCounter()
@@ -93,12 +93,14 @@ class EngineCore:
         features = resolve_features(message.mm_features, self._receiver_cache)
         _check_is_served(message, has_encoder=self._encoder_inputs is not None)
         check_places(features)
-        items, encoder, rotary = [], None, None
+        encoder, rotary = None, None
         if self._encoder_inputs is None:
             items = [self._to_item(feature) for feature in features]
             rotary = self._find_positions(len(message.prompt_token_ids), features)
         else:
-            encoder = self._encoder_inputs.make(message.encoder_prompt_token_ids, features)
+            encoder_ids = self._encoder_inputs.check(message.encoder_prompt_token_ids, features)
+            encoder_items = [self._to_item(feature) for feature in features]
+            items, encoder = [], self._encoder_inputs.make(encoder_ids, encoder_items)
         self._limits.check_prompt(message.prompt_token_ids, items)
         request = Request(
             request_id=message.request_id,

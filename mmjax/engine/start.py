@@ -26,11 +26,11 @@ from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
-from mmjax.models.host_inputs import HostInputs, require_units
+from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import build_model, left_out_names
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
-from mmjax.rounding import cdiv, round_up
+from mmjax.rounding import cdiv
 from mmjax.weights.load import load_params
 from mmjax.weights.snapshot import is_snapshot, load_snapshot
 
@@ -146,8 +146,7 @@ class EngineStart:
         """Set limits and buckets, which do not depend on memory."""
         schedule = self.config.scheduler
         self._max_encoder_len = model.max_encoder_len
-        # What an encoder-decoder's encoder reads is more than the media: they cannot stand for it.
-        self._takes_embeds = self.config.model.mm.enable_mm_embeds and not self._max_encoder_len
+        self._takes_embeds = self.config.model.mm.enable_mm_embeds
         has_items = self._has_tower or self._takes_embeds
         self._has_spans = has_items and model.has_bidirectional_spans
         self._keeps_runs_whole = self._has_spans or schedule.disable_chunked_mm_input
@@ -162,10 +161,11 @@ class EngineStart:
             )
         self._largest_item = max(largest.values(), default=0)
         if self._max_encoder_len:
-            # A request's encoder input is one item, which has no positions in the decoder's prompt.
+            # The items have no positions in the decoder's prompt, which alone has chunks.
             self._keeps_runs_whole = False
-            per_unit = require_units(self._encoder_spec).tokens_per_unit
-            largest = {"encoder": round_up(self._max_encoder_len, per_unit)}
+            # A request starts in one step: with the encoder's hidden states, and, of the items in
+            # its prompt, at most an embedding at each place.
+            largest = {"encoder": 2 * self._max_encoder_len}
         self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
             schedule,
             largest,
@@ -204,7 +204,7 @@ class EngineStart:
             num_encoder_rows=self._encoder_cache.cache_size,
             block_size=block_size,
             max_blocks=cdiv(self.config.model.max_model_len, block_size),
-            max_encoder_blocks=cdiv(self._max_encoder_len, block_size),
+            max_encoder_len=self._max_encoder_len,
         )
 
     def _fit_kv_cache(self, programs: Programs, params: Params) -> int:

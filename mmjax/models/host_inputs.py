@@ -13,10 +13,6 @@ import numpy as np
 
 from mmjax.processing.tensors.inputs import PlaceholderRange
 
-EncoderUnits = tuple[Mapping[str, np.ndarray], int]
-"""Inputs of `embed_multimodal`, each `[units, ...]`; how many of their rows, from the first, are
-states that the decoder sees."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSpec:
@@ -109,22 +105,3 @@ class HostInputs(ABC):
         `items` are in the order of the prompt.
         """
         return None
-
-    def encoder_input(
-        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
-    ) -> EncoderUnits:
-        """Return what an encoder-decoder's encoder reads: its prompt, and the items' tensors.
-
-        The prompt is as long as the client made it; units have the shapes of `encoder_spec`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} is not an encoder-decoder's")
-
-
-def require_units(spec: EncoderSpec | PackedEncoderSpec) -> EncoderSpec:
-    """Return an encoder-decoder's spec; TypeError where its encoder takes no units."""
-    if isinstance(spec, EncoderSpec):
-        return spec
-    raise TypeError(
-        f"`encoder_spec` of an encoder-decoder is a `{type(spec).__name__}`; its encoder reads one "
-        "prompt with all items as units: make it an `EncoderSpec`, or leave `max_encoder_len` out"
-    )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.config import MultiModalConfig
 from mmjax.layers.attention.api import AttentionMetadata
@@ -84,11 +84,11 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     """Whether a run of an item's embeddings (those without a mark between them) see each other both
     ways: a step then holds each run whole. Of units, none is longer than a unit."""
     max_encoder_len: int = 0
-    """States of the longest encoder; 0 for a decoder alone.
+    """Tokens of the longest prompt of an encoder-decoder's encoder; 0 for a decoder alone.
 
-    An encoder-decoder's `embed_multimodal` is its encoder, and returns its hidden states;
-    `host_inputs.encoder_input` makes what it reads. `metadata.cross.encoder_hidden_states` holds
-    those of requests that start in a step: each decoder layer projects them, calls
+    `embed_multimodal` encodes an item, once for all prompts about it; `encode_prompts` is the
+    encoder over a prompt with the items' embeddings. `metadata.cross.encoder_hidden_states` holds
+    its hidden states of requests that start in a step: each decoder layer projects them, calls
     `write_encoder`, and then attends by `cross_attention`.
     """
     num_token_ids: int = 0
@@ -113,6 +113,16 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
         """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
+
+    def encode_prompts(
+        self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        """Return the hidden states of an encoder-decoder's encoder, those of padding finite.
+
+        `inputs_embeds`: tokens as `embed_input_ids` looks them up, and the items' embeddings
+        among them. `is_token` is false for padding, which no token may see.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no encoder that reads a prompt")
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the learned embeddings that `host_inputs.embed_rows` has among an item's."""
@@ -154,7 +164,7 @@ def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:
 def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
     """Return the attributes of the towers, where every limit is 0 and no prompt needs them.
 
-    An encoder-decoder model always needs its encoder. Precomputed embeddings need no tower.
+    Precomputed embeddings need no tower.
     """
     names = tuple(getattr(model, "tower_names", ()))
     return () if names and any(map(mm.limit, model.modalities)) else names

@@ -49,12 +49,7 @@ class Sample:
     @property
     def is_embed(self) -> np.ndarray:
         """bool[T]: whether an encoder's row stands there."""
-        is_embed = np.zeros(self.num_tokens, bool)
-        for place, _ in self.items:
-            inside = slice(place.offset, place.offset + place.length)
-            # Neighbours may share a token of text, hence the or.
-            is_embed[inside] |= True if place.is_embed is None else place.is_embed
-        return is_embed
+        return find_embeds(self.num_tokens, self.items)
 
     def span_end(self, *, is_bidirectional: bool) -> np.ndarray:
         """Return int32[T]: index + 1, or the exclusive end of the run of embeddings around it."""
@@ -63,6 +58,16 @@ class Sample:
             if is_bidirectional and is_embed[i] and is_embed[i + 1]:
                 ends[i] = ends[i + 1]
         return ends.astype(np.int32)
+
+
+def find_embeds(num_tokens: int, items: Sequence[PromptItem]) -> np.ndarray:
+    """Return bool[T]: where an item's embedding stands, in a prompt of `num_tokens`."""
+    is_embed = np.zeros(num_tokens, bool)
+    for place, _ in items:
+        inside = slice(place.offset, place.offset + place.length)
+        # Neighbours may share a token of text, hence the or.
+        is_embed[inside] |= True if place.is_embed is None else place.is_embed
+    return is_embed
 
 
 def make_sample(inputs: Any) -> Sample:
@@ -98,6 +103,7 @@ class PagedModel:
         self.num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
         self._encode = jax.jit(partial(_encode, self.graphdef))
+        self._encode_prompt = jax.jit(partial(_encode_prompt, self.graphdef))
         self._step = jax.jit(partial(_step, self.graphdef))
 
     @classmethod
@@ -154,9 +160,17 @@ class PagedModel:
         return found or RotaryPositions(indices, 0)
 
     def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
+        """Run towers and, of an encoder-decoder, the encoder.
+
+        What the decoder takes is under the empty name: embeddings, or the hidden states.
+        """
+        outputs = self._run_towers(sample)
+        if sample.encoder_token_ids is None:
+            return outputs
+        return outputs | self._run_prompt_encoder(sample.encoder_token_ids, sample, outputs)
+
+    def _run_towers(self, sample: Sample) -> dict[str, np.ndarray]:
         """Encode item by item; all items' embeddings are under the empty name."""
-        if sample.encoder_token_ids is not None:
-            return self._run_prompt_encoder(sample)
         calls: list[dict[str, np.ndarray]] = []
         embeds: list[np.ndarray] = []
         with jax.default_matmul_precision("highest"):
@@ -170,17 +184,23 @@ class PagedModel:
         outputs = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
         return outputs | {"": np.concatenate(embeds)}
 
-    def _run_prompt_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Run an encoder-decoder's encoder; its hidden states are under the empty name."""
-        assert sample.encoder_token_ids is not None
-        items = [tensors for _, tensors in sample.items]
-        units, count = self.host_inputs.encoder_input(sample.encoder_token_ids.tolist(), items)
+    def _run_prompt_encoder(
+        self, token_ids: np.ndarray, sample: Sample, encoded: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Run an encoder-decoder's encoder over its prompt, padded to the longest."""
+        count = len(token_ids)
+        is_embed = find_embeds(count, sample.items)
+        embeds = np.zeros((self.max_encoder_len, self.width), np.float32)
+        if is_embed.any():
+            embeds[:count][is_embed] = encoded[""]
+        pad = (0, self.max_encoder_len - count)
+        ids = np.pad(np.where(is_embed, 0, token_ids), pad, constant_values=-1)[None]
+        is_embed = np.pad(is_embed, pad)[None]
         with jax.default_matmul_precision("highest"):
-            outputs = jax.device_get(self._encode(self.params, units))
-        states = outputs.pop("").reshape(-1, self.width)[:count]
-        # Hidden states are padded, as the prompt is; what towers and projectors give is not.
-        cut = {name: value[:, :count] for name, value in outputs.items() if "encoder." in name}
-        return outputs | cut | {"": states}
+            outputs = jax.device_get(self._encode_prompt(self.params, ids, is_embed, embeds[None]))
+        # Hidden states are padded, as the prompt is.
+        cut = {name: value[:, :count] for name, value in outputs.items()}
+        return cut | {"": cut[""][0]}
 
     def _units(self, tensors: Mapping[str, np.ndarray]) -> Iterator[Mapping[str, np.ndarray]]:
         """Yield what each call of the encoder gets: a unit, or a pack of one item."""
@@ -298,6 +318,17 @@ def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str,
     with record(module) as outputs:
         embeds = join_embeds(module.embed_multimodal(**unit))
     return outputs | {"": embeds}
+
+
+def _encode_prompt(
+    graphdef: Any, params: Params, token_ids: Any, is_embed: Any, embeds: Any
+) -> dict[str, Any]:
+    module = bind(graphdef, params)
+    text = module.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
+    merged = jnp.where(is_embed[:, :, None], embeds, text.reshape(embeds.shape))
+    with record(module) as outputs:
+        states = module.encode_prompts(merged, token_ids >= 0)
+    return outputs | {"": states}
 
 
 def _step(

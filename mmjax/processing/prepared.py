@@ -3,9 +3,9 @@
 Knows no cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.prompt_updates.updates import (
@@ -23,6 +23,10 @@ from mmjax.processing.tensors.shared_item import SharedItem
 
 ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 """An item's tensors, and the alternatives of its prompt update."""
+
+
+AnswerParser = Callable[[Sequence[int]], Mapping[str, Any]]
+"""Returns what an answer's token ids say beside their text, as boxes: JSON values."""
 
 
 class ProcessedPrompt(NamedTuple):
@@ -58,6 +62,8 @@ class PreparedInputs:
     """The request's own, for `rebuild`."""
     encoder_prompt_token_ids: list[int] | None = None
     """The encoder's prompt, where the placeholders stand; None for a decoder alone."""
+    parse_answer: AnswerParser | None = None
+    """None: an answer is text, and nothing more."""
 
     def with_decoder_prompt(
         self, prompt: str | list[int], token_ids: Sequence[int]

@@ -46,7 +46,7 @@ from mmjax.processing.missing_items import (
     name_items,
     process_in_batches,
 )
-from mmjax.processing.prepared import PreparedInputs, ProcessedItem, ProcessedPrompt
+from mmjax.processing.prepared import AnswerParser, PreparedInputs, ProcessedItem, ProcessedPrompt
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     apply_text_matches,
@@ -259,6 +259,12 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             )
         return prompt, None
 
+    def _get_answer_parser(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> AnswerParser | None:
+        """Return what parses the answer to a prompt, as it came; None: it is text alone."""
+        return None
+
     # ---- one request -----------------------------------------------------------------------------
 
     def apply(
@@ -345,6 +351,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             mm_kwargs,
         )
         self.item_hasher.bind(hashed)
+        prepared = replace(prepared, parse_answer=self._get_answer_parser(prompt, mm_items))
         mm_items.drop_decoded()
         if decoders is None:
             return prepared

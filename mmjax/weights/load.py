@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.weights.rules import Part, Rule, Split, map_tensor
+from mmjax.weights.rules import Part, Rule, Split, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
@@ -137,8 +137,10 @@ def _map_tensors(
     """Yield each tensor, or each part of a fused one, under its name in the tree."""
     for tensor in tensors:
         for name, part in map_tensor(tensor.name, rules):
-            # One that cannot be cut stays whole: its shape is reported as a misfit.
-            if part is None or not tensor.shape or tensor.shape[0] % part.group_size:
+            # What cannot be altered stays whole: its shape is reported as a misfit.
+            if isinstance(part, Transposition):
+                yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor
+            elif part is None or not tensor.shape or tensor.shape[0] % part.group_size:
                 yield name, tensor
             else:
                 yield name, _cut(tensor, part)
@@ -153,12 +155,28 @@ class _CutRows:
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         rows, *rest = index
-        return self._part.cut(self._tensor.read((slice(None), *rest)))[rows]
+        return self._part.apply(self._tensor.read((slice(None), *rest)))[rows]
 
 
 def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
     rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
     return replace(tensor, shape=(rows, *tensor.shape[1:]), slices=_CutRows(tensor, part))
+
+
+class _TransposedRows:
+    """Reads a matrix as if the file had it transposed."""
+
+    def __init__(self, tensor: StoredTensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = index
+        return Transposition().apply(self._tensor.read((columns, rows)))
+
+
+def _transpose(tensor: StoredTensor) -> StoredTensor:
+    rows, columns = tensor.shape
+    return replace(tensor, shape=(columns, rows), slices=_TransposedRows(tensor))
 
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:

@@ -13,6 +13,8 @@ class Rule:
 
     pattern: str
     replacement: str | None
+    transform: "Transposition | None" = None
+    """What becomes of the values; None: they stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,28 @@ class Part:
     stop: int
     group_size: int
 
-    def cut(self, tensor: np.ndarray) -> np.ndarray:
+    def apply(self, tensor: np.ndarray) -> np.ndarray:
         """Return these rows of every group, one behind the other."""
         groups = tensor.reshape(-1, self.group_size, *tensor.shape[1:])
         return groups[:, self.start : self.stop].reshape(-1, *tensor.shape[1:])
 
 
-def map_tensor(name: str, rules: Sequence[Rule | Split]) -> Iterator[tuple[str, Part | None]]:
+@dataclass(frozen=True, slots=True)
+class Transposition:
+    """A matrix of the tree is a file's with its two axes swapped: `[in, out]`, say."""
+
+    def apply(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the matrix that the tree has."""
+        return tensor.T
+
+
+def map_tensor(
+    name: str, rules: Sequence[Rule | Split]
+) -> Iterator[tuple[str, Part | Transposition | None]]:
     """Yield the tree's name of a file's tensor, or of each of its parts: the first match decides.
 
-    A name that no rule matches stays as it is; nothing is yielded of a tensor that is not loaded.
+    With it comes what becomes of the values; None: they stay as they are. A name that no rule
+    matches stays as it is; nothing is yielded of a tensor that is not loaded.
     """
     for rule in rules:
         if not re.search(rule.pattern, name):
@@ -59,7 +73,7 @@ def map_tensor(name: str, rules: Sequence[Rule | Split]) -> Iterator[tuple[str, 
                 yield re.sub(rule.pattern, replacement, name), part
                 start += size
         elif rule.replacement is not None:
-            yield re.sub(rule.pattern, rule.replacement, name), None
+            yield re.sub(rule.pattern, rule.replacement, name), rule.transform
         return
     yield name, None
 

@@ -16,7 +16,7 @@ from mmjax.engine.device.batch import (
 )
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.engine.scheduling.request import EncoderInput, EncoderItem, Request
+from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
@@ -241,20 +241,21 @@ def encoder_builder() -> BatchBuilder:
         block_size=BLOCK_SIZE,
         max_blocks=MAX_BLOCKS,
         max_num_seqs=4,
-        rows_of=lambda _: np.arange(30, 42, dtype=np.int32),
+        # An item's identifier says how many rows it has.
+        rows_of=lambda identifier: np.arange(30, 30 + int(identifier), dtype=np.int32),
         has_spans=False,
         max_encoder_blocks=3,
     )
 
 
 def with_encoder(start: int, num_tokens: int, encoder_len: int, blocks: list[int]) -> Any:
-    encoder_item = EncoderItem(identifier="e", mm_position=PlaceholderRange(0, 12))
+    states = EncoderItem(identifier=str(encoder_len), mm_position=PlaceholderRange(0, encoder_len))
     request = Request(
         request_id=f"{encoder_len} states",
         prompt_token_ids=[3] * (start + num_tokens),
         sampling_params=SamplingParams(temperature=0.0),
         max_model_len=MAX_BLOCKS * BLOCK_SIZE,
-        encoder=EncoderInput(item=encoder_item, num_states=encoder_len),
+        encoder=states,
     )
     table = np.array([*blocks, 0, 0, 0], np.int32)[:3]
     own = np.zeros(MAX_BLOCKS, np.int32)

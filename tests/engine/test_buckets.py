@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.engine.scheduling.buckets import TILE_SIZE, Buckets, StepBucket, ladder, next_bucket
+from mmjax.engine.scheduling.buckets import (
+    TILE_SIZE,
+    Buckets,
+    StepBucket,
+    ladder,
+    next_bucket,
+    split_calls,
+)
 
 
 def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> Buckets:
@@ -62,13 +69,13 @@ def test_every_step_within_the_limits_has_a_bucket_that_holds_it(data: st.DataOb
 @given(st.integers(1, 100), st.integers(1, 8))
 def test_units_are_split_over_calls_without_loss(num_units: int, max_units: int) -> None:
     buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=max_units)
-    calls = buckets.unit_calls(num_units)
+    calls = split_calls(buckets.encode, num_units)
     assert sum(count for _, count in calls) == num_units
     assert all(0 < count <= bucket and bucket in buckets.encode for bucket, count in calls)
 
 
 def test_eleven_units_take_two_calls() -> None:
-    assert make_buckets().unit_calls(11) == [(8, 8), (4, 3)]
+    assert split_calls(make_buckets().encode, 11) == [(8, 8), (4, 3)]
 
 
 def make_variants(*span_variants: bool) -> Buckets:
@@ -100,7 +107,8 @@ def test_one_kind_of_program_serves_steps_with_and_without_images() -> None:
 def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_states() -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_units": 1}
     plain, buckets = Buckets.create(**sizes), Buckets.create(**sizes, max_encoder_len=10)
-    assert buckets.num_programs == plain.num_programs
+    assert (plain.prompts, buckets.prompts) == ((), (1, 2, 4))
+    assert buckets.num_programs == plain.num_programs + 3
     assert (plain.num_states, buckets.num_states) == (0, 40)
     assert {bucket.num_states for bucket in plain.steps} == {0}
     assert buckets.step_bucket(3, 3).num_states == 0

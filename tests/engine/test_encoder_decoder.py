@@ -37,8 +37,8 @@ def core() -> EngineCore:
 
 @pytest.fixture(scope="module")
 def cramped() -> EngineCore:
-    """Blocks for one longest request, and an encoder pool of one longest encoder."""
-    return tiny_encoder_decoder(num_blocks=LEAST_BLOCKS, encoder_cache_size=21)
+    """Blocks for one longest request, and the least encoder pool."""
+    return tiny_encoder_decoder(num_blocks=LEAST_BLOCKS, encoder_cache_size=1)
 
 
 @pytest.fixture(autouse=True)
@@ -174,6 +174,27 @@ def test_a_seeded_answer_does_not_depend_on_the_batch(
         assert [tokens_of(news[request.request_id]) for request in batch] == alone
 
 
+def test_an_image_is_encoded_once_for_several_prompts(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, calls = core._runner, []
+    encode = runner._run_encode
+    monkeypatch.setattr(runner, "_run_encode", lambda call: (calls.append(call), encode(call)))
+    batch = [message(f"{n}", text(n, 9), [2], picture=71) for n in range(6)]
+    for request in batch[:3]:
+        core.add_request(request)
+    news = drain(core)
+    assert [tokens_of(news[request.request_id]) for request in batch[:3]] == [
+        dense_greedy(request) for request in batch[:3]
+    ]
+    assert len(calls) == 1
+    for request in batch[3:]:
+        assert answer(core, request) == dense_greedy(request)
+    assert len(calls) == 1
+    assert answer(core, message("other", text(1, 9), [2], picture=72))
+    assert len(calls) == 2
+
+
 # ---- refusals, aborts, failures ------------------------------------------------------------------
 
 
@@ -205,7 +226,7 @@ def with_picture(**changes: Any) -> EngineCoreRequest:
     ("request_", "words"),
     [
         (message("bad", None, [2]), "no encoder's prompt"),
-        (message("bad", [], [2]), "gives 0 states"),
+        (message("bad", [], [2]), "encoder's prompt is empty"),
         (message("bad", text(1, MAX_ENCODER_LEN + 1), [2]), "21 tokens.* reads 20"),
         (message("bad", [VOCAB_SIZE], [2]), "token id 96"),
         (message("bad", [2], [VOCAB_SIZE]), "token id 96"),

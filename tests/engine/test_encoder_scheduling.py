@@ -1,6 +1,7 @@
 """Laws of the scheduler for an encoder-decoder: no device, tokens invented."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.outputs import ModelRunnerOutput, SampledToken, SchedulerOutput
-from mmjax.engine.scheduling.request import EncoderInput, EncoderItem, Request
+from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
-from mmjax.errors import RequestValueError
+from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 
@@ -38,18 +39,30 @@ def make_scheduler(*, num_blocks: int = 64, pool: int = 64, **settings: Any) -> 
     )
 
 
+def make_image(name: str, num_embeds: int = 4) -> EncoderItem:
+    return EncoderItem(identifier=name, mm_position=PlaceholderRange(0, num_embeds))
+
+
 def make_request(
-    request_id: str, num_tokens: int, encoder_len: int, *, max_tokens: int = 2
+    request_id: str,
+    num_tokens: int,
+    encoder_len: int,
+    *,
+    max_tokens: int = 2,
+    images: Sequence[EncoderItem] = (),
 ) -> Request:
-    item = EncoderItem(
-        identifier=f"encoder of {request_id}", mm_position=PlaceholderRange(0, encoder_len)
+    prompt = EncoderPrompt(token_ids=np.zeros(encoder_len, np.int32), items=images)
+    states = EncoderItem(
+        identifier=f"encoder of {request_id}",
+        mm_position=PlaceholderRange(0, encoder_len),
+        prompt=prompt,
     )
     return Request(
         request_id=request_id,
         prompt_token_ids=[3] * num_tokens,
         sampling_params=SamplingParams(max_tokens=max_tokens),
         max_model_len=MAX_MODEL_LEN,
-        encoder=EncoderInput(item=item, num_states=encoder_len),
+        encoder=states,
     )
 
 
@@ -108,6 +121,56 @@ def test_states_hold_no_pool_once_they_are_written() -> None:
     # The pool has room for one; each goes on while the next is encoded.
     assert [list(windows(step(scheduler))) for _ in range(3)] == [["a"], ["a", "b"], [*"abc"]]
     assert step(scheduler).freed_identifiers == []
+
+
+def test_an_image_is_encoded_once_for_all_prompts_about_it() -> None:
+    scheduler = make_scheduler()
+    image = make_image("x")
+    for name in "ab":
+        scheduler.add_request(make_request(name, 1, 6, images=[image, image]))
+    assert encoded(step(scheduler)) == ["x", "encoder of a", "encoder of b"]
+    scheduler.add_request(make_request("c", 1, 7, images=[image]))
+    assert encoded(step(scheduler)) == ["encoder of c"]
+    info = scheduler.encoder_cache.info
+    assert (info.hits, info.total) == (2, 6)
+
+
+def test_states_of_ended_requests_go_before_an_image() -> None:
+    """One image and one prompt's states fill the pool: only states make room."""
+    scheduler = make_scheduler(pool=16)
+    names = [str(n) for n in range(5)]
+    outputs = []
+    for name in names:
+        scheduler.add_request(make_request(name, 1, 12, images=[make_image("x")]))
+        while scheduler.has_unfinished():
+            outputs.append(step(scheduler))
+    expected = ["x", *(f"encoder of {name}" for name in names)]
+    assert [name for output in outputs for name in encoded(output)] == expected
+    freed = [name for output in outputs for name in output.freed_identifiers]
+    assert freed == expected[1:-1]
+    check_nothing_is_held(scheduler)
+
+
+def test_states_of_running_requests_go_before_an_image_too() -> None:
+    scheduler = make_scheduler(pool=16)
+    outputs = []
+    for name in "abc":
+        scheduler.add_request(make_request(name, 1, 12, images=[make_image("x")], max_tokens=20))
+        outputs.append(step(scheduler))
+    assert [encoded(output) for output in outputs] == [
+        ["x", "encoder of a"],
+        ["encoder of b"],
+        ["encoder of c"],
+    ]
+
+
+def test_an_id_stands_for_one_number_of_embeddings() -> None:
+    scheduler = make_scheduler()
+    scheduler.add_request(make_request("a", 1, 12, images=[make_image("x", 4)]))
+    for _ in range(3):
+        with pytest.raises(MediaIdConflictError, match="4 embeddings"):
+            scheduler.add_request(make_request("b", 1, 12, images=[make_image("x", 5)]))
+        step(scheduler)
 
 
 def test_a_request_without_an_encoder_has_no_table() -> None:
@@ -204,7 +267,7 @@ def test_a_preempted_request_whose_states_are_gone_is_encoded_again() -> None:
         held -= set(output.freed_identifiers)
         held |= set(encoded(output))
         needed = {
-            s.request.encoder.item.identifier
+            s.request.encoder.identifier
             for s in output.requests
             if s.num_new_states and s.request.encoder is not None
         }
@@ -231,19 +294,29 @@ def test_no_step_holds_too_much_and_all_end(seed: int) -> None:
     rng = random.Random(seed)
     scheduler = make_scheduler(
         num_blocks=rng.choice([11, 14, 30]),
-        pool=rng.choice([12, 20, 40]),
+        pool=rng.choice([24, 28, 48]),
         max_num_encoder_states=rng.choice([12, 24]),
     )
+    images = [make_image(f"image {n}", n) for n in range(1, 6)]
     batch = [
-        make_request(f"{n}", rng.randint(1, 20), rng.randint(1, 12), max_tokens=rng.randint(1, 12))
+        make_request(
+            f"{n}",
+            rng.randint(1, 20),
+            rng.randint(5, 12),
+            max_tokens=rng.randint(1, 12),
+            images=rng.sample(images, rng.randint(0, 2)),
+        )
         for n in range(25)
     ]
+    held: dict[str, int] = {}
     to_come = list(batch)
     for _ in range(2000):
         while to_come and rng.random() < 0.4:
             scheduler.add_request(to_come.pop())
         output = step(scheduler)
         check_step(scheduler, output)
+        check_pool(held, output)
+        assert sum(held.values()) <= scheduler.encoder_cache.cache_size
         if not to_come and not scheduler.has_unfinished():
             break
     assert all(request.is_finished for request in batch)
@@ -260,6 +333,19 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
         blocks += scheduled.encoder_table[: cdiv(request.encoder_len, BLOCK_SIZE)].tolist()
         blocks += scheduled.block_table[: cdiv(scheduled.end, BLOCK_SIZE)].tolist()
     assert len(blocks) == len(set(blocks)), "no block is anybody else's"
+
+
+def check_pool(held: dict[str, int], output: SchedulerOutput) -> None:
+    """What a step reads is there, in the order in which the runner makes it."""
+    for identifier in output.freed_identifiers:
+        del held[identifier]
+    for item in output.encoder_items:
+        if item.prompt is not None:
+            assert {one.identifier for one in item.prompt.items} <= held.keys()
+        held[item.identifier] = item.num_embeds
+    for scheduled in output.requests:
+        if scheduled.num_new_states and scheduled.request.encoder is not None:
+            assert scheduled.request.encoder.identifier in held
 
 
 # ---- limits --------------------------------------------------------------------------------------

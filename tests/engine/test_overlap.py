@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
@@ -14,7 +16,15 @@ from mmjax.engine.scheduling.request import BlockHasher, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
+from tests.engine.tiny import (
+    answer,
+    dense_greedy,
+    dense_logits,
+    drain,
+    message,
+    tiny_engine,
+    tokens_of,
+)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -225,6 +235,7 @@ CASES: list[dict[str, Any]] = [
     {"min_tokens": 3},
     {"logprobs": 5},
     {"temperature": 0.8, "seed": 5, "logprobs": 2, "min_tokens": 2},
+    {"temperature": 0.8, "seed": 6, "no_repeat_ngram_size": 1},
     {},
 ]
 
@@ -297,3 +308,25 @@ def test_closing_in_flight_is_quiet() -> None:
     engine.step()
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_may_not_be_repeated_depends_on_the_token_in_flight(
+    core: EngineCore, size: int
+) -> None:
+    """The oracle: HF's processor on the logits of dense passes. Others of the batch are plain."""
+    banned = message("banned", [text(5, 30)], max_tokens=24, no_repeat_ngram_size=size)
+    plain = [message(f"{n}", [text(n, 9)], max_tokens=12) for n in (2, 3)]
+    for request in (plain[0], banned, plain[1]):
+        core.add_request(request)
+    news = drain(core)
+    process: Any = NoRepeatNGramLogitsProcessor(size)
+    token_ids = list(banned.prompt_token_ids)
+    for _ in range(24):
+        logits = dense_logits(token_ids, ())[len(token_ids) - 1]
+        scores = process(torch.tensor(token_ids)[None], torch.tensor(logits)[None])
+        token_ids.append(int(scores[0].argmax()))
+    assert tokens_of(news["banned"]) == token_ids[30:]
+    assert tokens_of(news["banned"]) != dense_greedy(message("free", [text(5, 30)], max_tokens=24))
+    for request in plain:
+        assert tokens_of(news[request.request_id]) == dense_greedy(request)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
 from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
@@ -19,7 +21,10 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "position": 0,
     "masked": (),
+    "tokens": (),
+    "ngram": 0,
 }
+HISTORY_LEN = 24
 
 
 def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> SampleBatch:
@@ -37,6 +42,8 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
         "top_p": np.array([row["top_p"] for row in rows], np.float32),
         "min_p": np.array([row["min_p"] for row in rows], np.float32),
         "masked_token_ids": masked,
+        "token_from": np.array([row.get("from", -1) for row in rows], np.int32),
+        "ngram_sizes": np.array([row["ngram"] for row in rows], np.int32),
         "has_filters": np.int32(filters),
         "has_logprobs": np.int32(has_logprobs),
     }
@@ -46,8 +53,20 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
 _sample = jax.jit(sample_full)
 
 
-def draw(logits: np.ndarray, rows: list[dict[str, Any]], **options: bool) -> SampleOutput:
-    return jax.device_get(_sample(jnp.asarray(logits), make_batch(rows, **options)))
+def draw(
+    logits: np.ndarray,
+    rows: list[dict[str, Any]],
+    *,
+    previous: tuple[int, ...] = (0,),
+    **options: bool,
+) -> SampleOutput:
+    """Sample; a row's `tokens` are those that the host knows."""
+    history = np.zeros((len(rows), HISTORY_LEN), np.int32)
+    for number, row in enumerate(rows):
+        tokens = row.get("tokens", ())
+        history[number, : len(tokens)] = tokens
+    arrays = (jnp.asarray(history), jnp.asarray(previous, jnp.int32))
+    return jax.device_get(_sample(jnp.asarray(logits), make_batch(rows, **options), *arrays))
 
 
 def make_logits(seed: int, num_rows: int = 1) -> np.ndarray:
@@ -160,3 +179,38 @@ def test_logprobs_that_nobody_asked_for_are_zero() -> None:
     output = draw(make_logits(8), [{}])
     assert not output.logprobs.any()
     assert not output.top_token_ids.any()
+
+
+# ---- n-grams -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["read", "in flight"])
+def test_no_ngram_comes_twice_as_in_hf(in_flight: bool) -> None:
+    """The last token may be known to the device alone, as a row of the sample before."""
+    rng = np.random.default_rng(0)
+    num_banned = 0
+    for _ in range(40):
+        lengths = rng.integers(1, HISTORY_LEN, 4)
+        sequences = [rng.integers(0, 3, length) for length in lengths]
+        sizes = rng.integers(0, 6, 4)
+        logits = make_logits(int(rng.integers(1000)), 4)
+        # Tokens that may be banned are the most probable.
+        logits[:, :3] += 20
+        previous = rng.permutation(4)
+        rows, last = [], np.zeros(4, np.int32)
+        for number, (tokens, size) in enumerate(zip(sequences, sizes, strict=True)):
+            row = {"temperature": 0.0, "ngram": int(size), "position": len(tokens)}
+            if in_flight:
+                row["from"] = previous[number]
+                last[previous[number]] = tokens[-1]
+                tokens = tokens[:-1]
+            rows.append({**row, "tokens": tokens})
+        drawn = draw(logits, rows, previous=tuple(last.tolist())).token_ids
+        for number, (tokens, size) in enumerate(zip(sequences, sizes, strict=True)):
+            scores = torch.tensor(logits[number])[None]
+            if size:
+                process: Any = NoRepeatNGramLogitsProcessor(int(size))
+                scores = process(torch.tensor(tokens)[None], scores)
+            assert drawn[number] == int(scores[0].argmax())
+            num_banned += int(torch.isinf(scores).sum())
+    assert num_banned > 100

@@ -1,6 +1,7 @@
 """A tiny random encoder-decoder for engine tests, and its oracle in numpy: no paging, no cache.
 
-The encoder makes a state of every token of its prompt and of what the picture shows there.
+The encoder makes a state of every token of its prompt, text or a row of the image, and of the mean
+of all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,10 @@ from mmjax.transport.messages import EngineCoreRequest
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 96, 32, 2, 2, 16
 SCALE = HEAD_DIM**-0.5
-ROWS_PER_UNIT, PIXELS = 3, 6
+ROWS_PER_UNIT, PIXELS = 2, 6
 MAX_MODEL_LEN = 64
 MAX_ENCODER_LEN = 20
-"""Neither whole units nor whole blocks: the last ones are padded."""
+"""Not whole blocks: the last one is padded."""
 PICTURE_LEN = 4
 BLOCK_SIZE = 8
 
@@ -69,35 +70,14 @@ class TinyLayer(nnx.Module):
 
 
 class TinyHostInputs(HostInputs):
-    """What the encoder reads, cut into units of three rows."""
+    """An image's pixels, cut into units of two rows."""
 
     encoder_spec = EncoderSpec(
-        inputs={
-            "token_ids": ((ROWS_PER_UNIT,), "int32"),
-            "pixels": ((ROWS_PER_UNIT, PIXELS), "float32"),
-        },
-        tokens_per_unit=ROWS_PER_UNIT,
+        inputs={"pixels": ((ROWS_PER_UNIT, PIXELS), "float32")}, tokens_per_unit=ROWS_PER_UNIT
     )
 
     def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        raise NotImplementedError("items lie in the encoder's prompt")
-
-    def encoder_input(
-        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
-    ) -> tuple[dict[str, np.ndarray], int]:
-        """Return the prompt's ids and the picture's pixels, which stand at its beginning."""
-        rows = ROWS_PER_UNIT
-        num_units = -(-len(token_ids) // rows)
-        ids = np.zeros(num_units * rows, np.int32)
-        ids[: len(token_ids)] = token_ids
-        pixels = np.zeros((num_units * rows, PIXELS), np.float32)
-        for item in items:
-            pixels[: len(item["pixels"])] = item["pixels"]
-        units = {
-            "token_ids": ids.reshape(num_units, rows),
-            "pixels": pixels.reshape(num_units, rows, PIXELS),
-        }
-        return units, len(token_ids)
+        return {"pixels": item["pixels"].reshape(-1, ROWS_PER_UNIT, PIXELS)}
 
 
 class TinyEncoderDecoder(MultiModalModel):
@@ -117,11 +97,18 @@ class TinyEncoderDecoder(MultiModalModel):
     def kv_cache_spec(self) -> KVCacheSpec:
         return KVCacheSpec.alike(NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
 
-    def embed_multimodal(self, token_ids: Any, pixels: Any) -> Any:
-        """Return a state for each row of each unit."""
-        text = self.embed(token_ids.reshape(-1))
-        both = text + self.eye(pixels.reshape(-1, PIXELS))
-        return jnp.tanh(self.encoder(both)).reshape(*token_ids.shape, WIDTH)
+    def embed_multimodal(self, pixels: Any) -> Any:
+        """Return an embedding of each row of each unit."""
+        return self.eye(pixels.reshape(-1, PIXELS)).reshape(*pixels.shape[:2], WIDTH)
+
+    def encode_prompts(self, inputs_embeds: Any, is_token: Any) -> Any:
+        """Return a state for each place; what padding holds is not read."""
+        weights = is_token.astype(inputs_embeds.dtype)[:, :, None]
+        mean = (inputs_embeds * weights).sum(1, keepdims=True) / jnp.maximum(
+            weights.sum(1, keepdims=True), 1
+        )
+        both = inputs_embeds + mean
+        return jnp.tanh(self.encoder(both.reshape(-1, WIDTH))).reshape(both.shape)
 
     def embed_input_ids(self, token_ids: Any) -> Any:
         return self.embed(token_ids)
@@ -157,7 +144,7 @@ def tiny_params() -> Any:
     rng = np.random.default_rng(0)
     return unflatten_params(
         {
-            name: jnp.asarray(rng.standard_normal(leaf.shape) / leaf.shape[-1] ** 0.5 * 1.5)
+            name: jnp.asarray(rng.standard_normal(leaf.shape) / leaf.shape[-1] ** 0.5 * 2.3)
             for name, leaf in sorted(flatten_params(abstract).items())
         }
     )
@@ -247,12 +234,12 @@ def _weights() -> Any:
 
 def _dense_states(request: EngineCoreRequest) -> np.ndarray:
     weights, ids = _weights(), np.array(request.encoder_prompt_token_ids)
-    both = weights["embed"]["weight"][ids]
+    embeds = weights["embed"]["weight"][ids]
     for feature in request.mm_features:
         assert feature.tensors is not None
         pixels = feature.tensors.get_data()["pixels"].astype(np.float64)
-        both[: len(pixels)] += pixels @ weights["eye"]["weight"].T
-    return np.tanh(both @ weights["encoder"]["weight"].T)
+        embeds[: len(pixels)] = pixels @ weights["eye"]["weight"].T
+    return np.tanh((embeds + embeds.mean(0)) @ weights["encoder"]["weight"].T)
 
 
 def _dense_logits(states: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:

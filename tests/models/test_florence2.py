@@ -5,11 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.errors import CheckpointError
+from mmjax.config import MultiModalConfig
+from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
-from tests.models.families.family import Media
+from mmjax.models.host_inputs import EncoderSpec
+from tests.models.families import served_model
+from tests.models.families.family import Media, Words
 from tests.models.families.florence2 import draw_item, tiny_config
+from tests.models.served import make_request, serve, start_engine
 
 
 def test_what_the_engine_must_know_is_said():
@@ -18,19 +22,11 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.num_image_rows == 3 * 5 + 1
     assert host_inputs.max_encoder_len == 64
     pixels = draw_item(config, Media(0)).tensors["pixel_values"]
-    token_ids = [4, *[config.image_token_id] * 16, 5]
-    units, count = host_inputs.encoder_input(token_ids, [{"pixel_values": pixels}])
-    assert count == len(token_ids)
-    assert {name: value.shape for name, value in units.items()} == {
-        "token_ids": (1, 64),
-        "image_rows": (1, 64),
-        "pixel_values": (1, 3, 20, 37),
-    }
-    assert units["image_rows"][0].tolist() == [-1, *range(16), -1, *[-1] * 46]
-    assert units["token_ids"][0, 18:].tolist() == [-1] * 46
-    np.testing.assert_array_equal(units["pixel_values"][0], pixels)
-    with pytest.raises(ValueError, match="15 places for 16 rows"):
-        host_inputs.encoder_input(token_ids[2:], [{"pixel_values": pixels}])
+    units = host_inputs.units({"pixel_values": pixels})
+    np.testing.assert_array_equal(units["pixel_values"], pixels[None])
+    spec = host_inputs.encoder_spec
+    assert isinstance(spec, EncoderSpec)
+    assert spec.tokens_per_unit == 16
 
 
 def test_the_longest_encoder_prompt_is_bounded():
@@ -47,6 +43,7 @@ def test_the_longest_encoder_prompt_is_bounded():
         ({"vision": {"max_position_embeddings": 2}}, "pictures of 24x24 pixels make 3 columns"),
         ({"vision": {"num_heads": [2]}}, "`num_heads` 1"),
         ({"vision": {"activation_function": "mish"}}, "activation `mish` is unknown"),
+        ({"vision": {"image_feature_source": ["last_frame"]}}, "is \\['last_frame'\\]"),
         ({"vision": {"image_size": None}}, "the image processor's configuration in ``"),
         ({"text": {"model_type": "llama"}}, "`text_config.model_type` is `llama`"),
     ],
@@ -54,3 +51,36 @@ def test_the_longest_encoder_prompt_is_bounded():
 def test_what_a_config_cannot_have_is_named(settings: dict[str, Any], message: str):
     with pytest.raises(CheckpointError, match=message):
         Model(tiny_config(**settings), dtype=np.dtype(np.float32))
+
+
+def test_the_tower_runs_once_for_three_prompts_about_an_image(monkeypatch: pytest.MonkeyPatch):
+    model = served_model("florence2")
+    core = start_engine(model)
+    shapes: list[tuple[int, ...]] = []
+    runner = core._runner
+    encode = runner._run_encode
+    monkeypatch.setattr(
+        runner,
+        "_run_encode",
+        lambda call: (shapes.append(call.inputs["pixel_values"].shape), encode(call)),
+    )
+    for length in (2, 9, 20):
+        sample = model.draw_sample([Media(71), Words(length, length)])
+        (answer,) = serve(core, [make_request(f"{length}", sample, max_tokens=8)])
+        assert answer == list(model.paged.generate(sample, 8))
+    assert shapes == [(1, 3, 24, 24)]
+    assert core.compilations == 0
+
+
+def test_without_images_the_tower_is_left_out():
+    model = served_model("florence2")
+    core = start_engine(model, mm=MultiModalConfig(limit_mm_per_prompt={"image": 0}))
+    assert core._runner.buckets.encode == ()
+    assert "vision_tower" not in core._runner._params
+    text = model.draw_sample([Words(3, 7)])
+    assert serve(core, [make_request("text", text, max_tokens=8)]) == [
+        list(model.paged.generate(text, 8))
+    ]
+    image = model.draw_sample([Media(1), Words(3, 7)])
+    with pytest.raises(RequestError, match="which this engine was started without"):
+        core.add_request(make_request("image", image, max_tokens=8))

@@ -106,7 +106,13 @@ def test_a_prompt_and_a_step_have_their_shapes(size: str):
         name: jax.ShapeDtypeStruct((2, *shape), dtype)
         for name, (shape, dtype) in host_inputs.encoder_spec.inputs.items()
     }
-    states = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, units)
+    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, units)
+    assert (rows.shape, rows.dtype) == ((2, 577, width), jnp.bfloat16)
+    prompts = jax.ShapeDtypeStruct((2, 1024, width), jnp.bfloat16)
+    is_token = jax.ShapeDtypeStruct((2, 1024), jnp.bool)
+    states = jax.eval_shape(
+        lambda p, *x: bind(graphdef, p).encode_prompts(*x), params, prompts, is_token
+    )
     assert (states.shape, states.dtype) == ((2, 1024, width), jnp.bfloat16)
     hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.florence2.processing_florence2 import Florence2Processor
@@ -14,6 +15,10 @@ from tests.kit import draw
 from tests.models.directories import write_florence2
 
 MAX_TOKENS = 8
+UNREPEATED = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, no_repeat_ngram_size=size)
+    for size in (2, 3)
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,7 @@ def test_answers_of_a_directory_are_hfs(checkpoint: Path):
             {"prompt": "<OD>", "multi_modal_data": {"image": picture}},
         ]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        unrepeated = llm.generate(prompts, UNREPEATED, use_tqdm=False)
         content = [
             {"type": "image_pil", "image_pil": picture},
             {"type": "text", "text": "<CAPTION>"},
@@ -45,7 +51,20 @@ def test_answers_of_a_directory_are_hfs(checkpoint: Path):
         CLIPImageProcessorPil.from_pretrained(checkpoint),
         AutoTokenizer.from_pretrained(checkpoint),
         num_additional_image_tokens=1,
+        post_processor_config={"pure_text": {}, "description_with_bboxes": {}},
     )
-    for answer, task in zip(ours, ("<CAPTION>", "<OD>"), strict=True):
+    tasks, sizes = ("<CAPTION>", "<OD>"), (2, 3)
+    for output, other, task, size in zip(outputs, unrepeated, tasks, sizes, strict=True):
         inputs = processor(text=[task], images=[picture], return_tensors="pt")
-        assert answer == generate_reference(reference, inputs, MAX_TOKENS)
+        answer = generate_reference(reference, inputs, MAX_TOKENS)
+        assert tuple(output.outputs[0].token_ids) == answer
+        text = processor.tokenizer.decode(answer, skip_special_tokens=False)
+        assert output.outputs[0].parsed == processor.post_process_generation(
+            text, task=task, image_size=picture.size
+        )
+        with torch.no_grad():
+            wanted = reference.generate(
+                **inputs, do_sample=False, max_new_tokens=40, no_repeat_ngram_size=size
+            )
+        assert other.outputs[0].token_ids == wanted[0, 1:].tolist()
+    assert unrepeated[0].outputs[0].token_ids[:MAX_TOKENS] != list(ours[0])

@@ -10,6 +10,7 @@ import pytest
 
 from mmjax.errors import CapacityError
 from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.processing import BaseMultiModalProcessor
 from mmjax.server.openai.streaming import EventStream
 from tests.kit import draw
 from tests.server.conftest import MakeServer, Server
@@ -318,3 +319,35 @@ def test_leaving_aborts(make_server: MakeServer, path: str, stream: bool, delay_
     assert server.engine_client.num_requests == 0
     if delay_s < 1:
         assert server.chat().status_code == 200
+
+
+# ---- parsed answers ------------------------------------------------------------------------------
+
+
+def test_what_a_processor_makes_of_an_answer_is_sent(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        BaseMultiModalProcessor,
+        "_get_answer_parser",
+        lambda self, prompt, mm_items: (
+            lambda token_ids: {"<OD>": {"labels": [str(len(token_ids))]}}
+        ),
+    )
+    chat = server.chat(n=2).json()
+    counts = {str(chat["usage"]["completion_tokens"] // 2)}
+    parsed = [choice["message"]["parsed"] for choice in chat["choices"]]
+    assert parsed == [{"<OD>": {"labels": [*counts]}}] * 2
+    *events, last = events_of(server.chat(stream=True))
+    assert last["choices"][0]["delta"]["parsed"] == parsed[0]
+    assert all("parsed" not in event["choices"][0]["delta"] for event in events)
+    text = server.openai().completions.create(model="tiny", prompt="a red circle")
+    assert text.choices[0].to_dict()["parsed"]
+
+
+def test_a_text_alone_is_not_parsed(server: Server) -> None:
+    assert "parsed" not in server.chat().json()["choices"][0]["message"]
+    assert all(
+        "parsed" not in event["choices"][0]["delta"]
+        for event in events_of(server.chat(stream=True))
+    )

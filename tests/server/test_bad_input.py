@@ -53,6 +53,8 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k"),
     ({"top_k": 1.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
+    ({"no_repeat_ngram_size": 33}, "no_repeat_ngram_size"),
+    ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size"),
     ({"n": 0}, "n"),
     ({"n": 10**9}, "n"),
     ({"seed": 2**64}, "seed"),

@@ -59,6 +59,10 @@ class SampleBatch(NamedTuple):
     min_p: Float[Array, " R"]
     masked_token_ids: Int[Array, "R _masked"]
     """Ids masked by `min_tokens`; padding: `NO_TOKEN`."""
+    token_from: Int[Array, " R"]
+    """Row of the previous sample that is the sequence's last token, or -1."""
+    ngram_sizes: Int[Array, " R"]
+    """`no_repeat_ngram_size`; 0: no limit."""
     has_filters: Int[Array, ""]
     """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
     has_logprobs: Int[Array, ""]
@@ -133,6 +137,8 @@ def sample_layout(num_requests: int) -> Layout:
         "top_p": one,
         "min_p": one,
         "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
+        "token_from": one,
+        "ngram_sizes": one,
         "has_filters": (),
         "has_logprobs": (),
     }
@@ -347,13 +353,12 @@ class BatchBuilder:
             encoder, table = scheduled.request.encoder, scheduled.encoder_table
             if encoder is None or table is None:
                 continue
-            fields["cross_lengths"][row] = encoder.num_states
+            fields["cross_lengths"][row] = encoder.num_embeds
             fields["cross_block_tables"][row] = table
             places = np.arange(scheduled.num_new_states, dtype=np.int32)
             new = slice(start, start + len(places))
             if len(places):
-                rows = self.rows_of(encoder.item.identifier)
-                fields["cross_src"][new] = rows[: len(places)]
+                fields["cross_src"][new] = self.rows_of(encoder.identifier)
                 fields["cross_slot_block"][new] = table[places // self.block_size]
                 fields["cross_slot_offset"][new] = places % self.block_size
             start = new.stop
@@ -377,9 +382,33 @@ class BatchBuilder:
             if not may_end:
                 masked = sorted(request.ending_token_ids)
                 fields["masked_token_ids"][row, : len(masked)] = masked
+            if params.no_repeat_ngram_size:
+                fields["positions"][row] = scheduled.end
+                fields["token_from"][row] = scheduled.token_from
+                fields["ngram_sizes"][row] = params.no_repeat_ngram_size
             if not params.is_greedy:
                 _fill_sampling(fields, row, scheduled)
         return is_plain
+
+
+def make_history(
+    requests: Sequence[ScheduledRequest], num_rows: int, max_len: int
+) -> np.ndarray | None:
+    """Return int32[num_rows, max_len]: the known tokens of requests that may not repeat any.
+
+    None if there are no such requests.
+    """
+    rows = [
+        (row, scheduled.request)
+        for row, scheduled in enumerate(requests)
+        if scheduled.request.sampling_params.no_repeat_ngram_size
+    ]
+    if not rows:
+        return None
+    history = np.zeros((num_rows, max_len), np.int32)
+    for row, request in rows:
+        history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
+    return history
 
 
 def _fill_sampling(fields: dict[str, np.ndarray], row: int, scheduled: ScheduledRequest) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket
+from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
@@ -126,7 +126,7 @@ class UnitCalls(EncoderCalls):
             name: np.concatenate([item.units[name] for item in items]) for name in self._spec.inputs
         }
         start = 0
-        for bucket, count in self._buckets.unit_calls(len(dst_rows) // per_unit):
+        for bucket, count in split_calls(self._buckets.encode, len(dst_rows) // per_unit):
             call = self.empty(bucket)
             end = start + count
             call.dst_rows[: count * per_unit] = dst_rows[start * per_unit : end * per_unit]

@@ -46,9 +46,21 @@ class Call(IntEnum):
     STEP = 4
     """Index in `Buckets.steps`."""
     SAMPLE = 5
-    """Rows; `is_plain`."""
+    """Rows; a `SampleKind`."""
     WRITE = 6
     """Size of the call."""
+    ENCODE_PROMPTS = 7
+    """Size of the call."""
+
+
+class SampleKind(IntEnum):
+    """What a sample asks for."""
+
+    FULL = 0
+    PLAIN = 1
+    """Greedy tokens alone."""
+    WITH_HISTORY = 2
+    """As `FULL`, and tokens that are not to be repeated are sent with it."""
 
 
 class Placement:

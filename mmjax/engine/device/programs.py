@@ -25,6 +25,7 @@ from mmjax.engine.device.compilation import Program, compiler_options
 from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
+from mmjax.engine.device.prompt_calls import PromptCalls
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
@@ -34,6 +35,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import join_embeds
+from mmjax.rounding import cdiv
 
 Gather = Callable[[Array, int], Array]
 """Replicates an array that the devices computed in parts along an axis."""
@@ -95,6 +97,31 @@ def encode(
             f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
         )
     return pool.at[dst_rows].set(flat, mode="drop")
+
+
+def encode_prompts(
+    graphdef: Any,
+    gather: Gather,
+    *,
+    params: Params,
+    pool: Float[Array, "rows D"],
+    token_ids: Int[Array, "B S"],
+    src_rows: Int[Array, "B S"],
+    dst_rows: Int[Array, "B S"],
+) -> Float[Array, "rows D"]:
+    """Run an encoder-decoder's encoder over prompts, of text and rows of the pool, into the pool.
+
+    Token ids of padding are negative; `src_rows` of text are, too, and `dst_rows` of padding are
+    out of range.
+    """
+    model = bind(graphdef, params)
+    text = model.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
+    text = text.reshape(*token_ids.shape, -1)
+    is_embed = (src_rows >= 0)[:, :, None]
+    merged = jnp.where(is_embed, pool[jnp.maximum(src_rows, 0)], text)
+    states = gather(model.encode_prompts(merged, token_ids >= 0), 0)
+    flat = states.reshape(-1, pool.shape[-1]).astype(pool.dtype)
+    return pool.at[dst_rows.reshape(-1)].set(flat, mode="drop")
 
 
 def write_extra(
@@ -162,17 +189,20 @@ def sample(
     params: Params,
     hidden: Float[Array, "rows D"],
     packed: Int[Array, " size"],
-) -> Int[Array, " R"] | SampleOutput:
+    history: Int[Array, "R S"],
+    previous: Int[Array, " sampled"],
+) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities. The tokens fill the first
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `history` and `previous`:
+    as in `sample_full`. The tokens fill the first
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
     logits = gather(bind(graphdef, params).compute_logits(hidden[batch.rows]), 1)
     if is_plain:
         return _pad_tokens(sample_greedy(logits), layout)
-    drawn = sample_full(logits, batch)
+    drawn = sample_full(logits, batch, history, previous)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
@@ -205,7 +235,7 @@ class Programs:
         num_encoder_rows: int,
         block_size: int,
         max_blocks: int,
-        max_encoder_blocks: int = 0,
+        max_encoder_len: int = 0,
         cache_type: type[LayerCache] | None = None,
     ) -> None:
         """`cache_type` None: the one of the placement's platform."""
@@ -220,11 +250,15 @@ class Programs:
         self.precomputed = PrecomputedEmbeds(
             buckets, num_rows=num_rows, width=shape.hidden_size, dtype=shape.dtype
         )
+        self.prompt_calls = PromptCalls(buckets, max_len=max_encoder_len, num_rows=num_rows)
+        max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
         self.sample_layout = sample_layout(buckets.sample[-1])
         self.num_token_ids = shape.num_token_ids
+        self.history_len = max_blocks * block_size
+        """Tokens of the longest sequence."""
         self._shape = shape
         self._params = params
         self._placement = placement
@@ -253,6 +287,11 @@ class Programs:
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
         self.encode = jit(
             partial(encode, graphdef, self.encoder_calls.gather),
+            donate_argnames="pool",
+            out_shardings=whole,
+        )
+        self.encode_prompts = jit(
+            partial(encode_prompts, graphdef, placement.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
@@ -331,6 +370,7 @@ class Programs:
         return {
             "step": list(self._steps(arrays)),
             "encode": list(self._encodes(arrays)),
+            "encode prompts": list(self._encodes_prompts(arrays)),
             "write": list(self._writes(arrays)),
             "sample": list(self._samples(arrays)),
         }
@@ -359,6 +399,15 @@ class Programs:
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
 
+    def _encodes_prompts(self, arrays: DeviceArrays) -> Iterator[Program]:
+        for size in reversed(self.buckets.prompts):
+            inputs = {
+                name: self._describe(array.shape)
+                for name, array in self.prompt_calls.empty(size)._asdict().items()
+            }
+            arguments = {"params": self._params, "pool": arrays.pool, **inputs}
+            yield Program(f"encode {size} prompts", self.encode_prompts, arguments)
+
     def _writes(self, arrays: DeviceArrays) -> Iterator[Program]:
         for size in reversed(self.buckets.write):
             embeds = jax.ShapeDtypeStruct(
@@ -379,11 +428,16 @@ class Programs:
                     "params": self._params,
                     "hidden": arrays.state.hidden,
                     "packed": self._flat(self.sample_layout.size),
+                    "history": self._describe((num_rows, self.history_len)),
+                    "previous": arrays.previous,
                 }
                 yield Program(sample_label(num_rows, is_plain), self.sample, arguments)
 
     def _flat(self, size: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((size,), jnp.int32, sharding=self._placement.replicated)
+        return self._describe((size,))
+
+    def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.replicated)
 
 
 def step_label(bucket: StepBucket) -> str:

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.engine.device.batch import BatchBuilder
+from mmjax.engine.device.batch import BatchBuilder, make_history
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
-from mmjax.engine.device.mesh import Call, Placement
+from mmjax.engine.device.mesh import Call, Placement, SampleKind
 from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
+from mmjax.engine.device.prompt_calls import PromptCall
 from mmjax.engine.device.sampler import SampleOutput
 from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
 from mmjax.engine.scheduling.outputs import (
@@ -73,6 +74,11 @@ class ModelRunner:
             has_spans=has_spans,
             max_encoder_blocks=max_encoder_blocks,
         )
+        self._no_history = {
+            num_rows: placement.put(self._empty_history(num_rows))
+            for num_rows in self.buckets.sample
+        }
+        """For samples in which every token may be repeated; stays on the device."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
         self._make_arrays()
@@ -85,6 +91,9 @@ class ModelRunner:
         for array in jax.tree.leaves((self._state, self._pool, self._previous)):
             array.delete()
         self._make_arrays()
+
+    def _empty_history(self, num_rows: int) -> np.ndarray:
+        return np.zeros((num_rows, self._programs.history_len), np.int32)
 
     def _make_arrays(self) -> None:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
@@ -119,7 +128,8 @@ class ModelRunner:
         if not sampled:
             return InFlight(sampled, rest)
         size = next_bucket(self.buckets.sample, len(sampled))
-        return InFlight(sampled, self._run_sample(size, is_plain, rest))
+        history = None if is_plain else make_history(sampled, size, self._programs.history_len)
+        return InFlight(sampled, self._run_sample(size, is_plain, rest, history))
 
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
@@ -141,8 +151,13 @@ class ModelRunner:
         )
         return rest
 
-    def _run_sample(self, num_rows: int, is_plain: bool, rest: Array) -> Array | SampleOutput:
-        self._broadcast(Call.SAMPLE, num_rows, is_plain)
+    def _run_sample(
+        self, num_rows: int, is_plain: bool, rest: Array, history: np.ndarray | None = None
+    ) -> Array | SampleOutput:
+        kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
+        kind = kind if history is None else SampleKind.WITH_HISTORY
+        self._broadcast(Call.SAMPLE, num_rows, kind)
+        no_history = self._no_history[num_rows]
         drawn = self._programs.sample(
             layout=self._programs.sample_layout,
             num_rows=num_rows,
@@ -150,6 +165,8 @@ class ModelRunner:
             params=self._params,
             hidden=self._state.hidden,
             packed=rest,
+            history=no_history if history is None else self._placement.put(history),
+            previous=self._previous,
         )
         self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
         return drawn
@@ -168,11 +185,18 @@ class ModelRunner:
         embeds, rows = self._placement.put(tuple(call))
         self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
 
+    def _run_encode_prompts(self, call: PromptCall) -> None:
+        self._broadcast(Call.ENCODE_PROMPTS, len(call.token_ids))
+        on_device = self._placement.put(call._asdict())
+        self._pool = self._programs.encode_prompts(
+            params=self._params, pool=self._pool, **on_device
+        )
+
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
-        """Encode, or write, the items that are not in the pool yet."""
+        """Encode, or write, the items that are not in the pool yet; then prompts with items."""
         new = [item for item in items if item.identifier not in self.rows]
         places = {item.identifier: self._allocate_rows(item) for item in new}
-        encoded = [item for item in new if item.embeds is None]
+        encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
             for call in self._encoder_calls.fill(encoded, rows):
@@ -182,6 +206,9 @@ class ModelRunner:
             rows = [places[item.identifier] for item in written]
             for write in self._programs.precomputed.fill(written, rows):
                 self._run_write(write)
+        states = [item for item in new if item.prompt is not None]
+        for prompt_call in self._programs.prompt_calls.fill(states, self.rows.get):
+            self._run_encode_prompts(prompt_call)
 
     def _allocate_rows(self, item: EncoderItem) -> np.ndarray:
         """Return where each of an item's outputs goes."""
@@ -214,12 +241,16 @@ class ModelRunner:
                 self._run_encode(self._encoder_calls.empty(first))
             elif call is Call.WRITE:
                 self._run_write(self._programs.precomputed.empty(first))
+            elif call is Call.ENCODE_PROMPTS:
+                self._run_encode_prompts(self._programs.prompt_calls.empty(first))
             elif call is Call.STEP:
                 bucket = self._steps[first]
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"
-                self._run_sample(first, bool(second), rest)
+                has_history = second == SampleKind.WITH_HISTORY
+                history = self._empty_history(first) if has_history else None
+                self._run_sample(first, second == SampleKind.PLAIN, rest, history)
 
     def _broadcast(self, call: Call, first: int = 0, second: int = 0) -> None:
         if self._is_leading:
@@ -239,6 +270,8 @@ class ModelRunner:
             yield partial(self._run_encode, self._encoder_calls.empty(bucket))
         for size in self.buckets.write:
             yield partial(self._run_write, self._programs.precomputed.empty(size))
+        for size in self.buckets.prompts:
+            yield partial(self._run_encode_prompts, self._programs.prompt_calls.empty(size))
         for bucket in reversed(self._steps):
             yield partial(self._warm_up_step, bucket)
         for size in self.buckets.sample:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.engine.device.batch import SampleBatch
+from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.sampling_params import MAX_LOGPROBS
 
 _GROUP = 64
@@ -44,10 +44,24 @@ def sample_greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     return token_ids.astype(jnp.int32)
 
 
-def sample_full(logits: Float[Array, "R V"], batch: SampleBatch) -> SampleOutput:
-    """Mask, sample, and compute log-probabilities."""
+def sample_full(
+    logits: Float[Array, "R V"],
+    batch: SampleBatch,
+    history: Int[Array, "R S"],
+    previous: Int[Array, " sampled"],
+) -> SampleOutput:
+    """Mask, sample, and compute log-probabilities.
+
+    `history`: tokens of rows with an n-gram size, but for the one in flight, which is a row of the
+    `previous` sample.
+    """
     each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
     allowed = logits.at[each_row, batch.masked_token_ids].set(-jnp.inf, mode="drop")
+    allowed = jax.lax.cond(
+        (batch.ngram_sizes > 0).any(),
+        lambda: _mask_repeated_ngrams(allowed, batch, history, previous),
+        lambda: allowed,
+    )
     is_random = batch.temperature > 0
     drawn = jax.lax.cond(
         is_random.any(), lambda: _draw(allowed, batch), lambda: jnp.zeros_like(batch.rows)
@@ -62,6 +76,35 @@ def sample_full(logits: Float[Array, "R V"], batch: SampleBatch) -> SampleOutput
         ),
     )
     return SampleOutput(token_ids, *reports)
+
+
+def _mask_repeated_ngrams(
+    logits: Float[Array, "R V"],
+    batch: SampleBatch,
+    history: Int[Array, "R S"],
+    previous: Int[Array, " sampled"],
+) -> Float[Array, "R V"]:
+    """Mask tokens that would end an n-gram which the sequence has already.
+
+    Of size 3, behind 5 6 7 5 6: 7. As HF's NoRepeatNGramLogitsProcessor.
+    """
+    size, length = batch.ngram_sizes[:, None], batch.positions[:, None]
+    place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    is_in_flight = (place == length - 1) & (batch.token_from >= 0)[:, None]
+    tokens = jnp.where(is_in_flight, previous[jnp.maximum(batch.token_from, 0)][:, None], history)
+
+    def compare(offset: Int[Array, ""], is_same: Bool[Array, "R S"]) -> Bool[Array, "R S"]:
+        """Compare the token `offset` behind each place with that of the last, partial n-gram."""
+        last = jnp.take_along_axis(tokens, jnp.maximum(length - size + 1 + offset, 0), axis=1)
+        return is_same & ((jnp.roll(tokens, -offset, axis=1) == last) | (offset >= size - 1))
+
+    ends = place + size - 1
+    is_same = (size > 0) & (ends < length)
+    is_same = jax.lax.fori_loop(0, batch.ngram_sizes.max() - 1, compare, is_same)
+    ending = jnp.take_along_axis(tokens, jnp.minimum(ends, history.shape[1] - 1), axis=1)
+    each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    masked = jnp.where(is_same, ending, NO_TOKEN)
+    return logits.at[each_row, masked].set(-jnp.inf, mode="drop")
 
 
 def _draw(logits: Float[Array, "R V"], batch: SampleBatch) -> Int[Array, " R"]:

@@ -50,6 +50,10 @@ class AdmissionLimits:
 
     def check_encoder_prompt(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> None:
         """Raise `RequestValueError` for an invalid encoder prompt."""
+        if not token_ids:
+            raise RequestValueError(
+                "the encoder's prompt is empty; give at least one token", param="prompt"
+            )
         if len(token_ids) > self.max_encoder_len:
             raise RequestValueError(
                 f"the encoder's prompt has {len(token_ids)} tokens; the model's encoder reads "

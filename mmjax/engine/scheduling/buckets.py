@@ -73,6 +73,8 @@ class Buckets:
     """Units, or patches of a packed encoder."""
     write: tuple[int, ...] = ()
     """Precomputed embeddings; empty if the engine takes none."""
+    prompts: tuple[int, ...] = ()
+    """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
 
     @classmethod
     def create(
@@ -124,6 +126,7 @@ class Buckets:
             sample=ladder(1, max_num_seqs, 4),
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
             write=_write_sizes(max_written),
+            prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
         )
 
     @property
@@ -144,7 +147,7 @@ class Buckets:
     @property
     def num_programs(self) -> int:
         """Number of programs that warm-up compiles; `sample` has two variants."""
-        encoder = len(self.encode) + len(self.write)
+        encoder = len(self.encode) + len(self.write) + len(self.prompts)
         return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + encoder
 
     def step_bucket(
@@ -169,17 +172,18 @@ class Buckets:
     def _decode_bucket(self, size: int) -> StepBucket:
         return StepBucket(size, size, 1, all(bucket.has_spans for bucket in self.mixed))
 
-    def unit_calls(self, num_units: int) -> list[tuple[int, int]]:
-        """Split units over encoder calls: (bucket, number of units) of each call.
 
-        11 units, buckets of 1, 2, 4, 8: [(8, 8), (4, 3)].
-        """
-        calls = []
-        while num_units:
-            bucket = next_bucket(self.encode, min(num_units, self.encode[-1]))
-            calls.append((bucket, min(num_units, bucket)))
-            num_units -= calls[-1][1]
-        return calls
+def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Split units over calls of some sizes: (size, number of units) of each call.
+
+    11 units, sizes 1, 2, 4, 8: [(8, 8), (4, 3)].
+    """
+    calls = []
+    while number:
+        size = next_bucket(sizes, min(number, sizes[-1]))
+        calls.append((size, min(number, size)))
+        number -= calls[-1][1]
+    return calls
 
 
 def _write_sizes(max_written: int) -> tuple[int, ...]:

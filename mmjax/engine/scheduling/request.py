@@ -43,6 +43,8 @@ class EncoderItem:
     None: all, in order."""
     embeds: np.ndarray | None = None
     """[num_embeds, D]: precomputed embeddings; the item is then not encoded."""
+    prompt: "EncoderPrompt | None" = None
+    """Whose hidden states the embeddings are, of an encoder-decoder model's encoder."""
 
     @property
     def start(self) -> int:
@@ -61,14 +63,13 @@ class EncoderItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderInput:
-    """The encoder input of an encoder-decoder model's request: its prompt and all its items."""
+class EncoderPrompt:
+    """The prompt of an encoder-decoder model's encoder, of one request."""
 
-    item: EncoderItem
-    """Its identifier is unique to the request, since the hidden states depend on image and text
-    together; its placeholder is in the encoder prompt."""
-    num_states: int
-    """How many of the item's embeddings, from the first, the decoder attends to."""
+    token_ids: np.ndarray
+    """int32[S]"""
+    items: Sequence[EncoderItem] = ()
+    """Whose embeddings stand in it; they are shared by identifier, and encoded before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +114,7 @@ class Request:
         sampling_params: SamplingParams,
         max_model_len: int,
         items: Sequence[EncoderItem] = (),
-        encoder: "EncoderInput | None" = None,
+        encoder: EncoderItem | None = None,
         rotary: RotaryPositions | None = None,
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
@@ -125,10 +126,11 @@ class Request:
         self.sampling_params = sampling_params
         self.items = sorted(items, key=lambda item: item.start)
         self.encoder = encoder
-        """What an encoder-decoder's request looks at; None for a decoder alone."""
+        """The hidden states that an encoder-decoder's request attends to, under an identifier of
+        its own, since they depend on all of its encoder's prompt; None for a decoder alone."""
         self.rotary = rotary
         """Where its tokens are, if not at their indices."""
-        self.encoder_len = 0 if encoder is None else encoder.num_states
+        self.encoder_len = 0 if encoder is None else encoder.num_embeds
         self.num_prompt_tokens = len(prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = min(sampling_params.max_tokens or room, room)
@@ -155,14 +157,21 @@ class Request:
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
         """Position after the last item."""
-        is_plain = sampling_params.is_greedy and sampling_params.logprobs is None
-        self.plain_from = self.num_prompt_tokens + sampling_params.min_tokens if is_plain else 2**63
+        ending_from = self.num_prompt_tokens + sampling_params.min_tokens
+        self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
         """Of the full blocks of `token_ids`; empty without prefix caching."""
         self._block_hasher = block_hasher
         self._hash_new_blocks()
+
+    @property
+    def media_items(self) -> Sequence[EncoderItem]:
+        """The items of its prompts, the decoder's or the encoder's."""
+        if self.encoder is None or self.encoder.prompt is None:
+            return self.items
+        return self.encoder.prompt.items
 
     @property
     def prompt_token_ids(self) -> list[int]:

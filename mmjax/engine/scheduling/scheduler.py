@@ -125,7 +125,7 @@ class Scheduler:
             )
         if len(self._requests) >= self._max_num_unfinished_seqs:
             raise _full(len(self.running), len(self.waiting))
-        for item in request.items:
+        for item in request.media_items:
             known = self.encoder_cache.get_num_embeds(item.identifier)
             if known not in (None, item.num_embeds):
                 raise MediaIdConflictError(
@@ -134,7 +134,7 @@ class Scheduler:
                     param="multi_modal_uuids",
                 )
         assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
-        self._item_sizes.add(request.items)
+        self._item_sizes.add(request.media_items)
         self._requests[request.request_id] = request
         self.waiting.add(request)
 
@@ -200,7 +200,10 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
         self.waiting.forget(request)
-        self._item_sizes.remove(request.items)
+        self._item_sizes.remove(request.media_items)
+        if request.encoder is not None:
+            # No other request has an encoder's hidden states.
+            self.encoder_cache.discard(request.encoder.identifier)
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
@@ -318,7 +321,8 @@ class Scheduler:
         encoder_table = None
         if request.encoder is not None:
             encoder_table = self.kv_cache.get_encoder_block_table(request.request_id)
-            self._windows.free_encoder(request)
+            if start == 0:
+                self._windows.free_encoder(request)
         return ScheduledRequest(
             request,
             start,

@@ -51,21 +51,17 @@ class WindowFitter:
         cache holds its beginning (which was computed with the whole run), from there to its end.
         Tokens around it, and the item's other runs, may be computed in other steps.
         Cached items, also those of an earlier request of this step, are referenced here.
-        The encoder input of an encoder-decoder model is an item of the request's first window.
+        The hidden states of an encoder-decoder's encoder are an item of the first window.
         """
         start = request.num_computed_tokens
         end = start + max(0, min(request.num_tokens_with_in_flight - start, max_tokens))
+        if start == 0 and request.encoder is not None:
+            states = self._fit_states(request.request_id, request.encoder, embeds_left)
+            return (0, []) if states is None else (end - start, states)
+        if start >= request.items_end:
+            return end - start, []
         new: dict[str, EncoderItem] = {}
         num_new_embeds = 0
-        if start == 0 and request.encoder is not None:
-            item = request.encoder.item
-            if not self._encoder_cache.check_and_update_cache(request.request_id, item.identifier):
-                if not self._encoder_cache.can_allocate(item.num_embeds, embeds_left):
-                    return 0, []
-                new[item.identifier] = item
-                num_new_embeds = item.num_embeds
-        if start >= request.items_end:
-            return end - start, list(new.values())
         end = self._cut(request, start, end)
         for item in request.items_between(start, end):
             first, last = item.mm_position.get_embeds_indices_in_range(
@@ -82,6 +78,28 @@ class WindowFitter:
             new[item.identifier] = item
             num_new_embeds += item.num_embeds
         return end - start, list(new.values())
+
+    def _fit_states(
+        self, request_id: str, states: EncoderItem, embeds_left: int
+    ) -> list[EncoderItem] | None:
+        """Return what must be encoded for an encoder's hidden states; None: there is no room.
+
+        Nothing if they are cached; else the items of the prompt that are not, and the states.
+        """
+        cache, num_new_embeds = self._encoder_cache, 0
+        new: dict[str, EncoderItem] = {}
+        assert states.prompt is not None, f"{states.identifier=} are no encoder's states"
+        if cache.check_and_update_cache(request_id, states.identifier):
+            return []
+        for item in (*states.prompt.items, states):
+            if item.identifier in new or cache.check_and_update_cache(request_id, item.identifier):
+                continue
+            left = embeds_left - num_new_embeds
+            if not cache.can_allocate(item.num_embeds, left, num_new_embeds):
+                return None
+            new[item.identifier] = item
+            num_new_embeds += item.num_embeds
+        return list(new.values())
 
     def _cut(self, request: Request, start: int, end: int) -> int:
         """Return the last position in [start, end] where a window from `start` may end."""
@@ -100,7 +118,10 @@ class WindowFitter:
                 self._encoder_cache.free_encoder_input(request.request_id, item.identifier)
 
     def free_encoder(self, request: Request) -> None:
-        """Drop the reference to the encoder's hidden states, which the first step alone reads."""
+        """Drop the references of an encoder-decoder's first step, the only one that reads them.
+
+        The hidden states' first: so they are evicted before the items, which others may ask for.
+        """
         assert request.encoder is not None, f"{request.request_id=} has no encoder"
-        identifier = request.encoder.item.identifier
-        self._encoder_cache.free_encoder_input(request.request_id, identifier)
+        for item in (request.encoder, *request.media_items):
+            self._encoder_cache.free_encoder_input(request.request_id, item.identifier)

@@ -4,7 +4,7 @@ Knows nothing of sockets or of HTTP: the caller aborts sequences in the engine t
 ended here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,6 +142,9 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.stop_string
         else:
             sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
+        parse = sequence.parent.request.prepared.parse_answer
+        if parse is not None and sequence.finish_reason is not None:
+            sequence.parsed = parse(sequence.token_ids)
         return sequence.completion(new_text, taken, logprobs)
 
     def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:
@@ -213,6 +216,7 @@ class _Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    parsed: Mapping[str, Any] | None = None
 
     def add(self, token_ids: list[int], logprobs: SampleLogprobs | None) -> None:
         self.token_ids += token_ids
@@ -229,6 +233,7 @@ class _Sequence:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            parsed=self.parsed,
         )
 
     def whole(self) -> CompletionOutput:

@@ -1,6 +1,8 @@
 """The outputs of a request, under vLLM's names."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class CompletionOutput:
     """None while it runs; "stop", "length" or "abort"."""
     stop_reason: int | str | None = None
     """The stop string or token that ended it; None for the tokenizer's EOS."""
+    parsed: Mapping[str, Any] | None = None
+    """What the model's processor makes of a finished answer, as boxes; None: it is text alone."""
 
     def finished(self) -> bool:
         """Return whether the completion is finished."""

@@ -1,27 +1,23 @@
-"""Florence-2's encoder inputs: one unit is the whole prompt of BART's encoder, with its picture."""
+"""Florence-2's encoder inputs: one unit is an image, of the one size that the processor gives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, EncoderUnits, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs
 
 MAX_ENCODER_LEN = 1024
 """Tokens of the longest encoder prompt: a published model's 577 of a picture, and 447 of text.
 
 Every prompt is computed at this length, so it is not the 4,096 positions that some configs have.
 """
-TEXT_ROW = -1
-"""In `image_rows`: a token of text stands here."""
-PADDING_ID = -1
-"""In `token_ids`: nothing stands here."""
 
 
 class Florence2HostInputs(HostInputs):
-    """The encoder's prompt in one unit, padded, and the picture's pixels (zeros without one)."""
+    """An image's pixels; and how long the encoder's prompt around it may be."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
@@ -43,39 +39,14 @@ class Florence2HostInputs(HostInputs):
                 f"encoder takes {self.max_encoder_len} (`text_config.max_position_embeddings` is "
                 f"{positions}); set a smaller size in the image processor's configuration"
             )
-        places = (self.max_encoder_len,)
         self.encoder_spec = EncoderSpec(
-            inputs={
-                "token_ids": (places, "int32"),
-                "image_rows": (places, "int32"),
-                "pixel_values": ((vision.in_channels, height, width), "float32"),
-            },
-            tokens_per_unit=self.max_encoder_len,
+            inputs={"pixel_values": ((vision.in_channels, height, width), "float32")},
+            tokens_per_unit=self.num_image_rows,
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Raise: a picture is encoded with the prompt around it alone."""
-        raise NotImplementedError("Florence-2's pictures lie in its encoder's prompt")
-
-    def encoder_input(
-        self, token_ids: Sequence[int], items: Sequence[Mapping[str, np.ndarray]]
-    ) -> EncoderUnits:
-        """Return one unit: ids, the picture's row at each place, pixels."""
-        (shape, _) = self.encoder_spec.inputs["pixel_values"]
-        ids = np.full(self.max_encoder_len, PADDING_ID, np.int32)
-        ids[: len(token_ids)] = token_ids
-        image_rows = np.full(self.max_encoder_len, TEXT_ROW, np.int32)
-        pixel_values = np.zeros(shape, np.float32)
-        for item in items:
-            (places,) = np.nonzero(ids == self.hf_config.image_token_id)
-            if len(places) != self.num_image_rows:
-                raise ValueError(
-                    f"{len(places)} places for {self.num_image_rows} rows of a picture"
-                )
-            image_rows[places] = np.arange(len(places))
-            pixel_values = np.asarray(item["pixel_values"], np.float32)
-        units = {"token_ids": ids, "image_rows": image_rows, "pixel_values": pixel_values}
-        return {name: value[None] for name, value in units.items()}, len(token_ids)
+        """Return one unit: the image's pixels."""
+        return {"pixel_values": np.asarray(item["pixel_values"], np.float32)[None]}
 
 
 def read_image_size(hf_config: Any) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Florence-2 (arXiv 2311.06242): DaViT, a projector, BART's encoder over picture and task, BART."""
+"""Florence-2 (arXiv 2311.06242): DaViT, a projector, BART's encoder over image and task, BART."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartEncoder
@@ -16,10 +16,12 @@ from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, Transposition
 
 _EPS = 1e-5
 """Of the projector's norm; no key of the config."""
+_FEATURES = ["spatial_avg_pool", "temporal_avg_pool"]
+"""The average patch, and the patches, in the words of Microsoft's own config."""
 
 
 class EmbeddingTable(nnx.Module):
@@ -81,11 +83,7 @@ class Florence2MultiModalProjector(nnx.Module):
 
 
 class Florence2ForConditionalGeneration(MultiModalModel):
-    """Served as HF's class of this name.
-
-    Nothing is marked as a tower: BART's encoder, and so `embed_multimodal`, is needed without
-    pictures too.
-    """
+    """Served as HF's class of this name."""
 
     host_inputs = Florence2HostInputs
 
@@ -93,44 +91,61 @@ class Florence2ForConditionalGeneration(MultiModalModel):
         vision, text = hf_config.vision_config, hf_config.get_text_config()
         _check(hf_config)
         self.max_encoder_len = Florence2HostInputs(hf_config).max_encoder_len
-        self.vision_tower = DavitVisionTower(DavitConfig.from_hf(vision), dtype=dtype)
-        self.multi_modal_projector = Florence2MultiModalProjector(vision, dtype=dtype)
+        with self._mark_tower_model(hf_config, "image"):
+            self.vision_tower = DavitVisionTower(DavitConfig.from_hf(vision), dtype=dtype)
+            self.multi_modal_projector = Florence2MultiModalProjector(vision, dtype=dtype)
         self.encoder = BartEncoder(BartConfig.from_hf(text), dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[Rule]:
-        """Map HF's layout, in which BART's encoder and decoder are one `language_model`."""
-        bart = r"^(model\.)?language_model\."
+        """Map HF's layout, and the one of Microsoft's own checkpoints."""
+        # BART's encoder and decoder are one `language_model`.
+        bart = r"^(model\.)?language_model\.(model\.)?"
         return (
+            *_original_rules(),
             # Copies of the one table of tokens, as HF ties them.
             Rule(bart + r"(encoder|decoder)\.embed_tokens\.", None),
             Rule(bart + r"shared\.", "language_model.embed_tokens."),
             Rule(bart + r"encoder\.", "encoder."),
             Rule(bart + r"decoder\.", "language_model."),
-            Rule(r"^lm_head\.", "language_model.lm_head."),
+            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
             Rule(r"^model\.", ""),
         )
 
-    def embed_multimodal(
-        self,
-        token_ids: Int[Array, "U S"],
-        image_rows: Int[Array, "U S"],
-        pixel_values: Float[Array, "U C _y _x"],
-    ) -> Float[Array, "U S D"]:
-        """Return the hidden states of BART's encoder; those of padding are finite."""
-        weight = self.encoder.layernorm_embedding.weight
+    def embed_multimodal(self, pixel_values: Float[Array, "U C _y _x"]) -> Float[Array, "U P D"]:
+        """Return the rows of images; a prompt's text changes nothing in them."""
+        dtype = self.encoder.layernorm_embedding.weight.dtype
         with jax.named_scope("vision_tower"):
-            grid = self.vision_tower(pixel_values.astype(weight.dtype))
+            grid = self.vision_tower(pixel_values.astype(dtype))
         with jax.named_scope("multi_modal_projector"):
-            rows = self.multi_modal_projector(grid)
+            return self.multi_modal_projector(grid)
+
+    def encode_prompts(
+        self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        """Return the hidden states of BART's encoder over image and task."""
         with jax.named_scope("encoder"):
-            text = self.language_model.embed_input_ids(token_ids.reshape(-1))
-            text = text.reshape(*token_ids.shape, -1)
-            places = jnp.maximum(image_rows, 0)[:, :, None]
-            pictured = jnp.take_along_axis(rows, places, axis=1)
-            embeds = jnp.where((image_rows >= 0)[:, :, None], pictured, text)
-            return self.encoder(embeds, token_ids >= 0)
+            return self.encoder(inputs_embeds, is_token)
+
+
+def _original_rules() -> Sequence[Rule]:
+    """Return the rules of names that only Microsoft's own layout has."""
+    block, projector = r"^(vision_tower\.blocks\..+)\.", "multi_modal_projector."
+    return (
+        Rule(r"^vision_tower\.convs\.(\d+)\.proj\.", r"vision_tower.convs.\1.conv."),
+        Rule(block + r"(conv[12])\.fn\.dw\.", r"\1.\2."),
+        Rule(block + r"(?:window|channel)_attn\.norm\.", r"\1.norm1."),
+        Rule(block + r"((?:window|channel)_attn)\.fn\.", r"\1.\2."),
+        Rule(block + r"ffn\.norm\.", r"\1.norm2."),
+        Rule(block + r"ffn\.fn\.net\.", r"\1.ffn."),
+        # A parameter [in, out], and not a layer's weight.
+        Rule(r"^image_projection$", f"{projector}image_projection.weight", Transposition()),
+        Rule(r"^image_pos_embed\.", f"{projector}image_position_embed."),
+        Rule(r"^(image_proj_norm|visual_temporal_embed)\.", rf"{projector}\1."),
+        # Added to the logits, and zeros, as nothing trains them.
+        Rule(r"^language_model\.final_logits_bias$", None),
+    )
 
 
 def _check(hf_config: Any) -> None:
@@ -139,6 +154,11 @@ def _check(hf_config: Any) -> None:
         raise CheckpointError(
             f"`text_config.model_type` is `{text.model_type}`; Florence-2's must be `bart`, an "
             "encoder-decoder"
+        )
+    source = getattr(vision, "image_feature_source", None)
+    if source not in (None, _FEATURES):
+        raise CheckpointError(
+            f"`vision_config.image_feature_source` is {source}; an image's rows are {_FEATURES}"
         )
     if vision.projection_dim != text.d_model:
         raise CheckpointError(

@@ -6,17 +6,21 @@ the encoder prompt is the task only.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from transformers import BatchFeature
+from transformers import AddedToken, BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.image_processors.image import check_pixel_size
+from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.prompt_updates.updates import (
     PromptIndexTargets,
     PromptInsertion,
@@ -34,6 +38,8 @@ CHAT_TEMPLATE = r"""
 {%- endfor -%}
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
+IMAGE_TOKEN = "<image>"
+"""Of checkpoints whose tokenizer names none."""
 
 
 class Florence2DataParser(MultiModalDataParser):
@@ -53,6 +59,13 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, with the tokens that Microsoft's own layout adds in its code."""
+        tokenizer = super().get_tokenizer()
+        if getattr(tokenizer, "image_token", None) is None:
+            _add_task_tokens(tokenizer)
+        return tokenizer
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         processor = self.get_hf_processor()
@@ -111,6 +124,12 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
             ) from error
         return sentence
 
+    def find_task(self, prompt: str | list[int]) -> str | None:
+        """Return the task in a prompt, as `<OD>`; None: it has none."""
+        text = prompt if isinstance(prompt, str) else self.get_tokenizer().decode(prompt)
+        tasks = self.get_hf_processor().tasks_answer_post_processing_type
+        return next((task for task in tasks if task in text), None)
+
 
 class Florence2DummyInputsBuilder(ImageDummyInputsBuilder[Florence2ProcessingInfo]):
     def get_largest_image(self) -> ImageSize:
@@ -136,6 +155,35 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
         return [self.info.get_hf_config().get_text_config().eos_token_id]
+
+    def _get_answer_parser(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> AnswerParser | None:
+        """Return the task's parser; None without a task, and where the image's size is unknown."""
+        images = mm_items.get("image")
+        task = self.info.find_task(prompt)
+        if task is None or images is None or images.get_item_for_hash(0) is None:
+            return None
+        assert isinstance(images, ImageProcessorItems), f"{type(images)=}"
+        # Nothing of an image that the processor's cache has was decoded so far.
+        num_bytes = images.count_bytes_to_decode(0)
+        mm_items.control.admit(num_bytes)
+        with self.decode_budget.hold(num_bytes, mm_items.control.cancellation):
+            size = images.get_image_size(0)
+        return partial(self._parse_answer, task=task, image_size=size)
+
+    def _parse_answer(
+        self, token_ids: Sequence[int], *, task: str, image_size: ImageSize
+    ) -> Mapping[str, Any]:
+        processor = self.info.get_hf_processor()
+        vague_phrases = processor.post_processor.banned_grounding_tokens
+        return parse_answer(
+            self.info.get_tokenizer().decode(token_ids, skip_special_tokens=False),
+            task=task,
+            kind=processor.tasks_answer_post_processing_type[task],
+            image_size=image_size,
+            vague_phrases=vague_phrases or VAGUE_PHRASES,
+        )
 
     def _write_task_in_tokens(self, prompt_tokens: list[int]) -> list[int]:
         """Replace the task by its sentence, without the tokenizer's `<s>` and `</s>`."""
@@ -173,6 +221,24 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         processor = self.info.get_hf_processor()
         image_tokens = [processor.image_token_id] * processor.num_image_tokens
         return [PromptInsertion("image", PromptIndexTargets.start(), image_tokens)]
+
+
+def _add_task_tokens(tokenizer: Any) -> None:
+    """Add what follows BART's vocabulary, in the order of the embedding table; last `<image>`."""
+    tokens = [f"<{slash}{name}>" for name in ("od", "ocr") for slash in ("", "/")]
+    tokens += [f"<loc_{number}>" for number in range(NUM_BINS)]
+    pairs = ("cap", "ncap", "dcap", "grounding", "seg")
+    tokens += [f"<{slash}{name}>" for name in pairs for slash in ("", "/")]
+    tokens += ["<sep>"]
+    # The second is misspelt there, too.
+    pairs = ("region_cap", "region_to_desciption", "proposal", "poly")
+    tokens += [f"<{slash}{name}>" for name in pairs for slash in ("", "/")]
+    tokens += ["<and>", IMAGE_TOKEN]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in tokens], special_tokens=True
+    )
+    tokenizer.image_token = IMAGE_TOKEN
+    tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
 
 
 FACTORIES = ProcessorFactories(

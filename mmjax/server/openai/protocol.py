@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mmjax.errors import RequestValueError
-from mmjax.sampling_params import MAX_LOGPROBS, SamplingParams
+from mmjax.sampling_params import MAX_LOGPROBS, MAX_NGRAM_SIZE, SamplingParams
 from mmjax.server.openai.validation import unknown_fields_error
 
 T = TypeVar("T")
@@ -136,6 +136,8 @@ class GenerationRequest(_Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    no_repeat_ngram_size: Annotated[StrictInt, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = None
+    """HF's; neither OpenAI nor vLLM has it."""
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
@@ -223,6 +225,7 @@ class GenerationRequest(_Strict):
             top_p=_or(self.top_p, defaults.top_p),
             top_k=_or(self.top_k, defaults.top_k),
             min_p=_or(self.min_p, defaults.min_p),
+            no_repeat_ngram_size=_or(self.no_repeat_ngram_size, defaults.no_repeat_ngram_size),
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,

@@ -1,5 +1,6 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -58,6 +59,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
+    parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Boxes and labels, where the model's answers hold such; not OpenAI's."""
 
 
 class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -65,6 +68,8 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    parsed: Mapping[str, Any] | None = None
+    """As `ChatAnswer.parsed`, of the whole answer, in its last chunk."""
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -98,6 +103,8 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """As `ChatAnswer.parsed`; of a stream, in the last chunk."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -175,7 +182,7 @@ def chat_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChoice:
     """Return a finished choice."""
     return ChatChoice(
         index=output.index,
-        message=ChatAnswer(content=output.text),
+        message=ChatAnswer(content=output.text, parsed=_parsed(output)),
         logprobs=chat_logprobs(output.logprobs, options.num_top_logprobs),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
@@ -188,7 +195,7 @@ def chat_chunk_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatC
     is_finished = output.finish_reason is not None
     return ChatChunkChoice(
         index=output.index,
-        delta=ChatDelta(content=output.text or None),
+        delta=ChatDelta(content=output.text or None, parsed=output.parsed),
         logprobs=chat_logprobs(output.logprobs, options.num_top_logprobs),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason if is_finished else msgspec.UNSET,
@@ -207,7 +214,12 @@ def text_choice(
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
+        parsed=_parsed(output),
     )
+
+
+def _parsed(output: CompletionOutput) -> Mapping[str, Any] | msgspec.UnsetType:
+    return msgspec.UNSET if output.parsed is None else output.parsed
 
 
 def chat_logprobs(logprobs: SampleLogprobs | None, num_top: int) -> ChatLogprobs | None:
