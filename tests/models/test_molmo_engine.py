@@ -73,7 +73,9 @@ def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     core = start(golden.processor.info.get_hf_config(), golden.model.params, **settings)
     assert serve(core, samples, "cold") == expected
     assert (core.num_preemptions > 0) == ("num_blocks" in settings)
-    assert serve(core, samples, "warm") == expected
+    assert serve(core, samples, "again") == expected
+    # Where blocks are few, the last prompt's alone are still there.
+    assert serve(core, samples[-1:], "warm") == expected[-1:]
     assert core.stats().prefix_cache_hits > 0
     assert core.encoder_usage() == 0
     assert core.compilations == 0
