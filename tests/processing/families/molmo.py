@@ -83,7 +83,7 @@ def write_grid(rows: int, columns: int) -> list[str]:
 
 
 def is_read(place: int, number: int, count: int) -> bool:
-    """Whether a row of tokens is read in tile `number` of `count`: tiles share a row at each end."""
+    """Whether a row of tokens is read in tile `number` of `count`; neighbours share two rows."""
     return (number == 0 or place >= 1) and (number == count - 1 or place < TOKENS - 1)
 
 
