@@ -98,6 +98,8 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
 
     Args:
         values: Parsed settings by name, also of other groups; default: each setting's.
+
+    CheckpointError where the weights are quantized.
     """
 
     def make(group: str, **more: Any) -> Any:
@@ -105,6 +107,7 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
 
     media = make("multimodal")
     model = load_model_config(**{"model": None, **group_fields("model", values), "mm": media})
+    _refuse_quantized(model.hf_config)
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel")}
     return make("engine", model=model, **parts)
 
@@ -224,6 +227,18 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
         # The name by which `get_text_config` finds it.
         parts["text_config"] = parts[language_part]
     return PreTrainedConfig(**{**raw, **parts})
+
+
+def _refuse_quantized(hf_config: Any) -> None:
+    settings = getattr(hf_config, "quantization_config", None)
+    if settings is None:
+        return
+    is_dict = isinstance(settings, Mapping)
+    method = settings.get("quant_method") if is_dict else getattr(settings, "quant_method", None)
+    raise CheckpointError(
+        f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
+        "that are not quantized: take the checkpoint that this one was made of"
+    )
 
 
 def _architecture(hf_config: Any) -> str:

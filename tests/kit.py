@@ -196,7 +196,7 @@ def fill_by_name(model: Any, seed: int = 0) -> None:
             value = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if name.endswith("bias"):
                 value *= 0.02
-            elif "norm" in name:
+            elif "norm" in name.lower():
                 ones = ("vision_tower" in name and "layer_norm" in name) or "post_layernorm" in name
                 value = (1.0 if ones else 0.0) + 0.05 * value
             elif "embed_tokens" in name:

@@ -167,7 +167,7 @@ def test_crops_of_pan_and_scan(tiny_gemma3: Path):
             rows = encode(llm, picture)
             assert len(rows) == num_rows
             assert generate(llm, {"image_embeds": rows}) == generate(llm, picture)
-        with pytest.raises(RequestError, match=r"have 20 rows; a picture has 4, .* 16 at most"):
+        with pytest.raises(RequestError, match=r"have 20 rows; an image has 4, .* 16 at most"):
             generate(llm, {"image_embeds": np.zeros((20, WIDTH), np.float32)})
         assert llm.engine.compilations == 0
 
@@ -197,8 +197,8 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 @pytest.mark.parametrize(
     ("image", "words"),
     [
-        ({"image_embeds": zeros(3, WIDTH)}, r"have 3 rows; a picture has 4: give"),
-        ({"image_embeds": zeros(8, WIDTH)}, r"have 8 rows; a picture has 4: give"),
+        ({"image_embeds": zeros(3, WIDTH)}, r"have 3 rows; an image has 4: give"),
+        ({"image_embeds": zeros(8, WIDTH)}, r"have 8 rows; an image has 4: give"),
         ({"image_embeds": zeros(0, WIDTH)}, r"have 0 rows"),
         ({"image_embeds": zeros(ROWS, 31)}, r"got 31, the model has 32"),
         ({"image_embeds": zeros(ROWS)}, r"must be 2D .* 3D"),

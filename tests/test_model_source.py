@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.model_source import load_generation_defaults, load_model_config, resolve_model
+from mmjax.model_source import (
+    load_engine_config,
+    load_generation_defaults,
+    load_model_config,
+    resolve_model,
+)
 
 
 @pytest.fixture
@@ -110,6 +115,13 @@ def test_bad_configurations(content: str | None, match: str, copy_of: Path) -> N
         file.write_text(content)
     with pytest.raises(CheckpointError, match=match):
         load_model_config(str(copy_of))
+
+
+def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
+    rewrite(copy_of / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    assert load_model_config(str(copy_of)).architecture  # prompts can be processed
+    with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
+        load_engine_config({"model": str(copy_of)})
 
 
 def test_a_layout_that_transformers_does_not_know(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
         num_images: int,
         overrides: BaseDummyOptions | None = None,
     ) -> Sequence[Image.Image]:
-        """Return one white picture, `num_images` times; overrides can only shrink it."""
+        """Return one white image, `num_images` times; overrides can only shrink it."""
         if num_images == 0:
             return []
         width = _shrink("width", width, overrides)
@@ -145,11 +145,11 @@ class BaseDummyInputsBuilder(ABC, Generic[InfoT]):
 
 
 class ImageDummyInputsBuilder(BaseDummyInputsBuilder[InfoT]):
-    """For pictures: a family says how large they are at most."""
+    """For images: a family says how large they are at most."""
 
     @abstractmethod
     def get_largest_image(self) -> ImageSize:
-        """Return the size of a picture with the most embeddings."""
+        """Return the size of an image with the most embeddings."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return "".join(
@@ -176,7 +176,7 @@ class ImageDummyInputsBuilder(BaseDummyInputsBuilder[InfoT]):
 
 
 class VisionDummyInputsBuilder(ImageDummyInputsBuilder[InfoT]):
-    """For pictures and videos."""
+    """For images and videos."""
 
     @abstractmethod
     def get_largest_video(

@@ -1,6 +1,6 @@
 """How large a model's items may be, and how many embeddings the encoder may compute and keep.
 
-Counts embeddings, not tokens: marks around a picture's embeddings cost the encoder nothing.
+Counts embeddings, not tokens: marks around an image's embeddings cost the encoder nothing.
 """
 
 from collections.abc import Mapping
@@ -82,7 +82,7 @@ class MultiModalProfiler:
         if max_num_batched_tokens is not None:
             seq_len = min(seq_len, max_num_batched_tokens)
         prepared = self._prepare_dummies(seq_len, mm_counts)
-        # A white picture may be held from a request: dummies come with their tensors.
+        # A white image may be held from a request: dummies come with their tensors.
         hashes = [h for many in prepared.mm_hashes.values() for h in many]
         prepared = self.processor.rebuild(prepared, hashes)
         num_missing = seq_len - len(prepared.prompt_token_ids)
@@ -117,7 +117,7 @@ def compute_mm_encoder_budget(
         mm_max_toks_per_item: Per modality, the embeddings of its largest item.
         encoder_cache_size: As the operator sets it.
         disable_chunked_mm_input: Whether a run of an item's embeddings goes in one step, as
-            attention in both directions over a picture demands.
+            attention in both directions over an image demands.
         longest_runs: Per modality, the longest run of such an item; None: it is all one run.
     """
     if not mm_max_toks_per_item:

@@ -1,7 +1,7 @@
 """How an HF processor is called: which kwargs it gets, which are refused, and what it may raise.
 
 What it does not know is refused by name, never dropped; values are its own business, but where
-they would make a bomb of a picture.
+they would make a bomb of an image.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,7 +53,7 @@ _PART_BY_SCOPE = {
     "audio_kwargs": "feature_extractor",
 }
 _WITHOUT_EFFECT = frozenset({"device", "disable_grouping"})
-"""For torch alone; pictures are processed by Pillow and numpy."""
+"""For torch alone; images are processed by Pillow and numpy."""
 _MAX_NAME_LENGTH = 64
 _MAX_KWARGS_SHOWN = 500
 """Characters: an error is logged, and kwargs may be a client's."""
@@ -220,7 +220,7 @@ def check_sizes(
 
 
 def _shapes(media: Iterable[Any]) -> set[tuple[int, tuple[int, int]]]:
-    """Return (number of frames, (height, width)) of pictures and videos."""
+    """Return (number of frames, (height, width)) of images and videos."""
     shapes = set()
     for one in media:
         frames = one[0] if isinstance(one, tuple) else one

@@ -1,6 +1,6 @@
 """Which items of a request are processed anew, and how many bytes of them are decoded at a time.
 
-What HF gets is cut into batches of so many decoded bytes: of 16 large pictures one is there in
+What HF gets is cut into batches of so many decoded bytes: of 16 large images one is there in
 full at a time. An item's tensors are the same whatever its batch holds; that is what keeping them
 by their own hashes rests on as well.
 """

@@ -11,7 +11,7 @@ from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from tests.kit import draw
-from tests.models.directories import write_internvl_original
+from tests.models.directories import write_internvl_original, write_qwen_vl
 from tests.processing.families import FAMILIES, gemma3
 from tests.processing.families.family import edit_golden
 from tests.processing.families.llava import write_pixtral
@@ -40,6 +40,10 @@ RENDERED = {
     "llava": "USER: <image>\nwhat is it ASSISTANT: a car</s>USER: which color ASSISTANT:",
     "molmo": "User: what is it Assistant: a car User: which color Assistant:",
     "pixtral": "[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
+    "qwen_vl": (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        + CHATML.format(image="Picture 1: <img></img>\n")
+    ),
     "qwen2_vl": (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML.format(image=VISION)
     ),
@@ -55,6 +59,7 @@ WITH_SYSTEM = {
     "llava": ("USER: <", "be short USER: <"),
     "molmo": ("User: what", "User: be short\n\nwhat"),
     "pixtral": ("[INST]which", "[INST]be short\n\nwhich"),
+    "qwen_vl": ("You are a helpful assistant.", "be short"),
     "qwen2_vl": ("You are a helpful assistant.", "be short"),
 }
 """What of the above a system's message changes: this, and to what."""
@@ -64,6 +69,8 @@ def write(name: str, folder: Path) -> Path:
     """Write a family's directory without a chat template; no weights are needed."""
     if name == "internvl, original":
         return write_internvl_original(folder)
+    if name == "qwen_vl":
+        return write_qwen_vl(folder)
     if name == "gemma3":
         path = Path(copytree(gemma3.directory(), folder / name))
     else:

@@ -16,8 +16,8 @@ from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
 from mmjax.weights.rules import Rule
-from tests.models.tiny_blip2 import TEXT, fill
-from tests.oracle import assert_close, params_of
+from tests.models.families.blip2 import TEXT
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 RULES = (
     Rule(r"^model\.decoder\.final_layer_norm\.", "norm."),
@@ -39,7 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 def test_every_state_is_hfs(name: str):
     config = HFConfig(**{**TEXT, **CONFIGS[name]})
     reference = OPTForCausalLM(config).eval()
-    fill(reference)
+    fill_with_unit_norms(reference)
     token_ids = np.random.default_rng(0).integers(3, 128, 20).astype(np.int32)
     inputs = {"input_ids": torch.tensor(token_ids, dtype=torch.long)[None]}
     expected = {

@@ -15,8 +15,8 @@ from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record
 from mmjax.parity.reference import run_reference
 from mmjax.weights.rules import Rule
-from tests.models.tiny_internvl import TEXT, fill
-from tests.oracle import assert_close, params_of
+from tests.models.families.internvl import TEXT
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "heads narrower than the model": {"head_dim": 4},
@@ -35,7 +35,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_state_is_hfs(name: str):
     config = Qwen3Config(**{**TEXT, **CONFIGS[name]})
-    reference = fill(Qwen3ForCausalLM(config).eval())
+    reference = Qwen3ForCausalLM(config).eval()
+    fill_with_unit_norms(reference)
     is_tied = config.tie_word_embeddings
     rules = (*[Rule(r"^lm_head\.", None)] * is_tied, Rule(r"^model\.", ""))
     token_ids = np.random.default_rng(0).integers(0, 128, 40).astype(np.int32)

@@ -7,6 +7,7 @@ share them.
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import transformers
@@ -14,10 +15,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer
 
 from tests.kit import tiny_gemma3_checkpoint
-from tests.models.qwen2_vl import fill_qwen
-from tests.models.random_florence2 import fill as fill_florence2
-from tests.models.tiny_blip2 import fill as fill_blip2
-from tests.models.tiny_internvl import original_config, to_original
+from tests.models.families.blip2 import BLIP2
+from tests.models.families.florence2 import fill as fill_florence2
+from tests.models.families.qwen2_vl import QWEN2_VL
+from tests.models.golden_models import GOLDEN_MODELS
+from tests.models.original_internvl import original_config, to_original
 from tests.oracle import fill_with_unit_norms
 from tests.processing.families.family import edit_golden
 from tests.processing.families.llava import write_pixtral
@@ -75,7 +77,7 @@ def write_pixtral_weights(folder: Path) -> Path:
 
 def write_blip2(folder: Path) -> Path:
     heads = {"text_config.num_attention_heads": 4}
-    return save_weights(edit_golden("blip2", folder, config=heads), fill_blip2)
+    return save_weights(edit_golden("blip2", folder, config=heads), BLIP2.fill)
 
 
 def write_chameleon(folder: Path) -> Path:
@@ -85,7 +87,7 @@ def write_chameleon(folder: Path) -> Path:
 
 def write_qwen2_vl(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
     config = {**HEADS, **MROPE, **(changes or {})}
-    return save_weights(edit_golden("qwen2_vl", folder, config=config), fill_qwen)
+    return save_weights(edit_golden("qwen2_vl", folder, config=config), QWEN2_VL.fill)
 
 
 def write_florence2(folder: Path) -> Path:
@@ -133,6 +135,10 @@ def write_molmo(folder: Path) -> Path:
     return edit_golden("molmo", folder, config=heads)
 
 
+def write_qwen_vl(folder: Path) -> Path:
+    return Path(copytree(GOLDEN_MODELS / "qwen_vl_chat", folder / "qwen_vl"))
+
+
 DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "Blip2ForConditionalGeneration": write_blip2,
     "ChameleonForConditionalGeneration": write_chameleon,
@@ -144,6 +150,7 @@ DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "LlavaForConditionalGeneration": write_llava,
     "LlavaForConditionalGeneration, Pixtral": write_pixtral_weights,
     "MolmoForCausalLM": write_molmo,
+    "QWenLMHeadModel": write_qwen_vl,
     "Qwen2VLForConditionalGeneration": write_qwen2_vl,
     "Qwen2_5_VLForConditionalGeneration": partial(write_qwen2_vl, changes=QWEN2_5),
 }
@@ -158,10 +165,10 @@ def takes_one_image(name: str) -> bool:
 def small_settings(name: str) -> dict[str, Any]:
     """Return settings of `LLM` under which few programs are compiled.
 
-    Two images of Chameleon's, the longest, fit; Florence-2's own length is shorter yet.
+    Two images fit, also of the families whose images are long; Florence-2's own length is shorter.
     """
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 64}
-    return settings if name.startswith("Florence2") else {**settings, "max_model_len": 640}
+    return settings if name.startswith("Florence2") else {**settings, "max_model_len": 1024}
 
 
 def choose_question(name: str) -> str:

@@ -1,23 +1,19 @@
-"""InternVL from a directory: `LLM` and the parity tool against HF's own processor and model."""
+"""InternVL from a directory: `LLM` against HF's own processor and model."""
 
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer
 
 from mmjax import LLM, SamplingParams
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
-from mmjax.parity.__main__ import main
-from mmjax.parity.reference import generate_reference
+from mmjax.parity.reference import generate_reference, load_reference
 from tests.kit import draw
-from tests.models.tiny_internvl import original_config, random_internvl, to_original
-from tests.processing.families.internvl import PATH, hf_processor
+from tests.models.directories import write_internvl, write_internvl_original
+from tests.processing.families.internvl import hf_processor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PICTURE = draw(130, 70, 3)
@@ -26,31 +22,20 @@ NUM_TOKENS = 4
 
 
 @pytest.fixture(scope="module")
-def reference() -> Any:
-    return random_internvl(AutoConfig.from_pretrained(PATH))
-
-
-@pytest.fixture(scope="module")
-def directory(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """HF's layout, as `save_pretrained` writes it."""
-    path = copytree(PATH, tmp_path_factory.mktemp("internvl") / "hf")
-    reference.save_pretrained(path)
-    return path
+    return write_internvl(tmp_path_factory.mktemp("internvl"))
 
 
 @pytest.fixture(scope="module")
-def original(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same weights in the original layout."""
-    path = tmp_path_factory.mktemp("internvl-original")
-    tokenizer = AutoTokenizer.from_pretrained(PATH)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|video_pad|>"]})
-    tokenizer.save_pretrained(path)
-    tiles = {"dynamic_image_size": True, "max_dynamic_patch": 6, "use_thumbnail": True}
-    original_config(reference.config, path, **tiles)
-    tensors = to_original(reference.config, reference.state_dict(), is_internlm2=False)
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path / "model.safetensors")
-    return path
+    return write_internvl_original(tmp_path_factory.mktemp("internvl-original"))
+
+
+@pytest.fixture(scope="module")
+def reference(directory: Path) -> Any:
+    return load_reference(directory, "InternVLForConditionalGeneration")
 
 
 def open_llm(path: Path, **settings: Any) -> LLM:
@@ -116,16 +101,3 @@ def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path
     assert len(pixels) == 3
     tensors = {"input_ids": torch.tensor([ids[1]]), "pixel_values": torch.tensor(pixels)}
     assert tuple(tokens[1]) == generate_reference(reference, tensors, GREEDY.max_tokens)
-
-
-def test_the_parity_tool_finds_no_difference(directory: Path, capsys: pytest.CaptureFixture[str]):
-    arguments = ["--num-images", "2", "--prompts", "What color?", "--max-len", "256"]
-    assert main([str(directory), *arguments, "--max-tokens", "4", "--tolerance", "2e-5"]) == 0
-    said = capsys.readouterr().out
-    for name in ("vision_tower.encoder.layers.1", "multi_modal_projector", "logits"):
-        assert name in said
-
-
-def test_the_parity_tool_says_what_hf_has_not(original: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([str(original), "--max-len", "256"]) == 2
-    assert "transformers has none for `InternVLChatModel`" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.models.internvl.model import InternVLChatModel, InternVLForConditionalGeneration
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
-from tests.models.tiny_internvl import original_config, to_original
+from tests.models.original_internvl import original_config, to_original
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 VIT_300M = {"attention_bias": True}

@@ -1,5 +1,6 @@
 """InternVL in the original layout: the same weights under other names answer as HF's do."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
+from mmjax.models.host_inputs import PromptItem
 from mmjax.models.internvl.model import (
     InternVLChatModel,
     InternVLForConditionalGeneration,
@@ -17,18 +19,11 @@ from mmjax.models.internvl.model import (
 )
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, run_reference
-from tests.models.tiny_internvl import (
-    draw_sample,
-    original_config,
-    random_internvl,
-    tiny_config,
-    to_original,
-    torch_inputs,
-    words,
-)
+from tests.models.families.family import Media, Words
+from tests.models.families.internvl import INTERNVL, tiny_config
+from tests.models.original_internvl import original_config, to_original
 from tests.oracle import assert_close, params_of
 
-SHORT = {"num_hidden_layers": 2}
 LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
 SIXB = {"norm_type": "rms_norm", "use_qk_norm": True}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -46,9 +41,9 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     settings = CONFIGS[name]
     is_tied = settings.get("tie_word_embeddings", False)
     text = {**settings.get("text", {}), "tie_word_embeddings": is_tied}
-    vision = {**SHORT, **settings.get("vision", {})}
+    vision = settings.get("vision", {})
     config = tiny_config(**{**settings, "text": text, "vision": vision})
-    reference = random_internvl(config)
+    reference = INTERNVL.make_reference(config=config)
     if "columns first" in name:
         shuffle = reference.model.pixel_shuffle
         reference.model.pixel_shuffle = lambda *args, **kwargs: shuffle(*args, **kwargs).transpose(
@@ -64,11 +59,15 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     params = params_of(files, abstract, InternVLChatModel.rules(hf_config))
     ours = PagedModel(InternVLChatModel, hf_config, params, 256)
 
-    sample = draw_sample(config, (words(0, 20), 3, [5], 1, words(2, 7)), "pixel_values_flat")
+    parts = (Words(0, 20), Media(0), Words(1, 1), Media(1), Words(2, 7))
+    sample = INTERNVL.draw_sample(config, parts)
+    inputs = INTERNVL.torch_inputs(reference, sample)
+    flat = [PromptItem(p, {"pixel_values_flat": t["pixel_values"]}) for p, t in sample.items]
+    sample = replace(sample, items=flat)
     rules = InternVLForConditionalGeneration.rules(config)
-    expected = run_reference(reference, torch_inputs(sample), rules)
+    expected = run_reference(reference, inputs, rules)
     assert_close(ours.run(sample), expected)
-    assert ours.generate(sample, 32) == generate_reference(reference, torch_inputs(sample), 32)
+    assert ours.generate(sample, 32) == generate_reference(reference, inputs, 32)
 
 
 def test_columns_first_is_the_transpose():

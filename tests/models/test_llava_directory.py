@@ -1,4 +1,4 @@
-"""LLaVA and Pixtral from a checkpoint's directory: through `LLM`, and through `mmjax.parity`."""
+"""LLaVA and Pixtral from a checkpoint's directory, through `LLM`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,25 +9,22 @@ import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.model_source import load_model_config
-from mmjax.parity.__main__ import main
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
 from tests.kit import draw
-from tests.models.tiny_llava import tiny_llava_checkpoint
-from tests.processing.families.family import edit_golden
-from tests.processing.families.llava import write_pixtral
+from tests.models.directories import write_llava, write_pixtral_weights
 
 TEXT = "what color is the circle"
 
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llava_checkpoint(edit_golden("llava", tmp_path_factory.mktemp("llava")))
+    return write_llava(tmp_path_factory.mktemp("llava"))
 
 
 @pytest.fixture(scope="module")
 def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llava_checkpoint(write_pixtral(tmp_path_factory.mktemp("pixtral")))
+    return write_pixtral_weights(tmp_path_factory.mktemp("pixtral"))
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +94,3 @@ def test_text_alone_needs_no_tower(pixtral: Path):
     """Nor does an engine that takes embeddings, of a tower whose pictures have any size."""
     with open_llm(pixtral, limit_mm_per_prompt={"image": 0}) as llm:
         assert chat(llm, conversation()) == expect(pixtral, [])
-
-
-@pytest.mark.parametrize("name", ["llava", "pixtral"])
-def test_parity_takes_the_directory(
-    name: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
-):
-    path = request.getfixturevalue(name)
-    options = ["--prompts", TEXT, "--num-images", "2", "--max-tokens", "4", "--max-len", "128"]
-    assert main([str(path), *options]) == 0, capsys.readouterr().out
-    assert "parity: yes" in capsys.readouterr().out

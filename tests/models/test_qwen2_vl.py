@@ -1,113 +1,56 @@
-"""Qwen2-VL's arrays against HF's, live: block by block, for every key that matters."""
+"""Qwen2-VL beyond the laws: positions of three axes, embeddings in place of items, refusals."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmjax.parity.reference import generate_reference, run_reference
-from tests.models.qwen2_vl import (
-    CLASSES,
-    draw_sample,
-    paged_qwen,
-    random_qwen,
-    tiny_qwen,
-    torch_inputs,
-)
-from tests.oracle import assert_close
+from mmjax.config import MultiModalConfig
+from mmjax.engine.core import EngineCore
+from mmjax.errors import RequestError
+from mmjax.parity.arrays import Sample
+from tests.models.families import served_model
+from tests.models.families.family import DrawnItem, Media, Part, Words
+from tests.models.families.qwen2_vl import CLASSES, Grid, draw_grid
+from tests.models.served import make_request, serve, start_engine
 
-TWO_IMAGES = [9, ("image", 1, (1, 6, 10)), 5, ("image", 2, (1, 8, 2)), 7]
-MIXED = [
-    3,
-    ("image", 1, (1, 6, 10)),
-    2,
-    ("video", 2, (5, 6, 2), 0.7),
-    4,
-    ("image", 3, (1, 2, 8)),
-    5,
-]
-"""As many patches in each, or one of two numbers: as few programs. Frames of whole and cut windows;
-a video longer than its frames are wide."""
-OTHER_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen2_vl": ("qwen2_vl", {}),
-    "qwen2_vl, all else": (
-        "qwen2_vl",
-        {
-            "is_tied": True,
-            "text": {"rope_parameters": OTHER_SECTIONS},
-            "vision": {
-                "hidden_act": "gelu",
-                "rope_parameters": {"rope_theta": 100.0},
-                "temporal_patch_size": 1,
-                "in_channels": 6,
-            },
-        },
-    ),
-    "qwen2_5_vl": ("qwen2_5_vl", {}),
-    "qwen2_5_vl, all else": (
-        "qwen2_5_vl",
-        {
-            "is_tied": True,
-            "vision": {
-                "window_size": 24,
-                "fullatt_block_indexes": [0, 2],
-                "tokens_per_second": 4,
-                "hidden_act": "gelu",
-            },
-        },
-    ),
+SIZED: dict[Media, tuple[Grid, float]] = {
+    Media(0): ((1, 6, 10), 0.0),
+    Media(1): ((1, 8, 2), 0.0),
+    Media(2): ((1, 2, 2), 0.0),
+    Media(3): ((1, 4, 12), 0.0),
+    Media(4): ((1, 2, 6), 0.0),
+    Media(0, "video"): ((2, 8, 4), 0.0),
+    Media(1, "video"): ((9, 2, 4), 0.3),
+    Media(2, "video"): ((5, 4, 2), 1.25),
 }
-"""Every key that published checkpoints vary, or may."""
+"""Grids, and seconds for each frame."""
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_states_logits_and_tokens_are_hfs(name: str):
-    kind, settings = CONFIGS[name]
-    reference = random_qwen(kind, **settings)
-    ours = paged_qwen(reference)
-    rules = ours.model_class.rules(reference.config)
-    for parts in (TWO_IMAGES, MIXED):
-        sample = draw_sample(parts)
-        inputs = torch_inputs(sample, reference)
-        expected = run_reference(reference, inputs, rules)
-        assert len(expected) == reference.config.vision_config.depth + 1 + 2 + 2
-        if parts is MIXED:  # HF calls the tower twice, and a hook keeps the last call alone
-            expected = {name: value for name, value in expected.items() if "visual" not in name}
-        assert_close(ours.run(sample), expected)
-        tokens = generate_reference(reference, inputs, 32)
-        assert ours.generate(sample, 32) == tokens
-        # A tied head says its own token again, and shows no more than that.
-        assert settings.get("is_tied") or len(set(tokens)) > 4
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_video_alone(kind: str):
-    reference, ours = tiny_qwen(kind)
-    sample = draw_sample([4, ("video", 3, (3, 4, 6), 0.5), 6])
-    rules = ours.model_class.rules(reference.config)
-    assert_close(ours.run(sample), run_reference(reference, torch_inputs(sample, reference), rules))
+def draw_sized(config: Any, media: Media) -> DrawnItem:
+    return draw_grid(config, media.modality, media.seed, *SIZED[media])
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize(
     "parts",
     [
-        TWO_IMAGES,
-        [("image", 1, (1, 2, 2)), 1],
-        [3, ("video", 1, (2, 8, 4)), 2, ("image", 1, (1, 4, 12)), 1, ("image", 1, (1, 2, 6)), 4],
-        [3, ("video", 1, (9, 2, 4), 0.3), 2, ("video", 1, (5, 4, 2), 1.25), 4],
+        [Words(0, 9), Media(0), Words(1, 5), Media(1), Words(2, 7)],
+        [Media(2), Words(0, 1)],
+        [Words(0, 3), Media(0, "video"), Words(1, 2), Media(3), Words(2, 1), Media(4), Words(3, 4)],
+        [Words(0, 3), Media(1, "video"), Words(1, 2), Media(2, "video"), Words(2, 4)],
     ],
 )
-def test_positions_are_hfs(kind: str, parts: Any):
-    reference, ours = tiny_qwen(kind)
-    sample = draw_sample(parts)
-    inputs = torch_inputs(sample, reference)
+def test_positions_are_hfs(kind: str, parts: list[Part]):
+    model = served_model(kind)
+    sample = replace(model.family, draw_item=draw_sized).draw_sample(model.config, parts)
+    inputs = model.family.torch_inputs(model.reference, sample)
     given = {name: value for name, value in inputs.items() if name.endswith(("_thw", "_ts"))}
-    expected, _ = reference.model.get_rope_index(
+    expected, _ = model.reference.model.get_rope_index(
         inputs["input_ids"], inputs["mm_token_type_ids"], **given
     )
-    found = ours.host_inputs.rotary_positions(sample.num_tokens, sample.items)
+    found = model.paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
     assert found is not None
     np.testing.assert_array_equal(found.prompt, expected[:, 0].numpy())
     # As `generate` goes on: one behind the last token of text.
@@ -116,5 +59,48 @@ def test_positions_are_hfs(kind: str, parts: Any):
 
 
 def test_text_alone_is_at_its_indices():
-    _, ours = tiny_qwen()
-    assert ours.host_inputs.rotary_positions(7, []) is None
+    assert served_model("qwen2_vl").paged.host_inputs.rotary_positions(7, []) is None
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    # Room to find both items' embeddings there, after they were served.
+    sizes = {"encoder_cache_size": 64, "max_num_encoder_input_tokens": 64}
+    mm = MultiModalConfig(enable_mm_embeds=True)
+    return start_engine(served_model("qwen2_vl"), mm=mm, **sizes)
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    parts = [Words(0, 5), Media(0), Words(1, 1), Media(0, "video"), Words(2, 6)]
+    return served_model("qwen2_vl").draw_sample(parts)
+
+
+def test_embeddings_stand_in_for_images_and_videos(core: EngineCore, sample: Sample):
+    request = make_request("pixels", sample)
+    answers = serve(core, [request])
+    assert answers == [list(served_model("qwen2_vl").paged.generate(sample, 8))]
+    rows = [
+        np.asarray(core._runner._pool)[core._runner.rows.get(feature.identifier)]
+        for feature in request.mm_features
+    ]
+    tensors = [
+        {"image_embeds": rows[0], "image_grid_thw": np.array([1, 6, 10])},
+        {"video_embeds": rows[1], "video_grid_thw": np.array([3, 4, 6])},
+    ]
+    assert serve(core, [make_request("embeddings", sample, tensors=tensors)]) == answers
+    assert core.compilations == 0
+    # A grid of as many embeddings, but no whole ones: positions would not be the prompt's.
+    tensors[0]["image_grid_thw"] = np.array([1, 5, 12])
+    with pytest.raises(RequestError, match="grid has 12 embeddings, and the prompt placeholders"):
+        core.add_request(make_request("wrong grid", sample, tensors=tensors))
+
+
+def test_an_item_whose_patches_are_not_its_grids_is_refused(core: EngineCore, sample: Sample):
+    image, video = (item.tensors for item in sample.items)
+    tensors = [{**image, "image_grid_thw": np.array([1, 4, 4])}, video]
+    with pytest.raises(RequestError, match="all must have as many"):
+        core.add_request(make_request("bad", sample, tensors=tensors))

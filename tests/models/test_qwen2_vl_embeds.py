@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,9 +13,10 @@ from safetensors.numpy import save
 
 from mmjax import LLM, SamplingParams
 from mmjax.errors import RequestError
+from mmjax.model_source import load_model_config
+from mmjax.parity.reference import load_reference
 from tests.kit import draw
-from tests.models.test_qwen2_vl_checkpoint import QWEN2_5, write_weights
-from tests.processing.families.family import GOLDEN, edit_golden
+from tests.models.directories import QWEN2_5, write_qwen2_vl
 from tests.processing.families.qwen2_vl import IMAGE, hf_processor
 from tests.test_serve import SMALL, Served, ask_for_logprobs, message_about
 
@@ -29,12 +29,10 @@ WIDTH = 64
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, Any]:
     """A directory, and HF's model of it; one of windows, whose rows come in another order."""
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "qwen2_vl":
-        path = Path(copytree(GOLDEN / "qwen2_vl", folder / "qwen2_vl"))
-    else:
-        path = edit_golden("qwen2_vl", folder, config=QWEN2_5)
-    return path, write_weights(path)
+    changes = QWEN2_5 if request.param == "qwen2_5_vl" else None
+    path = write_qwen2_vl(tmp_path_factory.mktemp(request.param), changes)
+    architecture = load_model_config(str(path)).architecture
+    return path, load_reference(path, architecture)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
-from tests.models.qwen2_vl import CLASSES, CONFIGS
+from tests.models.families.qwen2_vl import CLASSES, CONFIGS
 
 SECTIONS = {"type": "mrope", "mrope_section": [16, 24, 24]}
 TEXT_2B = {

@@ -137,5 +137,5 @@ def test_embeddings_stand_where_a_picture_would():
 def test_embeddings_are_one_for_each_query(num_rows: int):
     processor = golden_processor("blip2", enable_mm_embeds=True)
     rows = np.ones((num_rows, 64), np.float32)
-    with pytest.raises(RequestError, match=f"have {num_rows} rows; a picture has 8"):
+    with pytest.raises(RequestError, match=f"have {num_rows} rows; an image has 8"):
         processor.apply("what", {"image": {"image_embeds": rows[None]}})

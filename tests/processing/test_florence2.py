@@ -80,7 +80,7 @@ def test_what_is_refused(processor: Any):
             processor.apply(kind, {"image": picture})
     with pytest.raises(RequestError, match="Unsupported modality: video"):
         processor.apply("<OD>", {"video": [picture]})
-    with pytest.raises(RequestError, match="takes pictures, not their embeddings"):
+    with pytest.raises(RequestError, match="takes images, not their embeddings"):
         processor.apply("<OD>", {"image": torch.zeros(1, 17, 64)})
     size = {"size": {"height": 64, "width": 64}}
     with pytest.raises(RequestError, match="became 64x64 pixels"):

@@ -208,6 +208,6 @@ def test_crops_that_are_not_those_that_were_counted_are_told(monkeypatch: pytest
     processor = gemma3.make_processor()
     monkeypatch.setattr(PanAndScan, "count_crops", lambda self, size: 5)
     kwargs = {"do_pan_and_scan": True}
-    with pytest.raises(RequestError, match=r"made 1 pictures and crops of 1 .* gives 6") as caught:
+    with pytest.raises(RequestError, match=r"made 1 images and crops of 1 .* gives 6") as caught:
         processor.apply(BOI, {"image": draw(4, 4)}, hf_processor_mm_kwargs=kwargs)
     assert caught.value.param == "mm_processor_kwargs"

@@ -55,8 +55,8 @@ BYTES = bytes(4 * ROWS * WIDTH)
 @pytest.mark.parametrize(
     ("data", "status", "words"),
     [
-        (file_of(3, WIDTH), 400, "have 3 rows; a picture has 4"),
-        (file_of(8, WIDTH), 400, "have 8 rows; a picture has 4"),
+        (file_of(3, WIDTH), 400, "have 3 rows; an image has 4"),
+        (file_of(8, WIDTH), 400, "have 8 rows; an image has 4"),
         (file_of(0, WIDTH), 400, "of shape [0, 32], of 2 axes; send [rows, width]"),
         (file_of(*[1] * 32), 400, "of 32 axes; send [rows, width]"),
         (

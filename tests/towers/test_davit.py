@@ -13,7 +13,7 @@ from transformers.models.florence2.modeling_florence2 import Florence2VisionBack
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from tests.models.random_florence2 import VISION, fill
+from tests.models.families.florence2 import VISION, fill
 from tests.oracle import TOLERANCE, params_of
 
 SIZES = [(24, 24), (21, 39)]

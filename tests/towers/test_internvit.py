@@ -14,8 +14,8 @@ from mmjax.layers.module import bind, build_abstract
 from mmjax.parity.arrays import record
 from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
 from mmjax.weights.rules import Rule
-from tests.models.tiny_internvl import VISION, fill
-from tests.oracle import assert_close, params_of
+from tests.models.families.internvl import VISION
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 RULES = (
     Rule(r"^embeddings\.mask_token$", None),
@@ -58,7 +58,8 @@ def read(hf_config: Any) -> InternViTConfig:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_state_is_hfs(name: str):
     config: Any = InternVLVisionConfig(**{**VISION, **CONFIGS[name]})
-    reference = fill(InternVLVisionModel(config).eval())
+    reference = InternVLVisionModel(config).eval()
+    fill_with_unit_norms(reference)
     shape = (2, config.num_channels, *config.image_size)
     pixels = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     with torch.no_grad():

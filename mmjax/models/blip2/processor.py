@@ -68,7 +68,7 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
         num_queries = self.get_hf_config().num_query_tokens
         if num_embeds != num_queries:
             raise RequestValueError(
-                f"{modality} embeddings have {num_embeds} rows; a picture has {num_queries}: give "
+                f"{modality} embeddings have {num_embeds} rows; an image has {num_queries}: give "
                 "what the model's own Q-Former and projection give",
                 param="multi_modal_data",
             )

@@ -42,7 +42,7 @@ class Florence2DataParser(MultiModalDataParser):
         """Refuse embeddings: the encoder prompt has positions for whole images only."""
         if MultiModalDataParser.is_embeddings(data):
             raise RequestValueError(
-                "Florence-2 takes pictures, not their embeddings; give the picture",
+                "Florence-2 takes images, not their embeddings; give the image",
                 param="multi_modal_data",
             )
         return False
@@ -73,7 +73,7 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         if not getattr(image_processor, "image_seq_length", None):
             raise CheckpointError(
                 "the image processor's configuration has no `image_seq_length`: the number of "
-                "embeddings of a picture (577 for the published models)"
+                "embeddings of an image (577 for the published models)"
             )
         processor = Florence2Processor(
             image_processor=image_processor,

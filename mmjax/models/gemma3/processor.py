@@ -124,7 +124,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
             return
         many = f", and {per_crop} for each pan-and-scan crop, {most} at most" * (most > per_crop)
         raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; a picture has {per_crop}{many}: give "
+            f"{modality} embeddings have {num_embeds} rows; an image has {per_crop}{many}: give "
             "what the model's own tower and projector give",
             param="multi_modal_data",
         )
@@ -232,7 +232,7 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
             num_patches, num_pixels = outputs["num_patches"].sum(), len(outputs["pixel_values"])
             if num_patches != num_pixels:
                 raise RequestRuntimeError(
-                    f"pan-and-scan made {num_pixels} pictures and crops of {len(sizes)} pictures, "
+                    f"pan-and-scan made {num_pixels} images and crops of {len(sizes)} images, "
                     f"where {pan_and_scan} gives {num_patches}; change the `pan_and_scan_...` "
                     "settings, or leave them out",
                     param="mm_processor_kwargs",

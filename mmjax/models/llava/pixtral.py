@@ -57,11 +57,11 @@ CHAT_TEMPLATE = r"""
 """
 """Mistral's turns; the system's text stands in the last one, as `mistral-common` has it."""
 _FIXED = frozenset({"patch_size", "do_resize", "do_center_crop", "crop_size", "do_pad", "pad_size"})
-"""A picture would have other sides than whole patches."""
+"""An image would have other sides than whole patches."""
 
 
 class PixtralImageScaler:
-    """HF's image processor: pictures scaled to whole patches, and not padded to each other."""
+    """HF's image processor: images scaled to whole patches, and not padded to each other."""
 
     def __init__(self, hf_processor: Any, patch_size: int) -> None:
         self.hf = hf_processor
@@ -114,7 +114,7 @@ class PixtralDataParser(MultiModalDataParser):
         """Refuse embeddings: nothing says how many of them are a row."""
         if MultiModalDataParser.is_embeddings(data):
             raise RequestValueError(
-                "Pixtral takes pictures, not their embeddings; give the picture",
+                "Pixtral takes images, not their embeddings; give the image",
                 param="multi_modal_data",
             )
         return False
@@ -193,7 +193,7 @@ class PixtralProcessingInfo(BaseProcessingInfo):
         )
 
     def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
-        """Return the pixels of a picture's longer side under kwargs over the operator's."""
+        """Return the pixels of an image's longer side under kwargs over the operator's."""
         parts = self.get_hf_processor()
         scoped = parts.scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))["images_kwargs"]
         return parts.image_processor.get_longest_edge(scoped)
@@ -204,7 +204,7 @@ class PixtralProcessingInfo(BaseProcessingInfo):
         return {"size": {"longest_edge": max(own, self.get_longest_edge({}))}}
 
     def get_largest_side(self) -> int:
-        """Return the rows, and the columns, of the picture with the most patches."""
+        """Return the rows, and the columns, of the image with the most patches."""
         return -(-self.get_longest_edge(self.get_planned_mm_kwargs()) // self.patch_size)
 
     def get_mm_max_tokens_per_item(

@@ -76,7 +76,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
 
     @cached_property
     def num_image_tokens(self) -> int:
-        """How many embeddings a picture has."""
+        """How many embeddings an image has."""
         return count_image_tokens(self.get_hf_config())
 
     def load_hf_processor(self) -> Any:
@@ -200,7 +200,7 @@ class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
 
 
 class LlavaFactories(ProcessorFactories):
-    """By the checkpoint's tower: Pixtral's pictures have rows of their own size, and marks."""
+    """By the checkpoint's tower: Pixtral's images have rows of their own size, and marks."""
 
     def build_processor(
         self, ctx: InputProcessingContext, *, cache: ProcessorCache | None = None

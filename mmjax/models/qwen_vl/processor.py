@@ -61,6 +61,19 @@ CHAT_TEMPLATE = r"""
 """
 """ChatML, as `chat` of the published code writes it (qwen_generation_utils.py)."""
 
+CHAT_TEMPLATE = r"""
+{%- if messages[0].role != 'system' -%}
+    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+"""
+"""Qwen-VL-Chat's turns, which the published checkpoint keeps in code."""
+
 
 class QwenVLImageProcessor:
     """Scales images to a square, whatever their shape; takes no kwargs."""
@@ -86,6 +99,8 @@ class QwenVLDataParser(MultiModalDataParser):
 
 
 class QwenVLProcessingInfo(BaseProcessingInfo):
+    chat_template = CHAT_TEMPLATE
+
     chat_template = CHAT_TEMPLATE
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:

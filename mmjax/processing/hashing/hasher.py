@@ -143,7 +143,7 @@ class MultiModalHasher:
 
     @classmethod
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:
-        """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
+        """Return the UUID that a program gave the image; malformed EXIF counts as none."""
         return get_image_id(image)
 
     @classmethod
@@ -165,7 +165,7 @@ class MultiModalHasher:
         elif isinstance(obj, MediaWithBytes):
             cls._write_media(stream, obj)
         elif isinstance(obj, EncodedImage):
-            # The header says all: a picture whose tensors are cached is never decoded.
+            # The header says all: an image whose tensors are cached is never decoded.
             cls._write_file(stream, obj.original_bytes, obj.read_header().io_config)
         elif isinstance(obj, Mapping):
             cls._write_mapping(stream, obj)
@@ -223,7 +223,7 @@ class MultiModalHasher:
 
 
 class ContentHasher(MultiModalHasher):
-    """Takes no id that a picture carries for its identity: clients write there what they like."""
+    """Takes no id that an image carries for its identity: clients write there what they like."""
 
     @classmethod
     def get_image_id(cls, image: Image.Image) -> uuid.UUID | None:

@@ -1,6 +1,6 @@
 """The identity of every item of a request: its content's hash, or the uuid that stands for it.
 
-Remembers what encoded bytes were once hashed to: a repeated picture is not decoded again. Holds
+Remembers what encoded bytes were once hashed to: a repeated image is not decoded again. Holds
 no media and no tensors.
 """
 
@@ -66,7 +66,7 @@ class ItemHasher:
         self.model_id = model_id
         self._hasher = MultiModalHasher(algorithm)
         self._content_hasher = ContentHasher(algorithm)
-        # (modality, content's digest, factors' key, is a picture's own id trusted) -> mm_hash
+        # (modality, content's digest, factors' key, is an image's own id trusted) -> mm_hash
         self._known: RecentMap[tuple[str, bytes, str, bool], str] = RecentMap(max_remembered)
         self._media_ids = MediaIds(max_remembered)
 
@@ -80,9 +80,9 @@ class ItemHasher:
         cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> HashedItems:
-        """Return one hash per item; each has data, a uuid, or both. Decodes no picture.
+        """Return one hash per item; each has data, a uuid, or both. Decodes no image.
 
-        Claims are checked, not yet bound: a picture that turns out to be broken takes no id.
+        Claims are checked, not yet bound: an image that turns out to be broken takes no id.
 
         Args:
             mm_items: The parsed items.

@@ -1,4 +1,4 @@
-"""Pictures -> arrays as HF's PIL image processors make them, in numpy and Pillow alone.
+"""Images -> arrays as HF's PIL image processors make them, in numpy and Pillow alone.
 
 For families whose HF class needs torch, and checks that several families share.
 """
@@ -14,7 +14,7 @@ from mmjax.processing.items.items import ImageSize
 
 
 def to_pixels(image: Image.Image) -> np.ndarray:
-    """Return an RGB picture as uint8[3, height, width]."""
+    """Return an RGB image as uint8[3, height, width]."""
     return np.moveaxis(np.asarray(image.convert("RGB")), -1, 0)
 
 
@@ -55,7 +55,7 @@ def check_pixel_size(pixel_values: Any, height: int, width: int) -> None:
     found = np.shape(pixel_values)[-2:]
     if found != (height, width):
         raise RequestValueError(
-            f"pictures became {found[0]}x{found[1]} pixels (height x width), but the vision tower "
+            f"images became {found[0]}x{found[1]} pixels (height x width), but the vision tower "
             f"takes {height}x{width}; leave `size`, `crop_size`, `do_resize` and `do_center_crop` "
             "out of mm_processor_kwargs",
             param="mm_processor_kwargs",
@@ -63,7 +63,7 @@ def check_pixel_size(pixel_values: Any, height: int, width: int) -> None:
 
 
 def check_resized_pixels(images: Any, shortest_edge: int | None, max_pixels: int) -> None:
-    """Refuse pictures so long that scaling their short side up to `shortest_edge` is a bomb."""
+    """Refuse images so long that scaling their short side up to `shortest_edge` is a bomb."""
     if shortest_edge is None:
         return
     for image in images:
@@ -72,7 +72,7 @@ def check_resized_pixels(images: Any, shortest_edge: int | None, max_pixels: int
 
 
 def check_squared_pixels(images: Any, max_pixels: int) -> None:
-    """Refuse pictures so long that padding them to a square is a bomb."""
+    """Refuse images so long that padding them to a square is a bomb."""
     for image in images:
         _check_pixels(image, max(image.size) ** 2, "padded to a square", max_pixels)
 

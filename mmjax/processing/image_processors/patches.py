@@ -1,4 +1,4 @@
-"""Pictures and videos -> patches in Qwen2-VL's order, through HF's PIL image processor.
+"""Images and videos -> patches in Qwen2-VL's order, through HF's PIL image processor.
 
 A patch is `temporal_patch_size` frames deep. Within a frame, patches stand in blocks of
 `merge_size` by `merge_size`, which the tower merges into one embedding.
@@ -16,7 +16,7 @@ from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
 MAX_ASPECT_RATIO = 200
-"""HF refuses longer pictures (`smart_resize`); so do we, before it."""
+"""HF refuses longer images (`smart_resize`); so do we, before it."""
 
 DEFAULT_FPS = 24.0
 """Frames in a second of a video whose metadata do not say (HF: `VideoMetadata.sampled_fps`)."""
@@ -33,7 +33,7 @@ class ImagePatcher:
     def __init__(self, hf_processor: Any, *, max_pixels_resized: int) -> None:
         self.hf = hf_processor
         self.max_pixels_resized = max_pixels_resized
-        """No request may blow a picture up to more."""
+        """No request may blow an image up to more."""
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ class ImagePatcher:
         return {**resolved, "size": {"shortest_edge": smallest, "longest_edge": largest}}
 
     def get_pixel_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the smallest and the largest number of pixels that a picture is resized to."""
+        """Return the smallest and the largest number of pixels that an image is resized to."""
         size = {"shortest_edge": None, "longest_edge": None, **dict(self.hf.size)}
         given = kwargs.get("size") or {}
         if not isinstance(given, Mapping):
@@ -102,7 +102,7 @@ class ImagePatcher:
 
 
 class VideoPatcher(ImagePatcher):
-    """Frames, each cut as a picture is, then gathered into patches that span several frames."""
+    """Frames, each cut as an image is, then gathered into patches that span several frames."""
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ class VideoPatcher(ImagePatcher):
         is_capped = resolved.pop("cap_pixels_per_frame", None)
         if self.cap_pixels_per_frame if is_capped is None else is_capped:
             resolved["size"] = self._cap(resolved["size"], len(video))
-        # Pictures, not arrays: HF takes an array of height 1 or 3 for channels first.
-        pictures = [Image.fromarray(frame) for frame in video]
-        frames = self.hf(pictures, **{**resolved, "temporal_patch_size": 1})
+        # Images, not arrays: HF takes an array of height 1 or 3 for channels first.
+        images = [Image.fromarray(frame) for frame in video]
+        frames = self.hf(images, **{**resolved, "temporal_patch_size": 1})
         _, rows, columns = frames["image_grid_thw"][0].tolist()
         pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
         return self._join_frames(pixels), [self.count_steps(len(video)), rows, columns]
@@ -214,7 +214,7 @@ def find_sampled_fps(metadata: Mapping[str, Any]) -> float:
 
 
 def check_aspect_ratio(size: ImageSize, modality: str) -> None:
-    """Refuse a picture or a video so long that no grid of patches is as long."""
+    """Refuse an image or a video so long that no grid of patches is as long."""
     if max(size) > MAX_ASPECT_RATIO * min(size):
         raise RequestValueError(
             f"{modality} is {size.width}x{size.height} pixels; the longer side may be at most "

@@ -1,6 +1,6 @@
-"""Pictures -> square tiles, in the arrangement whose shape is closest, as InternVL cuts them.
+"""Images -> square tiles, in the arrangement whose shape is closest, as InternVL cuts them.
 
-A picture of more than one tile comes with a thumbnail of the whole, as its last tile. Two parts
+An image of more than one tile comes with a thumbnail of the whole, as its last tile. Two parts
 for each kind of media: those of the original code, and those of HF's port around its PIL class.
 """
 
@@ -30,11 +30,11 @@ class TileCutter(Protocol):
     tile_size: int
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return the fewest and the most tiles of a picture, thumbnail aside."""
+        """Return the fewest and the most tiles of an image, thumbnail aside."""
         ...
 
     def count_tiles(self, size: ImageSize, kwargs: Mapping[str, Any]) -> int:
-        """Return how many tiles a picture gives, thumbnail included."""
+        """Return how many tiles an image gives, thumbnail included."""
         ...
 
 
@@ -57,9 +57,9 @@ def list_arrangements(fewest: int, most: int) -> list[tuple[int, int]]:
 def choose_arrangement(
     size: ImageSize, arrangements: Sequence[tuple[int, int]], tile_size: int
 ) -> tuple[int, int]:
-    """Return the (columns, rows) closest to a picture's shape.
+    """Return the (columns, rows) closest to an image's shape.
 
-    Of equally close ones, the larger wins while the picture fills more than half of its tiles.
+    Of equally close ones, the larger wins while the image fills more than half of its tiles.
     """
     aspect_ratio = size.width / size.height
     best, best_difference = (1, 1), float("inf")
@@ -72,7 +72,7 @@ def choose_arrangement(
 
 
 def find_largest_picture(cutter: TileCutter, kwargs: Mapping[str, Any]) -> tuple[ImageSize, int]:
-    """Return the size of a picture with the most tiles, and how many."""
+    """Return the size of an image with the most tiles, and how many."""
     sizes = [
         ImageSize(width=columns * cutter.tile_size, height=rows * cutter.tile_size)
         for columns, rows in list_arrangements(*cutter.get_limits(kwargs))

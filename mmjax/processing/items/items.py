@@ -122,7 +122,7 @@ class ImageProcessorItems(ProcessorBatchItems):
         image = self.get(index)
         if image is None:
             raise only_cached(self.modality, index, "size")
-        return _picture_size(image)
+        return _image_size(image)
 
 
 class VideoProcessorItems(ProcessorBatchItems):
@@ -177,7 +177,7 @@ class VideoProcessorItems(ProcessorBatchItems):
                 f"video {index} has no frames, so its size is not known; give at least one",
                 param="multi_modal_data",
             )
-        return _picture_size(frames[0])
+        return _image_size(frames[0])
 
     def select(self, indices: Sequence[int]) -> "VideoProcessorItems":
         return type(self)(
@@ -201,7 +201,7 @@ def _is_pair(item: Any) -> bool:
 
 
 def _encoded(item: Any) -> list[EncodedImage]:
-    """Return the encoded pictures in an item: itself, or a value of a vision chunk."""
+    """Return the encoded images in an item: itself, or a value of a vision chunk."""
     values = item.values() if isinstance(item, Mapping) else (item,)
     return [value for value in values if isinstance(value, EncodedImage)]
 
@@ -212,10 +212,10 @@ def _unwrap(item: Any) -> Any:
     return item.media if isinstance(item, MediaWithBytes) else item
 
 
-def _picture_size(picture: Any) -> ImageSize:
-    if isinstance(picture, Image.Image):
-        return ImageSize(*picture.size)
-    shape = picture.shape
+def _image_size(image: Any) -> ImageSize:
+    if isinstance(image, Image.Image):
+        return ImageSize(*image.size)
+    shape = image.shape
     if shape[-1] in (1, 3, 4):
         return ImageSize(width=shape[1], height=shape[0])
     return ImageSize(width=shape[2], height=shape[1])
@@ -237,7 +237,7 @@ class AudioProcessorItems(ProcessorBatchItems):
 
 
 class VisionChunkProcessorItems(ProcessorBatchItems):
-    """Pictures and pieces of videos in one list, for models that take both alike.
+    """Images and pieces of videos in one list, for models that take both alike.
 
     An item is `{"type": "image", "image": ...}` or `{"type": "video_chunk", "video_chunk":
     [frame, ...], "prompt": ...}`.

@@ -112,7 +112,7 @@ class MultiModalDataParser:
         return _is_foreign_floats(data, 3) and data.shape[-1] not in (1, 3, 4)
 
     def _is_image_embeddings(self, data: Any) -> bool:
-        """Tell `[items, rows, hidden]` from a picture `[channels, height, width]` of floats.
+        """Tell `[items, rows, hidden]` from an image `[channels, height, width]` of floats.
 
         Only the model's width can tell, where the first axis may be either; unknown, the array
         holds embeddings, as one item's do: `[1, rows, hidden]`.
@@ -224,7 +224,7 @@ class MultiModalDataParser:
             return None
         if self.is_embeddings(data):
             raise RequestValueError(
-                "embeddings of vision chunks are not supported; give pictures and frames",
+                "embeddings of vision chunks are not supported; give images and frames",
                 param="multi_modal_data.vision_chunk",
             )
         entries = data if isinstance(data, list | tuple) else [data]
@@ -290,7 +290,7 @@ class MultiModalDataParser:
 
 
 def _split_images(data: Any) -> Sequence[Any]:
-    """Return the entries of `data`, which may be one picture or several."""
+    """Return the entries of `data`, which may be one image or several."""
     if is_array_like(data) and len(data.shape) == 4:
         return list(as_numpy(data))
     return data if isinstance(data, list | tuple) else [data]

@@ -1,4 +1,4 @@
-"""Encoded media -> pictures, with limits that are checked before anything is decoded.
+"""Encoded media -> images, with limits that are checked before anything is decoded.
 
 Knows nothing of the network: `http:` and `file:` URLs are refused here.
 """
@@ -28,13 +28,13 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that may be decoded; Pillow knows more, and some of them start other programs."""
 
 BYTES_PER_PIXEL = 4
-"""Of a decoded picture: Pillow pads RGB to four bytes."""
+"""Of a decoded image: Pillow pads RGB to four bytes."""
 
 _BASE64_PIECE = 2**18
 """In characters, a multiple of four: some 3 ms."""
 
 CHANNELS = (1, 3, 4)
-"""How many a picture, or a frame, may have."""
+"""How many an image, or a frame, may have."""
 
 _WHITE = (255, 255, 255)
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
@@ -103,7 +103,7 @@ def _torch_as_numpy(tensor: Any) -> np.ndarray:
 
 
 class ImageHeader(NamedTuple):
-    """What a file says of its picture before the pixels are decoded."""
+    """What a file says of its image before the pixels are decoded."""
 
     width: int
     height: int
@@ -125,7 +125,7 @@ class ImageHeader(NamedTuple):
 def read_image_header(
     data: bytes, limits: MediaLimits, *, param: str | None = "image"
 ) -> ImageHeader:
-    """Read a picture's header alone; refuse what `limits` does, and what is no picture."""
+    """Read an image's header alone; refuse what `limits` does, and what is no image."""
     with _named_faults(len(data), limits, param):
         return _open_image(data, limits, param)[1]
 
@@ -133,7 +133,7 @@ def read_image_header(
 def load_image_bytes(
     data: bytes, limits: MediaLimits, *, param: str | None = "image"
 ) -> MediaWithBytes:
-    """Decode a picture's first frame to upright RGB, transparency composited on white.
+    """Decode an image's first frame to upright RGB, transparency composited on white.
 
     JPEGs are decoded whole, too: what `Image.draft` gives is scaled by another filter than the
     HF processors', so the pixels would differ.
@@ -151,7 +151,7 @@ def _open_image(
     image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
     check_image_size(image.size, limits, param=param)
     tags = getattr(image, "tag_v2", None)
-    if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the picture
+    if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the image
         tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
         check_image_size(tile, limits, param=param)
     return image, ImageHeader(*image.size, _has_transparency(image))
@@ -211,7 +211,7 @@ def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_
     if scheme in ("http", "https", "file"):
         raise RequestValueError(
             f"`{scheme}:` URLs are not fetched by this version; "
-            "send the picture itself as a base64 `data:` URL",
+            "send the image itself as a base64 `data:` URL",
             param=param,
         )
     if scheme != "data":
@@ -282,7 +282,7 @@ def check_image_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None 
 def check_image_size(
     size: tuple[int, int], limits: MediaLimits, *, param: str | None = "image"
 ) -> None:
-    """Refuse an empty picture and one with too many pixels; `size` is (width, height)."""
+    """Refuse an empty image and one with too many pixels; `size` is (width, height)."""
     width, height = size
     if width < 1 or height < 1:
         raise RequestValueError(
@@ -297,7 +297,7 @@ def check_image_size(
 
 
 def has_parsed_exif(image: Image.Image) -> bool:
-    """Return whether somebody has asked for the picture's EXIF; True where Pillow does not tell.
+    """Return whether somebody has asked for the image's EXIF; True where Pillow does not tell.
 
     Pillow keeps that in a private attribute, which is read here alone.
     """
@@ -305,7 +305,7 @@ def has_parsed_exif(image: Image.Image) -> bool:
 
 
 def get_image_id(image: Image.Image) -> uuid.UUID | None:
-    """Return the UUID that a program gave the picture; malformed EXIF counts as none."""
+    """Return the UUID that a program gave the image; malformed EXIF counts as none."""
     # No file holds such an object: it can only stand in a table that was asked for before.
     if not has_parsed_exif(image):
         return None
@@ -317,9 +317,9 @@ def get_image_id(image: Image.Image) -> uuid.UUID | None:
 
 
 def convert_to_rgb(image: Image.Image) -> Image.Image:
-    """Return the picture upright, in RGB, with transparency composited on white.
+    """Return the image upright, in RGB, with transparency composited on white.
 
-    A picture that is upright RGB already is returned as it is (its EXIF id stays with it).
+    An image that is upright RGB already is returned as it is (its EXIF id stays with it).
     """
     image.load()  # first: Pillow turns some TIFFs upright while it decodes
     image = _turn_upright(image)
@@ -330,7 +330,7 @@ def convert_to_rgb(image: Image.Image) -> Image.Image:
         canvas = Image.new("RGBA", layer.size, (*_WHITE, 255))
         return Image.alpha_composite(canvas, layer).convert("RGB")
     if image.mode.startswith("I;16"):
-        # Pillow clips 16-bit greys to 8 bits: scale them instead, or a picture turns white.
+        # Pillow clips 16-bit greys to 8 bits: scale them instead, or an image turns white.
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
 
@@ -339,9 +339,9 @@ def _turn_upright(image: Image.Image) -> Image.Image:
     try:
         if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
             return ImageOps.exif_transpose(image)
-    # Malformed EXIF raises whatever its parser stumbles on; the picture itself may be sound.
+    # Malformed EXIF raises whatever its parser stumbles on; the image itself may be sound.
     except Exception:
-        logger.warning("a picture's EXIF is malformed; it is taken as upright")
+        logger.warning("an image's EXIF is malformed; it is taken as upright")
     return image
 
 
@@ -352,7 +352,7 @@ def _has_transparency(image: Image.Image) -> bool:
 def image_from_array(
     array: Any, limits: MediaLimits, *, param: str | None = "image"
 ) -> Image.Image:
-    """Return an `[H, W, C]` or `[C, H, W]` array (C: 1, 3 or 4) as an RGB picture.
+    """Return an `[H, W, C]` or `[C, H, W]` array (C: 1, 3 or 4) as an RGB image.
 
     Integers are 0..255; floats are 0..1.
     """

@@ -1,6 +1,6 @@
-"""When a request's pictures are decoded: how much at once, on whose turn, and until when.
+"""When a request's images are decoded: how much at once, on whose turn, and until when.
 
-Knows neither pictures nor requests: sizes are numbers of decoded bytes.
+Knows neither images nor requests: sizes are numbers of decoded bytes.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import TypeVar
 from mmjax.errors import RequestCancelledError
 
 MAX_BATCH_BYTES = 64 * 2**20
-"""Pictures are decoded, and given to HF's processor, so much at a time; a larger one alone."""
+"""Images are decoded, and given to HF's processor, so much at a time; a larger one alone."""
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
-"""A picture that is still encoded: its limits on bytes are checked, the decoder waits until asked.
+"""An image that is still encoded: its limits on bytes are checked, the decoder waits until asked.
 
-Most pictures that come again are never decoded: their bytes say what they are.
+Most images that come again are never decoded: their bytes say what they are.
 """
 
 import threading
@@ -18,7 +18,7 @@ from mmjax.processing.media.decode import (
 
 
 class EncodedImage:
-    """One picture as a file's bytes; many threads may share it."""
+    """One image as a file's bytes; many threads may share it."""
 
     __slots__ = ("_explain", "_header", "_lock", "_media", "limits", "original_bytes", "param")
 
@@ -35,7 +35,7 @@ class EncodedImage:
         Args:
             original_bytes: The file's content.
             limits: What is refused.
-            param: The field that is wrong where this picture is.
+            param: The field that is wrong where this image is.
             explain: Puts an error of the decoder into words that a client may read.
         """
         self.original_bytes = original_bytes
@@ -54,7 +54,7 @@ class EncodedImage:
         return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
 
     def read_header(self) -> ImageHeader:
-        """Return what the file says of the picture, read once; MediaError where it is none."""
+        """Return what the file says of the image, read once; MediaError where it is none."""
         with self._lock:
             if self._header is None:
                 try:
@@ -71,7 +71,7 @@ class EncodedImage:
         return 0 if self._media is not None else self.read_header().num_decoded_bytes
 
     def decode(self) -> MediaWithBytes:
-        """Return the picture, upright in RGB, decoded once; MediaError where it is none.
+        """Return the image, upright in RGB, decoded once; MediaError where it is none.
 
         Again after `drop_pixels`.
         """

@@ -1,4 +1,4 @@
-"""One picture in any form that the user may give it -> an upright RGB picture, or its bytes."""
+"""One image in any form that the user may give it -> an upright RGB image, or its bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ from mmjax.processing.media.encoded import EncodedImage
 def parse_image(
     entry: Any, limits: MediaLimits, *, param: str
 ) -> Image.Image | MediaWithBytes | EncodedImage | None:
-    """Return an upright RGB picture; one that came encoded stays so, and decodes when used."""
+    """Return an upright RGB image; one that came encoded stays so, and decodes when used."""
     if entry is None or isinstance(entry, EncodedImage):
         return entry
     if isinstance(entry, MediaWithBytes):
         if isinstance(entry.media, Image.Image):
             check_image_size(entry.media.size, limits, param=param)
             return entry
-        entry = entry.media  # an array, or nothing that is a picture
+        entry = entry.media  # an array, or nothing that is an image
     if isinstance(entry, Image.Image):
         check_image_size(entry.size, limits, param=param)
         return _convert(entry, param)
@@ -62,9 +62,9 @@ def _convert(image: Image.Image, param: str) -> Image.Image:
         return rgb
     except RequestError:
         raise
-    # A lazily opened picture decodes here, and a truncated one fails here.
+    # A lazily opened image decodes here, and a truncated one fails here.
     except Exception as error:
         raise RequestValueError(
-            f"image cannot be decoded: {error or type(error).__name__}; give a whole picture",
+            f"image cannot be decoded: {error or type(error).__name__}; give a whole image",
             param=param,
         ) from error

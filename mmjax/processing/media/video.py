@@ -90,7 +90,7 @@ def parse_video(entry: Any, limits: MediaLimits, *, param: str) -> Video:
 
 
 def _stack_frames(frames: Sequence[Any], limits: MediaLimits, param: str) -> np.ndarray:
-    """Return pictures of one size as one array."""
+    """Return images of one size as one array."""
     for index, frame in enumerate(frames):
         if not _is_frame(frame):
             raise RequestTypeError(
@@ -153,7 +153,7 @@ def _check_values(frames: Any, limits: MediaLimits, param: str) -> None:
 
 
 def parse_vision_chunk(entry: Any, limits: MediaLimits, *, param: str) -> Mapping[str, Any] | None:
-    """Return a picture, or a piece of a video as a list of pictures, with its other keys."""
+    """Return an image, or a piece of a video as a list of images, with its other keys."""
     if entry is None:
         return None
     if not isinstance(entry, Mapping):

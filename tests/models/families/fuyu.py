@@ -1,0 +1,86 @@
+"""Tiny Fuyus: no tower; a newline behind each row of patches."""
+
+from typing import Any
+
+import numpy as np
+from transformers import FuyuConfig
+from transformers import FuyuForCausalLM as HFModel
+
+from mmjax.models.fuyu.model import FuyuForCausalLM
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant, joined
+
+IMAGE, NEWLINE, START = 126, 127, 1
+GRIDS = [(3, 5), (1, 1), (4, 1), (2, 7)]
+"""Rows and columns of patches, by turns."""
+
+
+def tiny_config(**changes: Any) -> Any:
+    """Return a config of width 32, two layers of four heads; patches of 5x5 pixels."""
+    text = {
+        "model_type": "persimmon",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 25000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+    own = {name: changes.pop(name) for name in ("num_channels", "patch_size") if name in changes}
+    is_tied = changes.pop("tie_word_embeddings", False)
+    return FuyuConfig(
+        text_config=text | changes | {"tie_word_embeddings": is_tied},
+        image_token_id=IMAGE,
+        tie_word_embeddings=is_tied,
+        **{"patch_size": 5, **own},
+    )
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return an image as Fuyu writes it."""
+    rows, columns = grid = GRIDS[media.seed % len(GRIDS)]
+    tokens = [*[*[IMAGE] * columns, NEWLINE] * rows, START]
+    width = config.patch_size**2 * config.num_channels
+    pixels = np.random.default_rng(media.seed).normal(size=(rows * columns, width))
+    tensors = {"image_patches": pixels.astype(np.float32), "image_grid_hw": np.array(grid)}
+    return DrawnItem(tensors, tokens, np.equal(tokens, IMAGE))
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as HF's processor would give it."""
+    data = {"pixel_values": joined(sample)["image_patches"][None]} if sample.items else {}
+    return make_reference_inputs(sample.token_ids, data)
+
+
+def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    if num_heads * head_dim != width:
+        raise ValueError(f"{num_heads} heads of {head_dim} are not {width}, as Persimmon's must be")
+    return {"hidden_size": width, "num_attention_heads": num_heads}
+
+
+FUYU = TinyFamily(
+    name="fuyu",
+    model_class=FuyuForCausalLM,
+    reference_class=HFModel,
+    make_config=tiny_config,
+    resize=resize,
+    served={},
+    draw_item=draw_item,
+    torch_inputs=torch_inputs,
+    word_ids=range(2, 120),
+    published_head_dim=64,
+    max_embeds={"image": 15},
+    variants={
+        "plain": Variant({}, 4),
+        "no norms of queries and keys": Variant({"qk_layernorm": False}, 4),
+        "tied": Variant({"tie_word_embeddings": True}, 4),
+        "grey images, one head": Variant({"num_channels": 1, "num_attention_heads": 1}, 4),
+    },
+)

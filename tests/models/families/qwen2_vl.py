@@ -1,0 +1,197 @@
+"""Tiny Qwen2-VLs and Qwen2.5-VLs: images and videos of any grid, positions of three axes."""
+
+from collections.abc import Mapping
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+from mmjax.models.qwen2_vl import model as ours
+from mmjax.parity.arrays import Sample
+from mmjax.parity.reference import make_reference_inputs
+from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant
+from tests.oracle import fill_with_unit_norms
+
+VOCAB_SIZE = 96
+IMAGE_TOKEN, VIDEO_TOKEN, VISION_START, VISION_END = 95, 94, 93, 92
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+SHARED_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {**SHARED_VISION, "embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen2_5_vl": {
+        **SHARED_VISION,
+        "depth": 3,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "out_hidden_size": 32,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    },
+}
+"""Windows of 2x2 embeddings."""
+CONFIGS = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "qwen2_vl": (Qwen2VLForConditionalGeneration, ours.Qwen2VLForConditionalGeneration),
+    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, ours.Qwen2_5_VLForConditionalGeneration),
+}
+"""HF's class, and ours."""
+Grid = tuple[int, int, int]
+GRIDS: Mapping[str, list[tuple[Grid, float]]] = {
+    "image": [((1, 6, 10), 0.0), ((1, 8, 2), 0.0), ((1, 2, 8), 0.0)],
+    "video": [((3, 4, 6), 0.5), ((3, 4, 2), 1.5), ((5, 6, 2), 0.7)],
+}
+"""Frames, rows and columns of patches, and a video's seconds for each frame, by turns. Few numbers
+of patches, hence few programs; frames of whole and of cut windows; a video longer than its frames
+are wide."""
+
+
+def tiny_config(
+    kind: str = "qwen2_vl",
+    *,
+    text: Mapping[str, Any] | None = None,
+    vision: Mapping[str, Any] | None = None,
+    is_tied: bool = False,
+) -> Any:
+    """Return HF's config of either kind."""
+    config = CONFIGS[kind](
+        text_config={**TEXT, **(text or {})},
+        vision_config={**VISION[kind], **(vision or {})},
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=is_tied,
+    )
+    config.architectures = [CLASSES[kind][1].__name__]
+    return config
+
+
+def draw_grid(config: Any, modality: str, seed: int, grid: Grid, seconds: float) -> DrawnItem:
+    """Return a processed image or video of a grid."""
+    vision = config.vision_config
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    pixels = np.random.default_rng(seed).normal(size=(int(np.prod(grid)), width))
+    name = "pixel_values" if modality == "image" else "pixel_values_videos"
+    tensors = {
+        name: pixels.astype(np.float32),
+        f"{modality}_grid_thw": np.array(grid, np.int64),
+    }
+    if seconds:
+        tensors["second_per_grid_ts"] = np.array(seconds, np.float32)
+    pad = IMAGE_TOKEN if modality == "image" else VIDEO_TOKEN
+    ids = [pad] * (int(np.prod(grid)) // 4)
+    return DrawnItem(tensors, ids, before=[VISION_START], after=[VISION_END])
+
+
+def draw_item(config: Any, media: Media) -> DrawnItem:
+    """Return a processed image or video."""
+    grid, seconds = GRIDS[media.modality][media.seed % 3]
+    return draw_grid(config, media.modality, media.seed, grid, seconds)
+
+
+def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
+    """Return the sample as HF's processor would give it to HF's model `reference`."""
+    known = signature(reference.forward).parameters
+    names = dict.fromkeys(name for item in sample.items for name in item.tensors)
+    data = {}
+    for name in names.keys() & known.keys():  # Qwen2-VL knows no seconds
+        rows = [item.tensors[name] for item in sample.items if name in item.tensors]
+        data[name] = np.concatenate(rows) if name.startswith("pixel_values") else np.stack(rows)
+    inputs = make_reference_inputs(sample.token_ids, data)
+    ids = inputs["input_ids"]
+    kinds = (ids == IMAGE_TOKEN).int() + 2 * (ids == VIDEO_TOKEN).int()
+    return inputs | {"mm_token_type_ids": kinds}
+
+
+def resize(kind: str, width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
+    """Return keywords of `tiny_config` for another decoder."""
+    if num_heads * head_dim != width:
+        raise ValueError(f"{num_heads} heads of {head_dim} are not {width}, as Qwen2's must be")
+    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]
+    text = {
+        "hidden_size": width,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+        "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": sections},
+    }
+    name = "hidden_size" if kind == "qwen2_vl" else "out_hidden_size"
+    return {"kind": kind, "text": text, "vision": {name: width}}
+
+
+def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
+    """Return the row of either kind."""
+    return TinyFamily(
+        name=kind,
+        model_class=CLASSES[kind][1],
+        reference_class=CLASSES[kind][0],
+        make_config=tiny_config,
+        resize=partial(resize, kind),
+        served={"kind": kind},
+        draw_item=draw_item,
+        torch_inputs=torch_inputs,
+        word_ids=range(5, 90),
+        published_head_dim=128,
+        max_embeds={"image": 15, "video": 18},
+        fill=partial(fill_with_unit_norms, sharpness=1.4),
+        variants=variants,
+    )
+
+
+OTHER_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
+QWEN2_VL = make_row(
+    "qwen2_vl",
+    {
+        "plain": Variant({}, 7),
+        "all else": Variant(
+            {
+                "is_tied": True,
+                "text": {"rope_parameters": OTHER_SECTIONS},
+                "vision": {
+                    "hidden_act": "gelu",
+                    "rope_parameters": {"rope_theta": 100.0},
+                    "temporal_patch_size": 1,
+                    "in_channels": 6,
+                },
+            },
+            7,
+        ),
+    },
+)
+QWEN2_5_VL = make_row(
+    "qwen2_5_vl",
+    {
+        "plain": Variant({"kind": "qwen2_5_vl"}, 8),
+        "all else": Variant(
+            {
+                "kind": "qwen2_5_vl",
+                "is_tied": True,
+                "vision": {
+                    "window_size": 24,
+                    "fullatt_block_indexes": [0, 2],
+                    "tokens_per_second": 4,
+                    "hidden_act": "gelu",
+                },
+            },
+            8,
+        ),
+    },
+)

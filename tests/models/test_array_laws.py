@@ -1,0 +1,145 @@
+"""Laws that every family's arrays obey: a new family adds a row to `tests/models/families`.
+
+One model alone against HF's, live; then the engine, whose answers are those of one pass over each
+whole prompt, whatever it does at once and over however many devices.
+"""
+
+import re
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mmjax.engine.core import EngineCore
+from mmjax.layers.module import flatten_params
+from mmjax.models.registry import MODELS
+from mmjax.parity.arrays import Sample
+from mmjax.parity.compare import LOGITS
+from mmjax.parity.reference import generate_reference, run_reference
+from mmjax.rounding import cdiv
+from tests.models.families import TINY_FAMILIES, served_model
+from tests.models.families.family import Media, Parts, TinyFamily, TinyModel
+from tests.models.served import count_least_blocks, make_request, serve, start_engine
+from tests.oracle import TOLERANCE, assert_close
+
+MAX_TOKENS = 16
+"""So many that requests which begin together grow out of few blocks."""
+NEVER = np.finfo(np.float32).min
+"""The logit of a token that is never sampled."""
+VARIANTS = [
+    pytest.param(family, name, id=f"{family.name}-{name}")
+    for family in TINY_FAMILIES.values()
+    for name in family.variants
+]
+
+
+def test_every_architecture_is_under_the_laws():
+    folders = {family.model_class.__module__.split(".")[-2] for family in TINY_FAMILIES.values()}
+    assert folders == {row.folder for row in MODELS.values()}
+
+
+# ---- one model alone -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "name"), VARIANTS)
+def test_states_logits_and_tokens_are_hfs(family: TinyFamily, name: str):
+    variant = family.variants[name]
+    model = TinyModel(family, **variant.settings)
+    is_first = name == next(iter(family.variants))
+    prompts = family.prompts if is_first else family.variant_prompts
+    for kind, parts in prompts.items():
+        num_states = check_prompt(model, parts)
+        assert kind == "text" or num_states == variant.num_states, kind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", TINY_FAMILIES.values(), ids=TINY_FAMILIES)
+def test_a_wide_model_with_published_heads_says_what_hf_says(family: TinyFamily):
+    head_dim = family.published_head_dim
+    num_heads = cdiv(1024, head_dim)
+    model = TinyModel(family, **family.resize(num_heads * head_dim, head_dim, num_heads))
+    for parts in family.variant_prompts.values():
+        check_prompt(model, parts, atol=1e-4)
+
+
+def check_prompt(model: TinyModel, parts: Parts, *, atol: float = TOLERANCE) -> int:
+    """Compare states, logits and 32 greedy tokens of a prompt; return how many states."""
+    sample = model.draw_sample(parts)
+    module, inputs = model.family.torch_call(model.reference, sample)
+    expected, got = run_reference(module, inputs, model.rules), model.paged.run(sample)
+    num_states = len(expected)
+    if len({part.modality for part in parts if isinstance(part, Media)}) > 1:
+        # HF calls the tower once for each modality, and a hook keeps one call alone.
+        expected = {name: value for name, value in expected.items() if "visual" not in name}
+    is_never = (expected[LOGITS] == NEVER).all(0)
+    assert (got[LOGITS][:, is_never] == NEVER).all()
+    for states in (expected, got):
+        states[LOGITS] = states[LOGITS][:, ~is_never]
+    assert_close(got, expected, atol)
+    tokens = generate_reference(module, inputs, 32)
+    assert model.paged.generate(sample, 32) == tokens
+    return num_states
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@cache
+def make_workload(name: str) -> tuple[list[Sample], list[list[int]]]:
+    """Return an engine's prompts, and the greedy answers of one pass over each, without it."""
+    model = served_model(name)
+    samples = [model.draw_sample(parts) for parts in model.family.workload]
+    return samples, [list(model.paged.generate(sample, MAX_TOKENS)) for sample in samples]
+
+
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_answers_depend_on_all_that_is_read(name: str):
+    """The oracle would not see what neither side obeys."""
+    _, answers = make_workload(name)
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+
+
+ENGINES = [
+    pytest.param({"max_num_batched_tokens": 7, "is_cramped": True}, id="chunks, preempted"),
+    pytest.param({"is_cramped": True}, id="whole prompts, preempted", marks=pytest.mark.slow),
+    pytest.param({"size": 2}, id="two devices", marks=pytest.mark.slow),
+    pytest.param({"size": 4, "max_num_seqs": 1}, id="four devices"),
+]
+
+
+@pytest.mark.parametrize("settings", ENGINES)
+@pytest.mark.parametrize("name", TINY_FAMILIES)
+def test_answers_are_those_of_one_pass(name: str, settings: dict[str, Any]):
+    model, is_cramped = served_model(name), settings.get("is_cramped", False)
+    core = start_engine(
+        model,
+        num_blocks=count_least_blocks(model, model.family.max_model_len) + 1
+        if is_cramped
+        else None,
+        **{key: value for key, value in settings.items() if key != "is_cramped"},
+    )
+    samples, expected = make_workload(name)
+    batch = [make_request(f"{n}", one, max_tokens=MAX_TOKENS) for n, one in enumerate(samples)]
+    assert serve(core, batch) == expected
+    for request, answer in zip(batch, expected, strict=True):
+        assert serve(core, [request]) == [answer], "its beginning is in the cache"
+    has_prefixes = not model.paged.max_encoder_len
+    assert (core.stats().prefix_cache_hits > 0) == has_prefixes
+    assert (core.num_preemptions > 0) == is_cramped
+    assert core.encoder_usage() == 0
+    assert core.compilations == 0
+    if "size" in settings:
+        check_is_cut(core, settings["size"])
+
+
+def check_is_cut(core: EngineCore, size: int) -> None:
+    """Each device holds its part of every product's weights in every block of the decoder."""
+    whole = {
+        name
+        for name, leaf in flatten_params(core._runner._params).items()
+        if leaf.ndim == 2 and re.match(r"language_model\..*layers\.\d+\.", name)
+        if leaf.sharding.shard_shape(leaf.shape) == leaf.shape
+    }
+    assert whole == set(), f"not cut over {size} devices"
