@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from mmjax import LLM, SamplingParams
@@ -51,8 +50,7 @@ def sample_of(golden: GoldenModel, name: str) -> Sample:
 
 def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int]]:
     for number, sample in enumerate(samples):
-        request = make_request(f"{prefix} {number}", sample)
-        core.add_request(msgspec.structs.replace(request, sampling_params=GREEDY))
+        core.add_request(make_request(f"{prefix} {number}", sample, max_tokens=NUM_STEPS))
     news = drain(core)
     return [tokens_of(news[f"{prefix} {number}"]) for number in range(len(samples))]
 
