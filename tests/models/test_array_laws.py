@@ -23,6 +23,8 @@ from tests.models.families.family import Media, Parts, TinyFamily, TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
 
+WITH_GOLDEN_MODELS = {"molmo", "qwen_vl"}
+"""Transformers has no class of them: their own tests compare with what the published code gave."""
 MAX_TOKENS = 16
 """So many that requests which begin together grow out of few blocks."""
 NEVER = np.finfo(np.float32).min
@@ -36,7 +38,7 @@ VARIANTS = [
 
 def test_every_architecture_is_under_the_laws():
     folders = {family.model_class.__module__.split(".")[-2] for family in TINY_FAMILIES.values()}
-    assert folders == {row.folder for row in MODELS.values()}
+    assert folders | WITH_GOLDEN_MODELS == {row.folder for row in MODELS.values()}
 
 
 # ---- one model alone -----------------------------------------------------------------------------

@@ -82,39 +82,49 @@ def write_grid(rows: int, columns: int) -> list[str]:
     return ["<im_start>", *[*["<im_patch>"] * columns, "<im_col>"] * rows, "<im_end>"]
 
 
+def is_read(place: int, number: int, count: int) -> bool:
+    """Whether a row of tokens is read in tile `number` of `count`; neighbours share two rows."""
+    return (number == 0 or place >= 1) and (number == count - 1 or place < TOKENS - 1)
+
+
+def number_tokens(tile_place: tuple[int, int], tiling: tuple[int, int]) -> list[int]:
+    """Return each token's number in the whole image, row by row; -1 where it is not read."""
+    (row, column), (rows, columns), step = tile_place, tiling, WINDOW // PATCH // 2
+    grid_columns = columns * step + MARGIN
+    return [
+        (row * step + y) * grid_columns + column * step + x
+        if is_read(y, row, rows) and is_read(x, column, columns)
+        else -1
+        for y in range(TOKENS)
+        for x in range(TOKENS)
+    ]
+
+
 def cut(image: Any, max_crops: int) -> tuple[list[str], dict[str, np.ndarray]]:
     """Return an image's tokens and tensors."""
     pixels = np.asarray(image.convert("RGB")).astype(np.float64)
-    rows, columns = tile(image.height, image.width, max_crops)
-    sides = [number * WINDOW + 2 * MARGIN * PATCH for number in (rows, columns)]
+    tiling = tile(image.height, image.width, max_crops)
+    sides = [number * WINDOW + 2 * MARGIN * PATCH for number in tiling]
     whole, _ = fit(pixels, SIDE, SIDE)
     tiled, mask = fit(pixels, *sides)
-    crops, masks = [to_patches(whole)], []
-    grid_rows, grid_columns = (side // PATCH // 2 for side in sides)
-    order = [np.arange(TOKENS**2)]
-    for row in range(rows):
-        for column in range(columns):
-            inside = np.s_[row * WINDOW :, column * WINDOW :]
-            crops.append(to_patches(tiled[inside][:SIDE, :SIDE]))
-            masks.append(to_patches(mask[inside][:SIDE, :SIDE]).mean(1))
-            numbers = np.full((TOKENS, TOKENS), -1)
-            for y in range(TOKENS):
-                for x in range(TOKENS):
-                    first_row, first_column = row > 0 and y < 1, column > 0 and x < 1
-                    last_row = row < rows - 1 and y >= TOKENS - 1
-                    last_column = column < columns - 1 and x >= TOKENS - 1
-                    if not (first_row or first_column or last_row or last_column):
-                        step = WINDOW // PATCH // 2
-                        place = (row * step + y) * grid_columns + column * step + x
-                        numbers[y, x] = TOKENS**2 + place
-            order.append(numbers.reshape(-1))
+    crops, masks, numbers = [to_patches(whole)], [], [np.arange(TOKENS**2)]
+    for row, column in np.ndindex(*tiling):
+        inside = np.s_[row * WINDOW :, column * WINDOW :]
+        crops.append(to_patches(tiled[inside][:SIDE, :SIDE]))
+        masks.append(to_patches(mask[inside][:SIDE, :SIDE]).mean(1))
+        found = np.array(number_tokens((row, column), tiling))
+        numbers.append(np.where(found < 0, -1, found + TOKENS**2))
     masks.append(np.full(len(masks[0]), -1.0))
+    grid_rows, grid_columns = (side // PATCH // 2 for side in sides)
     tokens = write_grid(TOKENS, TOKENS) + write_grid(grid_rows, grid_columns)
     places = 1 + np.flatnonzero(np.array(tokens) == "<im_patch>")  # behind BOS
-    indices = np.stack(order)
-    indices = np.where(indices < 0, -100, places[indices])
-    tensors = {"images": crops, "image_masks": masks, "image_input_idx": indices}
-    return tokens, {name: np.stack(value) for name, value in tensors.items()}
+    indices = np.stack(numbers)
+    tensors = {
+        "images": np.stack(crops),
+        "image_masks": np.stack(masks),
+        "image_input_idx": np.where(indices < 0, -100, places[indices]),
+    }
+    return tokens, tensors
 
 
 def call_published(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
