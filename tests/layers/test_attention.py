@@ -21,6 +21,7 @@ from tests.layers.ragged import (
     Chunk,
     answer,
     draw_chunk,
+    interleave,
     lay_out,
     visible,
 )
@@ -128,6 +129,26 @@ def test_blocks_before_the_window_are_not_read(seed: int):
     got, _ = attend(replace(batch, cache=cache, metadata=metadata), **OPTIONS["window"])
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("value_dim", [1, 5, HEAD_DIM - 1])
+@pytest.mark.parametrize("is_decoding", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_values_may_be_narrower_than_keys(value_dim: int, is_decoding: bool, is_interleaved: bool):
+    """A value's columns never meet, so these are the first ones of whole values."""
+    chunks = draw_decoding(5) if is_decoding else draw_mixed(5)
+    batch = lay_out_decoding(chunks) if is_decoding else lay_out_mixed(chunks)
+    assert isinstance(batch.cache, TransposedCache)
+    if is_interleaved:
+        cache: Any = replace(interleave(batch.cache), value_dim=value_dim)
+    else:
+        cache = batch.cache._replace(values=batch.cache.values[..., :value_dim])
+    narrow = replace(batch, value=batch.value[..., :value_dim], cache=cache)
+    outputs, written = attend(narrow, **OPTIONS["soft cap"])
+    assert written.value_dim == value_dim
+    for chunk, out in zip(chunks, outputs, strict=True):
+        expected = answer(chunk, **OPTIONS["soft cap"])[..., :value_dim]
+        np.testing.assert_allclose(out, expected, atol=TOLERANCE)
 
 
 def test_padding_writes_nothing():
