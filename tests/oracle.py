@@ -11,7 +11,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import PagedModel, Sample
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.weights.rules import Rule, Split, map_tensor
+from mmjax.weights.rules import Part, RuleTypes, map_tensor
 from tests.kit import fill_by_name, gemma_tokenizer, tiny_gemma3_config
 
 TOLERANCE = 2e-5
@@ -19,7 +19,7 @@ TOLERANCE = 2e-5
 
 
 def params_of(
-    model: torch.nn.Module, abstract: Params, rules: Sequence[Rule | Split]
+    model: torch.nn.Module, abstract: Params, rules: Sequence[RuleTypes]
 ) -> dict[Any, Any]:
     """Return the torch model's weights as our tree: every tensor used, none left over."""
     expected = flatten_params(abstract)
@@ -29,7 +29,7 @@ def params_of(
             if mapped.endswith("lm_head.weight") and mapped not in expected:
                 continue
             assert mapped not in leaves, name
-            array = tensor.numpy() if part is None else part.cut(tensor.numpy())
+            array = part.cut(tensor.numpy()) if isinstance(part, Part) else tensor.numpy()
             assert array.shape == expected[mapped].shape, name
             leaves[mapped] = jnp.asarray(array)
     assert leaves.keys() == expected.keys()
