@@ -36,8 +36,6 @@ _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
         "norm_topk_prob": False,
         "q_lora_rank": None,
         "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 10000,
         "routed_scaling_factor": 1.0,
         "scoring_func": "softmax",
         "tie_word_embeddings": False,
@@ -48,12 +46,14 @@ _LEFT_OUT: Mapping[str, Any] = MappingProxyType(
 )
 """What a key means where a configuration leaves it out."""
 
+_ROPE_THETA = 10000
+"""Where a configuration leaves it out."""
+
 _ALLOWED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "attention_bias": (False,),
         "moe_layer_freq": (1,),
         "q_lora_rank": (None,),
-        "rope_scaling": (None,),
         "scoring_func": ("softmax", "sigmoid"),
         "tie_word_embeddings": (False,),
         # The first of them is what the published class writes where none is given.
@@ -113,7 +113,7 @@ class DeepseekConfig:
             num_shared_experts=values["n_shared_experts"] or 0,
             hidden_act=values["hidden_act"],
             rms_norm_eps=values["rms_norm_eps"],
-            rope_theta=float(values["rope_theta"]),
+            rope_theta=_read_rope_theta(hf_config),
         )
 
     @property
@@ -150,6 +150,18 @@ def _read_keys(hf_config: Any) -> dict[str, Any]:
                 f"{' and '.join(repr(value) for value in allowed)}"
             )
     return values
+
+
+def _read_rope_theta(hf_config: Any) -> float:
+    """Return `rope_theta`, which transformers moves to `rope_parameters`, as `rope_scaling`."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(
+            f"`language_config.rope_scaling` is of type `{kind}`; mmjax serves DeepSeek-V2 without"
+        )
+    theta = parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None)
+    return float(theta or _ROPE_THETA)
 
 
 def _read_latent(hf_config: Any) -> LatentConfig:
