@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MAX_BYTES = 500_000
-MAY_BE_LARGE = ("checkpoints/tiny_scenes/model/", "tests/golden/")
+MAY_BE_LARGE = ("checkpoints/tiny_scenes/model/", "tests/golden/", "tests/golden_models/")
 PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 DEBUGGERS = {"ipdb", "pdb", "pudb"}
 LIST_OF_STRINGS = re.compile(r'^(\w[\w-]*) = (\[(?:\s*"[^"\n]*",?)+\s*\])', re.MULTILINE)

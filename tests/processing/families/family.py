@@ -7,9 +7,8 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig
-
 from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor, get_processor_factories
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.processor import ProcessorCache
@@ -99,7 +98,7 @@ def golden_processor(
 ) -> BaseMultiModalProcessor[Any]:
     """Return our processor for the tiny checkpoint in `tests/golden/<name>`, or at `path`."""
     path = path or GOLDEN / name
-    hf_config = AutoConfig.from_pretrained(path)
+    hf_config = load_model_config(str(path)).hf_config
     assert hf_config.architectures, f"{path=}"
     config = ModelConfig(
         model=f"tiny-{name}",
