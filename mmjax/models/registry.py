@@ -52,6 +52,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
         "Blip2ForConditionalGeneration": ModelRow("blip2", has_one_unit_items=True),
         "ChameleonForConditionalGeneration": ModelRow("chameleon", has_one_unit_items=True),
+        "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2"),
         "Florence2ForConditionalGeneration": ModelRow("florence2"),
         "FuyuForCausalLM": ModelRow("fuyu"),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
@@ -302,7 +303,8 @@ def _load_tokenizer(model_config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_config.path)
+        # NOTE: unless it is said, a checkpoint with remote code is asked about on the terminal.
+        return AutoTokenizer.from_pretrained(model_config.path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"the tokenizer of `{model_config.model}` cannot be loaded: {error}; "
