@@ -166,7 +166,7 @@ def _read_rope_theta(hf_config: Any) -> float:
 
 def _read_latent(hf_config: Any) -> LatentConfig:
     keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    sizes = [getattr(hf_config, key, None) for key in keys]
+    sizes: list[Any] = [getattr(hf_config, key, None) for key in keys]
     for key, size in zip(keys, sizes, strict=True):
         if not isinstance(size, int) or size < 1:
             raise CheckpointError(

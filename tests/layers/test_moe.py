@@ -61,7 +61,7 @@ def test_each_row_meets_its_expert(sizes: list[int]):
     experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, activation="silu", dtype=jnp.float32))
     x = draw_rows(sum(sizes) + 2)
     counts = jnp.asarray(sizes, jnp.int32)
-    owners = np.repeat(np.arange(NUM_EXPERTS), sizes)
+    owners = np.repeat(np.arange(NUM_EXPERTS), sizes).tolist()
     rows = [one_expert(experts, n, row) for n, row in zip(owners, np.asarray(x), strict=False)]
     weights = [p[...] for p in (experts.gate_proj, experts.up_proj, experts.down_proj)]
     for compute in (experts._by_tiles, experts._by_ragged_dot):

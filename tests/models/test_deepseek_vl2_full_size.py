@@ -18,6 +18,7 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.model_source import load_model_config
 from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs
 from mmjax.models.deepseek_vl2.model import DeepseekVLV2ForCausalLM
+from mmjax.models.host_inputs import EncoderSpec
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
@@ -217,6 +218,7 @@ def test_a_tile_and_a_step_have_their_shapes(tmp_path: Path, size: str):
     config = published_config(size, tmp_path)
     width = config.get_text_config().hidden_size
     host = DeepseekVLV2HostInputs(config)
+    assert isinstance(host.encoder_spec, EncoderSpec)
     assert host.encoder_spec.tokens_per_unit == 14**2
     rows = host.embed_rows({"images_spatial_crop": np.array([3, 2])})
     assert len(rows) == 14 * 15 + 1 + 28 * 43

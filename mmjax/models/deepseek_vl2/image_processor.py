@@ -125,7 +125,8 @@ class DeepseekVLV2ImageProcessor:
     def _pad(self, image: Image.Image, size: ImageSize) -> Image.Image:
         """Scale an image to fit, and put it in the middle of a canvas of the mean's colour."""
         method = Image.Resampling.BICUBIC
-        return ImageOps.pad(image, tuple(size), method=method, color=self._background)
+        canvas = (size.width, size.height)
+        return ImageOps.pad(image, canvas, method=method, color=self._background)
 
     def _to_array(self, tile: Image.Image) -> np.ndarray:
         pixels = to_pixels(tile).astype(np.float32) / np.float32(255)
