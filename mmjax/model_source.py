@@ -31,7 +31,12 @@ CHECKPOINT_FILES = (
 )
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
 
-_LANGUAGE_PARTS = {"internvl_chat": "llm_config", "molmo": None, "qwen": None}
+_LANGUAGE_PARTS = {
+    "deepseek_vl_v2": "language_config",
+    "internvl_chat": "llm_config",
+    "molmo": None,
+    "qwen": None,
+}
 """Model types unknown to transformers -> the key of their language model in config.json; None: its
 keys stand beside the others."""
 
@@ -49,6 +54,9 @@ _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
 }
 """Model types that transformers does not know -> one that computes the same; of its keys, those
 that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
+
+_AS_WRITTEN = frozenset({"deepseek_v2"})
+"""Model types whose class in transformers refuses configurations that are published."""
 
 
 def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
@@ -229,7 +237,7 @@ def _build_hf_config(raw: dict[str, Any]) -> Any:
                 value = _respell(value, model_type)
                 model_type = value["model_type"]
             # NOTE: this mapping loads on use, and its `get` finds nothing.
-            is_known = model_type in CONFIG_MAPPING
+            is_known = model_type in CONFIG_MAPPING and model_type not in _AS_WRITTEN
             make = CONFIG_MAPPING[model_type] if is_known else PreTrainedConfig
             parts[key] = make.from_dict(value)
     language_part = _LANGUAGE_PARTS[raw["model_type"]]

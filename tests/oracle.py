@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.weights.rules import Rule, Split, map_tensor
+from mmjax.weights.rules import Place, RuleTypes, map_tensor
 from tests.kit import fill_by_name
 
 TOLERANCE = 2e-5
@@ -17,7 +17,7 @@ TOLERANCE = 2e-5
 
 
 def params_of(
-    model: torch.nn.Module, abstract: Params, rules: Sequence[Rule | Split]
+    model: torch.nn.Module, abstract: Params, rules: Sequence[RuleTypes]
 ) -> dict[Any, Any]:
     """Return the torch model's weights as our tree: every tensor used, none left over."""
     expected = flatten_params(abstract)
@@ -27,6 +27,7 @@ def params_of(
             if mapped.endswith("lm_head.weight") and mapped not in expected:
                 continue
             assert mapped not in leaves, name
+            assert not isinstance(part, Place), "HF keeps no experts apart"
             array = tensor.numpy() if part is None else part.apply(tensor.numpy())
             assert array.shape == expected[mapped].shape, name
             leaves[mapped] = jnp.asarray(array)

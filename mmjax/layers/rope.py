@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., arXiv 2104.09864), in the half-split form of HF.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864): half-split as in HF, or interleaved.
 
 Angles are always float32: in bfloat16 position 257 equals 256.
 """
@@ -170,3 +170,14 @@ def apply_rotary(
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([*turned, rest] if rest.shape[-1] else turned, axis=-1)
+
+
+def apply_interleaved_rotary(
+    x: Float[Array, "T N H"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
+) -> Float[Array, "T N H"]:
+    """Rotate the pairs (x[2i], x[2i + 1]) of every head by the position's angles, H = 2 P.
+
+    The first halves of all pairs come first. Queries and keys are both turned by this, so that no
+    product of them depends on their order.
+    """
+    return apply_rotary(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), cos, sin)

@@ -14,7 +14,7 @@ from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
 from mmjax.models.host_inputs import HostInputs
-from mmjax.weights.rules import Rule, Split
+from mmjax.weights.rules import RuleTypes
 
 MultiModalEmbeddings = Array | Sequence[Array]
 """What `embed_multimodal` returns: one array, or a list or tuple of arrays `[rows, D]`, one for
@@ -100,7 +100,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         raise NotImplementedError(f"{type(self).__name__} must build its modules")
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule | Split]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Return how names in the checkpoint's files become names in this module's tree."""
         return ()
 

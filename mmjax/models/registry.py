@@ -52,6 +52,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
     {
         "Blip2ForConditionalGeneration": ModelRow("blip2", has_one_unit_items=True),
         "ChameleonForConditionalGeneration": ModelRow("chameleon", has_one_unit_items=True),
+        "DeepseekVLV2ForCausalLM": ModelRow("deepseek_vl2"),
         "Florence2ForConditionalGeneration": ModelRow("florence2"),
         "FuyuForCausalLM": ModelRow("fuyu"),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),

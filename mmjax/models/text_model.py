@@ -7,6 +7,7 @@ from typing import Any
 from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartDecoder
 from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
+from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
 from mmjax.language.molmo import MolmoConfig, MolmoTextModel
@@ -19,6 +20,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
     {
         "chameleon": (ChameleonConfig.from_hf, ChameleonTextModel),
         "bart": (BartConfig.from_hf, BartDecoder),
+        "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmjax.errors import ConfigError
 from mmjax.parity.compare import LOGITS
-from mmjax.weights.rules import Rule, Split, apply_rules
+from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
     r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector"
@@ -73,13 +73,13 @@ def _find_by_model_type(path: Path | str, architecture: str) -> Any:
     )
 
 
-def map_name(name: str, rules: Sequence[Rule | Split]) -> str | None:
+def map_name(name: str, rules: Sequence[RuleTypes]) -> str | None:
     """Return our tree's name of a torch module, through the rules for its tensors."""
     mapped = apply_rules(f"{name}.", rules)
     return None if mapped is None else mapped.rstrip(".")
 
 
-def run_reference(model: Any, inputs: Any, rules: Sequence[Rule | Split]) -> dict[str, np.ndarray]:
+def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[str, np.ndarray]:
     """Return the outputs of all probed modules, by our names, and the logits, of one prompt.
 
     Args:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -51,3 +52,23 @@ class SiglipVisionTower(nnx.Module):
         """
         last, states = self.encoder(self.embeddings(pixel_values), feature_layers)
         return (last if self.post_layernorm is None else self.post_layernorm(last)), states
+
+
+class SiglipTimmTower(nnx.Module):
+    """SigLIP as timm's `siglip_so400m_patch14_384` computes it; parameters bear timm's names.
+
+    Its blocks are HF's (`encoder.layers`): a checkpoint's `blocks` are renamed, and `qkv` is cut.
+    """
+
+    def __init__(self, config: VisionConfig, *, dtype: Any) -> None:
+        width = config.hidden_size
+        self.patch_embed = PatchEmbedding(
+            config.num_channels, width, config.patch_size, use_bias=True, dtype=dtype
+        )
+        self.pos_embed = nnx.Param(jnp.zeros((1, config.num_patches, width), dtype))
+        self.encoder = build_vision_encoder(config, dtype=dtype)
+        self.norm = LayerNorm(width, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
+        """Return the normed states of every patch; incomplete ones at the edges are dropped."""
+        return self.norm(self.encoder(self.patch_embed(pixel_values) + self.pos_embed[...])[0])

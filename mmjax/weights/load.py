@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
-from mmjax.weights.rules import Part, Rule, Split, Transposition, map_tensor
+from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
@@ -59,7 +59,7 @@ class TensorProblems:
 def load_params(
     path: Path | str,
     abstract_params: Params,
-    rules: Sequence[Rule | Split],
+    rules: Sequence[RuleTypes],
     *,
     mesh: Mesh | None = None,
     left_out: Sequence[str] = (),
@@ -98,22 +98,26 @@ def load_params(
 def match_tensors(
     tensors: Iterable[StoredTensor],
     expected: Mapping[str, Any],
-    rules: Sequence[Rule | Split],
+    rules: Sequence[RuleTypes],
     *,
     source: str,
     left_out: Sequence[str] = (),
 ) -> dict[str, StoredTensor]:
     """Return `{name in the tree: tensor}`, in the files' order; CheckpointError if they differ.
 
-    A `lm_head` that the tree lacks is tied: it must equal the embedding, and is not loaded.
+    Tensors that are stacked are one here, behind the others. A `lm_head` that the tree lacks is
+    tied: it must equal the embedding, and is not loaded.
     """
     problems = TensorProblems()
     sources: dict[str, StoredTensor] = {}
+    stacks: dict[str, dict[int, StoredTensor]] = {}
     heads: list[StoredTensor] = []
-    for name, tensor in _map_tensors(tensors, rules):
+    for name, tensor, place in _map_tensors(tensors, rules):
         if name.partition(".")[0] in left_out:
             continue
-        if name not in expected and name.endswith(_TIED_HEAD):
+        if place is not None and name in expected:
+            stacks.setdefault(name, {})[place.index] = tensor
+        elif name not in expected and name.endswith(_TIED_HEAD):
             heads.append(tensor)
         elif name not in expected:
             problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
@@ -124,6 +128,9 @@ def match_tensors(
         else:
             sources[name] = tensor
             problems.misfits += _find_misfit(tensor, expected[name].shape)
+    for name, placed in stacks.items():
+        _find_stack_problems(name, placed, expected[name].shape, problems)
+        sources[name] = _stack([placed[index] for index in sorted(placed)])
     problems.missing += [f"`{name}`" for name in expected.keys() - sources.keys()]
     problems.raise_if_any(source)
     for head in heads:
@@ -132,18 +139,20 @@ def match_tensors(
 
 
 def _map_tensors(
-    tensors: Iterable[StoredTensor], rules: Sequence[Rule | Split]
-) -> Iterator[tuple[str, StoredTensor]]:
+    tensors: Iterable[StoredTensor], rules: Sequence[RuleTypes]
+) -> Iterator[tuple[str, StoredTensor, Place | None]]:
     """Yield each tensor, or each part of a fused one, under its name in the tree."""
     for tensor in tensors:
         for name, part in map_tensor(tensor.name, rules):
             # What cannot be altered stays whole: its shape is reported as a misfit.
-            if isinstance(part, Transposition):
-                yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor
-            elif part is None or not tensor.shape or tensor.shape[0] % part.group_size:
-                yield name, tensor
+            if part is None or isinstance(part, Place):
+                yield name, tensor, part
+            elif isinstance(part, Transposition):
+                yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
+            elif not tensor.shape or tensor.shape[0] % part.group_size:
+                yield name, tensor, None
             else:
-                yield name, _cut(tensor, part)
+                yield name, _cut(tensor, part), None
 
 
 class _CutRows:
@@ -177,6 +186,37 @@ class _TransposedRows:
 def _transpose(tensor: StoredTensor) -> StoredTensor:
     rows, columns = tensor.shape
     return replace(tensor, shape=(columns, rows), slices=_TransposedRows(tensor))
+
+
+class _StackedRows:
+    """Reads tensors of one shape as if they were one, along a new first axis."""
+
+    def __init__(self, tensors: Sequence[StoredTensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        which, *rest = index
+        return np.stack([tensor.read(tuple(rest)) for tensor in self._tensors[which]])
+
+
+def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
+    first = tensors[0]
+    return replace(first, shape=(len(tensors), *first.shape), slices=_StackedRows(tensors))
+
+
+def _find_stack_problems(
+    name: str,
+    placed: Mapping[int, StoredTensor],
+    shape: tuple[int, ...],
+    problems: TensorProblems,
+) -> None:
+    """Note what of `shape` is missing, unexpected or misshapen among the tensors of a stack."""
+    count, *rest = shape
+    problems.missing += [f"`{name}[{index}]`" for index in range(count) if index not in placed]
+    for index, tensor in placed.items():
+        if index >= count:
+            problems.unexpected.append(f"`{tensor.name}` (in {tensor.file})")
+        problems.misfits += _find_misfit(tensor, tuple(rest))
 
 
 def _find_misfit(tensor: StoredTensor, shape: tuple[int, ...]) -> list[str]:

@@ -55,18 +55,45 @@ class Transposition:
         return tensor.T
 
 
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Tensors of a file that are one of the tree's along a new first axis, such as one an expert.
+
+    The pattern's group `index` is a tensor's place on that axis.
+    """
+
+    pattern: str
+    replacement: str
+    """What `re.sub` makes of the name: the same for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where on the first axis of the tree's tensor one of a `Stack` stands."""
+
+    index: int
+
+
+RuleTypes = Rule | Split | Stack
+
+
 def map_tensor(
-    name: str, rules: Sequence[Rule | Split]
-) -> Iterator[tuple[str, Part | Transposition | None]]:
+    name: str, rules: Sequence[RuleTypes]
+) -> Iterator[tuple[str, Part | Place | Transposition | None]]:
     """Yield the tree's name of a file's tensor, or of each of its parts: the first match decides.
 
-    With it comes what becomes of the values; None: they stay as they are. A name that no rule
-    matches stays as it is; nothing is yielded of a tensor that is not loaded.
+    With it comes which part of the file's tensor is meant, its place in the tree's, or how it is
+    turned; None: it is the whole tensor as it is. A name that no rule matches stays as it is;
+    nothing is yielded of a tensor that is not loaded.
     """
     for rule in rules:
-        if not re.search(rule.pattern, name):
+        found = re.search(rule.pattern, name)
+        if not found:
             continue
-        if isinstance(rule, Split):
+        if isinstance(rule, Stack):
+            place = Place(int(found.group("index")))
+            yield re.sub(rule.pattern, rule.replacement, name), place
+        elif isinstance(rule, Split):
             start, group_size = 0, sum(rule.sizes)
             for replacement, size in zip(rule.replacements, rule.sizes, strict=True):
                 part = Part(start, start + size, group_size)
@@ -78,6 +105,6 @@ def map_tensor(
     yield name, None
 
 
-def apply_rules(name: str, rules: Sequence[Rule | Split]) -> str | None:
+def apply_rules(name: str, rules: Sequence[RuleTypes]) -> str | None:
     """Return the tree's name of a file's tensor (of its first part); None: it is not loaded."""
     return next((mapped for mapped, _ in map_tensor(name, rules)), None)

@@ -34,6 +34,11 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
     (r"\.dense_h_to_4h\.bias$", (_ALL,)),
     (r"\.(dense|dense_4h_to_h)\.weight$", (None, _ALL)),
+    # The halves of `kv_b_proj`, by query heads (language/deepseek.py)
+    (r"\.(k_b_proj|v_b_proj)\.weight$", (_ALL, None)),
+    # Each device has a part of every expert: any choice of experts gives all as much to do.
+    (r"\.experts\.(gate_proj|up_proj)$", (None, _ALL, None)),
+    (r"\.experts\.down_proj$", (None, None, _ALL)),
 )
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
 """Parameters that are sharded. Towers and connectors are replicated, and every device encodes other

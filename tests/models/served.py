@@ -17,37 +17,52 @@ from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.models.families.family import TinyModel
 
 
-def start_engine(
-    model: TinyModel,
+def start_engine(model: TinyModel, **settings: Any) -> EngineCore:
+    """Start an engine of a row of the table; `settings` as of `start_model`."""
+    family = model.family
+    sizes = {"max_model_len": family.max_model_len, **settings}
+    return start_model(
+        family.model_class, model.config, model.params, max_embeds=family.max_embeds, **sizes
+    )
+
+
+def start_model(
+    model_class: Any,
+    hf_config: Any,
+    params: Any,
     *,
+    max_embeds: Mapping[str, int],
     num_blocks: int | None = None,
     size: int = 1,
     mm: MultiModalConfig | None = None,
     **settings: Any,
 ) -> EngineCore:
-    """Start an engine; `size` is `tensor_parallel_size`, None blocks are enough for all."""
-    largest = max(model.family.max_embeds.values())
+    """Start an engine of three requests at a time, with room for the largest item.
+
+    `size` is `tensor_parallel_size`; None blocks are enough for all.
+    """
+    largest = max(max_embeds.values())
     sizes: dict[str, Any] = {
-        "max_model_len": model.family.max_model_len,
         "max_num_seqs": 3,
         "max_num_encoder_input_tokens": largest,
         "encoder_cache_size": largest,
     }
     config = engine_config(**{**sizes, **settings})
-    block_bytes = config.cache.block_size * model.paged.cache_spec.width * 4
+    width = model_class(hf_config, dtype="float32").kv_cache_spec.width
+    block_bytes = config.cache.block_size * width * 4
     config = replace(
         config,
-        model=replace(config.model, hf_config=model.config),
+        model=replace(config.model, hf_config=hf_config),
         cache=replace(
             config.cache,
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * block_bytes,
         ),
         parallel=ParallelConfig(tensor_parallel_size=size),
-        max_embeds_per_item=dict(model.family.max_embeds),
+        max_embeds_per_item=dict(max_embeds),
     )
     if mm is not None:
         config = config.with_mm(mm)
-    return EngineCore.from_model(model.family.model_class, model.params, config)
+    return EngineCore.from_model(model_class, params, config)
 
 
 def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8) -> int:

@@ -1,46 +1,29 @@
 """Molmo through the engine and `LLM`: chunks, warm prefixes, preemption, devices change nothing."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mmjax import LLM, SamplingParams
-from mmjax.config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import flatten_params
 from mmjax.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
-from tests.engine.tiny import drain, engine_config, tokens_of
 from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel
-from tests.models.served import make_request
+from tests.models.served import make_request, serve, start_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
 MAX_MODEL_LEN = 120
 LARGEST = 72
 """Embeddings of the largest image, of 1x6 crops."""
-ENCODER = {"encoder_cache_size": 128, "max_num_encoder_input_tokens": 128}
-"""Room for an image of several crops, where a step has few tokens."""
 MODELS = {name: GoldenModel(name, GOLDEN_MODELS / name) for name in ("molmo_7b_d", "molmo_7b_o")}
 CASES = ("square", "text_only", "photo", "tiny", "wide")
 
 
-def start(
-    hf_config: Any, params: Any, *, num_blocks: int | None = None, size: int = 1, **settings: Any
-) -> EngineCore:
-    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64, "max_num_seqs": 3}
-    config = engine_config(**{**sizes, **settings})
-    spec = MolmoForCausalLM(hf_config, dtype="float32").kv_cache_spec
-    room = None if num_blocks is None else num_blocks * config.cache.block_size * spec.width * 4
-    config = replace(
-        config,
-        model=replace(config.model, hf_config=hf_config),
-        cache=replace(config.cache, kv_cache_memory_bytes=room),
-        parallel=ParallelConfig(tensor_parallel_size=size),
-        max_embeds_per_item={"image": LARGEST},
-    )
-    return EngineCore.from_model(MolmoForCausalLM, params, config)
+def start(hf_config: Any, params: Any, **settings: Any) -> EngineCore:
+    sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 64, **settings}
+    return start_model(MolmoForCausalLM, hf_config, params, max_embeds={"image": LARGEST}, **sizes)
 
 
 def sample_of(golden: GoldenModel, name: str) -> Sample:
@@ -48,17 +31,18 @@ def sample_of(golden: GoldenModel, name: str) -> Sample:
     return make_sample(golden.processor.apply(case["prompt"], golden.images(case)))
 
 
-def serve(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int]]:
-    for number, sample in enumerate(samples):
-        core.add_request(make_request(f"{prefix} {number}", sample, max_tokens=NUM_STEPS))
-    news = drain(core)
-    return [tokens_of(news[f"{prefix} {number}"]) for number in range(len(samples))]
+def answer(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[int]]:
+    requests = [
+        make_request(f"{prefix} {number}", sample, max_tokens=NUM_STEPS)
+        for number, sample in enumerate(samples)
+    ]
+    return serve(core, requests)
 
 
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("molmo_7b_d", {"max_num_batched_tokens": 7, "num_blocks": 15, **ENCODER}),
+        ("molmo_7b_d", {"max_num_batched_tokens": 7, "num_blocks": 15}),
         ("molmo_7b_d", {"size": 2}),
         ("molmo_7b_o", {}),
     ],
@@ -69,11 +53,11 @@ def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     samples = [sample_of(golden, case) for case in CASES]
     expected = [golden.cases[case]["greedy_token_ids"] for case in CASES]
     core = start(golden.processor.info.get_hf_config(), golden.model.params, **settings)
-    assert serve(core, samples, "cold") == expected
+    assert answer(core, samples, "cold") == expected
     assert (core.num_preemptions > 0) == ("num_blocks" in settings)
-    assert serve(core, samples, "again") == expected
+    assert answer(core, samples, "again") == expected
     # Where blocks are few, the last prompt's alone are still there.
-    assert serve(core, samples[-1:], "warm") == expected[-1:]
+    assert answer(core, samples[-1:], "warm") == expected[-1:]
     assert core.stats().prefix_cache_hits > 0
     assert core.encoder_usage() == 0
     assert core.compilations == 0
@@ -88,7 +72,7 @@ def test_four_devices_norm_queries_over_all_heads():
     expected = [list(alone.generate(sample, NUM_STEPS)) for sample in samples]
     assert len({tuple(answer) for answer in expected}) == len(samples)
     core = start(hf_config, params, size=4, max_num_seqs=1)
-    assert serve(core, samples, "") == expected
+    assert answer(core, samples, "") == expected
     assert core.compilations == 0
     held = flatten_params(core._runner._params)
     cut = {name for name, leaf in held.items() if not leaf.sharding.is_fully_replicated}

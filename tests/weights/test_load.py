@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.weights.load import load_params
-from mmjax.weights.rules import Rule, Split
+from mmjax.weights.rules import Rule, Split, Stack
 from mmjax.weights.safetensors import StoredTensor
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors, write_checkpoint
 
@@ -93,6 +94,35 @@ def test_a_fused_tensor_that_cannot_be_cut_is_reported(tmp_path: Path):
     path = write_checkpoint(tmp_path, {"attention.wqkv.weight": np.zeros((9, 6), np.float32)})
     with pytest.raises(CheckpointError, match=r"wqkv.* must have shape \(4, 6\); got \(9, 6\)"):
         load(path, {f"{ATTENTION}.q_proj.weight": (4, 6)}, (QKV,))
+
+
+EXPERTS = "language_model.layers.0.mlp.experts.up_proj"
+STACK = Stack(r"^moe\.(?P<index>\d+)\.up$", EXPERTS)
+
+
+def write_experts(path: Path, numbers: Iterable[int], width: int = 6) -> tuple[Path, np.ndarray]:
+    experts = np.random.default_rng(2).normal(size=(12, 4, width)).astype(np.float32)
+    return write_checkpoint(path, {f"moe.{n}.up": experts[n] for n in numbers}), experts
+
+
+def test_experts_are_stacked_in_the_order_of_their_numbers(tmp_path: Path):
+    """Not of their names: 10 comes behind 9. On a mesh each device reads its part of each."""
+    path, experts = write_experts(tmp_path, range(12))
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "model"))
+    for where, rows in ((None, 4), (mesh, 2)):
+        leaf = load(path, {EXPERTS: (12, 4, 6)}, (STACK,), mesh=where)[EXPERTS]
+        np.testing.assert_array_equal(leaf, experts)
+        assert leaf.addressable_data(0).shape == (12, rows, 6)
+
+
+def test_experts_that_do_not_fit_are_reported_by_their_numbers(tmp_path: Path):
+    path, _ = write_experts(tmp_path, [0, 1, 3])
+    with pytest.raises(CheckpointError, match=r"1 missing[^!]*experts\.up_proj\[2\]`"):
+        load(path, {EXPERTS: (4, 4, 6)}, (STACK,))
+    with pytest.raises(CheckpointError, match=r"1 missing, 1 unexpected[^!]*`moe\.3\.up`"):
+        load(path, {EXPERTS: (3, 4, 6)}, (STACK,))
+    with pytest.raises(CheckpointError, match=r"`moe\.3\.up` .* must have shape \(4, 7\)"):
+        load(path, {EXPERTS: (4, 4, 7)}, (STACK,))
 
 
 def test_a_tensor_without_axes_loads(tmp_path: Path):

@@ -79,16 +79,17 @@ class ProcessorOfParts:
 
 def load_video_settings(path: Path) -> dict[str, Any]:
     """Return the checkpoint's settings for videos, from the file that HF would take them from."""
-    nested = _read_json(path / "processor_config.json").get("video_processor")
+    nested = read_json(path / "processor_config.json").get("video_processor")
     if nested is not None:
         return nested
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if (path / name).exists():
-            return _read_json(path / name)
+            return read_json(path / name)
     return {}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object of a JSON file, empty where there is no file; `CheckpointError` else."""
     try:
         loaded = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     except ValueError as error:

@@ -1,0 +1,319 @@
+"""DeepSeek-V2's decoder (arXiv 2405.04434): latent attention and a mixture of experts.
+
+Its smallest model has plain attention (`use_mla`); DeepSeek-V3's router (arXiv 2412.19437) is one
+of its `topk_method`s.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import AttentionMetadata, attention
+from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
+from mmjax.layers.cpu.product import product
+from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention, PreNormLayer
+from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import MixtureOfExperts, RouterConfig
+from mmjax.layers.norm import RMSNorm
+from mmjax.layers.rope import apply_interleaved_rotary, text_angles
+
+_LEFT_OUT: Mapping[str, Any] = MappingProxyType(
+    {
+        "attention_bias": False,
+        "first_k_dense_replace": 0,
+        "hidden_act": "silu",
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_shared_experts": None,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "use_mla": True,
+    }
+)
+"""What a key means where a configuration leaves it out."""
+
+_ROPE_THETA = 10000
+"""Where a configuration leaves it out."""
+
+_ALLOWED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "attention_bias": (False,),
+        "moe_layer_freq": (1,),
+        "q_lora_rank": (None,),
+        "scoring_func": ("softmax", "sigmoid"),
+        "tie_word_embeddings": (False,),
+        # The first of them is what the published class writes where none is given.
+        "topk_method": ("gready", "greedy", "group_limited_greedy", "noaux_tc"),
+    }
+)
+"""By key, the values that are served."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Widths of latent attention, of one head (section 2.1)."""
+
+    rank: int
+    """Of the latent, which all heads share: `kv_lora_rank`."""
+    nope_dim: int
+    """Of the part of queries and keys that has no position."""
+    rope_dim: int
+    """Of the part that has; its key is shared by all heads."""
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepseekConfig:
+    """The keys of a `deepseek_v2` config that arrays depend on."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_dense_layers: int
+    """Of the layers, from the first: those without experts."""
+    num_attention_heads: int
+    num_key_value_heads: int
+    latent: LatentConfig | None
+    """None: plain attention."""
+    router: RouterConfig
+    num_shared_experts: int
+    hidden_act: str
+    rms_norm_eps: float
+    rope_theta: float
+
+    @classmethod
+    def from_hf(cls, hf_config: Any) -> "DeepseekConfig":
+        """Read a `deepseek_v2` configuration; `CheckpointError` for what is not served."""
+        values = _read_keys(hf_config)
+        shared = (
+            *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+            *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        )
+        return cls(
+            **{name: getattr(hf_config, name) for name in shared},
+            num_dense_layers=values["first_k_dense_replace"],
+            latent=_read_latent(hf_config) if values["use_mla"] else None,
+            router=_read_router(hf_config, values),
+            num_shared_experts=values["n_shared_experts"] or 0,
+            hidden_act=values["hidden_act"],
+            rms_norm_eps=values["rms_norm_eps"],
+            rope_theta=_read_rope_theta(hf_config),
+        )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of what is rotated of a head."""
+        if self.latent is None:
+            return self.hidden_size // self.num_attention_heads
+        return self.latent.rope_dim
+
+    @property
+    def kv_cache_spec(self) -> KVCacheSpec:
+        """The latent and the key with a position, as one head of all; or keys and values."""
+        if self.latent is None:
+            return KVCacheSpec.alike(
+                self.num_hidden_layers,
+                num_kv_heads=self.num_key_value_heads,
+                head_dim=self.rotary_dim,
+            )
+        return KVCacheSpec.alike(
+            self.num_hidden_layers,
+            num_kv_heads=1,
+            head_dim=self.latent.rank + self.latent.rope_dim,
+            value_dim=self.latent.rank,
+        )
+
+
+def _read_keys(hf_config: Any) -> dict[str, Any]:
+    """Return the keys that may be left out; `CheckpointError` for values that are not served."""
+    values = {key: getattr(hf_config, key, value) for key, value in _LEFT_OUT.items()}
+    for key, allowed in _ALLOWED.items():
+        if values[key] not in allowed:
+            raise CheckpointError(
+                f"`language_config.{key}` is {values[key]!r}; mmjax serves "
+                f"{' and '.join(repr(value) for value in allowed)}"
+            )
+    return values
+
+
+def _read_rope_theta(hf_config: Any) -> float:
+    """Return `rope_theta`, which transformers moves to `rope_parameters`, as `rope_scaling`."""
+    parameters = getattr(hf_config, "rope_parameters", None) or {}
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind != "default":
+        raise CheckpointError(
+            f"`language_config.rope_scaling` is of type `{kind}`; mmjax serves DeepSeek-V2 without"
+        )
+    theta = parameters.get("rope_theta") or getattr(hf_config, "rope_theta", None)
+    return float(theta or _ROPE_THETA)
+
+
+def _read_latent(hf_config: Any) -> LatentConfig:
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes: list[Any] = [getattr(hf_config, key, None) for key in keys]
+    for key, size in zip(keys, sizes, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise CheckpointError(
+                f"`language_config.{key}` is {size!r}; latent attention needs a positive number, "
+                "or `use_mla` false"
+            )
+    rank, nope_dim, rope_dim, value_dim = sizes
+    return LatentConfig(rank=rank, nope_dim=nope_dim, rope_dim=rope_dim, value_dim=value_dim)
+
+
+def _read_router(hf_config: Any, values: Mapping[str, Any]) -> RouterConfig:
+    method, num_experts = values["topk_method"], hf_config.n_routed_experts
+    # Of one group, `greedy` and `group_limited_greedy` are the same.
+    is_limited = method in ("group_limited_greedy", "noaux_tc")
+    num_groups, num_chosen = values["n_group"] or 1, values["topk_group"] or 1
+    if num_experts % num_groups or not 1 <= num_chosen <= num_groups:
+        raise CheckpointError(
+            f"`language_config.n_group` is {num_groups} and `topk_group` {num_chosen}; the first "
+            f"must divide the {num_experts} experts, the second must be from 1 to the first"
+        )
+    return RouterConfig(
+        num_experts=num_experts,
+        top_k=hf_config.num_experts_per_tok,
+        has_sigmoid=values["scoring_func"] == "sigmoid",
+        has_correction_bias=method == "noaux_tc",
+        num_groups=num_groups if is_limited else 1,
+        num_chosen_groups=num_chosen if is_limited else 1,
+        is_normalized=values["norm_topk_prob"],
+        scale=float(values["routed_scaling_factor"]),
+    )
+
+
+class LatentAttention(nnx.Module):
+    """Attention whose heads share one latent, from which each has its keys and values.
+
+    `kv_b_proj` is absorbed (section 2.1.2): its keys' half is applied to the queries, which then
+    meet the latents, and its values' half to the outputs. The latent and the rotated key are all
+    that is cached.
+    """
+
+    def __init__(
+        self, width: int, num_heads: int, latent: LatentConfig, *, eps: float, dtype: Any
+    ) -> None:
+        rank, rope_dim, options = latent.rank, latent.rope_dim, {"use_bias": False, "dtype": dtype}
+        self.q_proj = Linear(width, num_heads * (latent.nope_dim + rope_dim), **options)
+        self.kv_a_proj_with_mqa = Linear(width, rank + rope_dim, **options)
+        self.kv_a_layernorm = RMSNorm(rank, eps=eps, dtype=dtype)
+        self.k_b_proj = Linear(rank, num_heads * latent.nope_dim, **options)
+        self.v_b_proj = Linear(rank, num_heads * latent.value_dim, **options)
+        self.o_proj = Linear(num_heads * latent.value_dim, width, **options)
+        self.num_heads = num_heads
+        self.latent = latent
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Angles,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend, and return the layer's cache with this step's latents."""
+        rank, nope_dim = self.latent.rank, self.latent.nope_dim
+        query = self.q_proj(x).reshape(len(x), self.num_heads, -1)
+        without, rotated = query[..., :nope_dim], query[..., nope_dim:]
+        compressed = self.kv_a_proj_with_mqa(x)[:, None, :]
+        latent, rope_key = self.kv_a_layernorm(compressed[..., :rank]), compressed[..., rank:]
+        key_weight = self.k_b_proj.weight[...].reshape(self.num_heads, nope_dim, rank)
+        query = jnp.concatenate(
+            [
+                _product_by_head(without, key_weight.transpose(0, 2, 1)),
+                apply_interleaved_rotary(rotated, *angles),
+            ],
+            axis=-1,
+        )
+        key = jnp.concatenate([latent, apply_interleaved_rotary(rope_key, *angles)], axis=-1)
+        scale = (nope_dim + self.latent.rope_dim) ** -0.5
+        out, cache = attention(query, key, latent, cache, metadata, scale=scale)
+        value_weight = self.v_b_proj.weight[...].reshape(self.num_heads, -1, rank)
+        return self.o_proj(_product_by_head(out, value_weight).reshape(len(x), -1)), cache
+
+
+def _product_by_head(
+    x: Float[Array, "T N _in"], weight: Float[Array, "N _out _in"]
+) -> Float[Array, "T N _out"]:
+    """Return `x[:, n] @ weight[n].T` for every head."""
+    return jax.vmap(product, in_axes=(1, 0), out_axes=1)(x, weight)
+
+
+class DeepseekTextModel(Decoder):
+    """DeepSeek-V2's text model: dense layers first, then layers of experts."""
+
+    def __init__(self, config: DeepseekConfig, *, is_tied: bool, dtype: Any) -> None:
+        num_layers = config.num_hidden_layers
+        super().__init__(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            layers=[_build_layer(config, number, dtype=dtype) for number in range(num_layers)],
+            norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
+            is_tied=is_tied,
+            kv_cache_spec=config.kv_cache_spec,
+            dtype=dtype,
+        )
+        self.config = config
+
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Angles]:
+        """Return the rotary angles, the same for every block."""
+        parameters = {"rope_theta": self.config.rope_theta}
+        angles = text_angles(parameters, self.config.rotary_dim, positions)
+        return [angles] * len(self.layers)
+
+
+def _build_layer(config: DeepseekConfig, number: int, *, dtype: Any) -> nnx.Module:
+    width, eps = config.hidden_size, config.rms_norm_eps
+    is_dense = number < config.num_dense_layers
+    mlp = _build_dense(config, dtype=dtype) if is_dense else _build_experts(config, dtype=dtype)
+    attend = _build_attention(config, dtype=dtype)
+    return PreNormLayer(attend, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+
+
+def _build_attention(config: DeepseekConfig, *, dtype: Any) -> nnx.Module:
+    width, num_heads = config.hidden_size, config.num_attention_heads
+    if config.latent is not None:
+        return LatentAttention(
+            width, num_heads, config.latent, eps=config.rms_norm_eps, dtype=dtype
+        )
+    return GroupedQueryAttention(
+        width,
+        num_heads=num_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.rotary_dim,
+        has_qkv_bias=False,
+        has_output_bias=False,
+        dtype=dtype,
+    )
+
+
+def _build_dense(config: DeepseekConfig, *, dtype: Any) -> nnx.Module:
+    width, inner = config.hidden_size, config.intermediate_size
+    return GatedMLP(width, inner, activation=config.hidden_act, dtype=dtype)
+
+
+def _build_experts(config: DeepseekConfig, *, dtype: Any) -> nnx.Module:
+    return MixtureOfExperts(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.router,
+        num_shared=config.num_shared_experts,
+        activation=config.hidden_act,
+        dtype=dtype,
+    )

@@ -1,0 +1,216 @@
+"""Mixtures of experts: a router, and the few of many MLPs that it chooses for each token.
+
+DeepSeekMoE (arXiv 2401.06066); routers as of DeepSeek-V2 (arXiv 2405.04434, section 2.2) and
+DeepSeek-V3 (arXiv 2412.19437, section 2.1.2).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.layers.activation import get_activation
+from mmjax.layers.cpu.product import product
+from mmjax.layers.mlp import GatedMLP
+from mmjax.rounding import cdiv
+
+FEW_ROWS = 16
+"""Rows of a tile on the CPU, where experts have as many or fewer: in decoding."""
+MANY_ROWS = 128
+"""Rows of a tile where they have more: each tile copies its expert's weights."""
+
+_EPSILON = 1e-20
+"""Added to the sum of the chosen scores before they are divided by it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """How a token's experts are chosen, and what their outputs are multiplied by."""
+
+    num_experts: int
+    top_k: int
+    """Experts of a token."""
+    has_sigmoid: bool
+    """Whether scores are sigmoids of the logits, each by itself; else softmaxes over all."""
+    has_correction_bias: bool
+    """Whether a learned bias is added to the scores in choosing, and not in weighting."""
+    num_groups: int = 1
+    """Of the experts, in order; of equal size."""
+    num_chosen_groups: int = 1
+    """Groups that a token's experts may be of."""
+    is_normalized: bool = False
+    """Whether the chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """What they are multiplied by at last."""
+
+
+class Router(nnx.Module):
+    """Chooses experts, in float32 whatever the model's dtype."""
+
+    def __init__(self, width: int, config: RouterConfig, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((config.num_experts, width), dtype))
+        self.e_score_correction_bias = (
+            nnx.Param(jnp.zeros((config.num_experts,), jnp.float32))
+            if config.has_correction_bias
+            else None
+        )
+        self.config = config
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T _k"], Int[Array, "T _k"]]:
+        """Return the weights, float32, and the numbers of every token's experts."""
+        config = self.config
+        logits = product(x.astype(jnp.float32), self.weight[...].astype(jnp.float32))
+        scores = jax.nn.sigmoid(logits) if config.has_sigmoid else jax.nn.softmax(logits, axis=-1)
+        bias = self.e_score_correction_bias
+        ranks = scores if bias is None else scores + bias[...][None]
+        _, experts = jax.lax.top_k(self._mask_groups(ranks), config.top_k)
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        if config.is_normalized:
+            weights = weights / (weights.sum(1, keepdims=True) + _EPSILON)
+        return weights * config.scale, experts
+
+    def _mask_groups(self, ranks: Float[Array, "T E"]) -> Float[Array, "T E"]:
+        """Leave the experts of the best groups: by their best one, or two where there is a bias."""
+        num_groups, num_chosen = self.config.num_groups, self.config.num_chosen_groups
+        if num_chosen == num_groups:
+            return ranks
+        groups = ranks.reshape(len(ranks), num_groups, -1)
+        num_best = 1 if self.e_score_correction_bias is None else 2
+        best = jax.lax.top_k(groups, num_best)[0].sum(-1)  # T groups
+        _, chosen = jax.lax.top_k(best, num_chosen)
+        is_chosen = jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_).any(1)
+        return jnp.where(is_chosen[:, :, None], groups, -jnp.inf).reshape(ranks.shape)
+
+
+class Experts(nnx.Module):
+    """Gated MLPs (arXiv 2002.05202) of one shape, their weights stacked."""
+
+    def __init__(
+        self, num_experts: int, width: int, inner: int, *, activation: str, dtype: Any
+    ) -> None:
+        self.gate_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
+        self.up_proj = nnx.Param(jnp.zeros((num_experts, inner, width), dtype))
+        self.down_proj = nnx.Param(jnp.zeros((num_experts, width, inner), dtype))
+        self.activation = get_activation(activation)
+
+    def __call__(self, x: Float[Array, "R D"], sizes: Int[Array, " E"]) -> Float[Array, "R D"]:
+        """Transform rows that stand expert by expert: `sizes` are how many each has."""
+        weights = tuple(p[...] for p in (self.gate_proj, self.up_proj, self.down_proj))
+        # XLA's CPU backend multiplies all rows with all experts, and masks.
+        return jax.lax.platform_dependent(
+            x, sizes, *weights, cpu=self._by_tiles, default=self._by_ragged_dot
+        )
+
+    def _gate(self, gate: Float[Array, "R F"], up: Float[Array, "R F"]) -> Float[Array, "R F"]:
+        return self.activation(gate) * up
+
+    def _by_ragged_dot(
+        self,
+        x: Float[Array, "R D"],
+        sizes: Int[Array, " E"],
+        gate_proj: Float[Array, "E F D"],
+        up_proj: Float[Array, "E F D"],
+        down_proj: Float[Array, "E D F"],
+    ) -> Float[Array, "R D"]:
+        gate, up = (_ragged_product(x, weight, sizes) for weight in (gate_proj, up_proj))
+        return _ragged_product(self._gate(gate, up), down_proj, sizes)
+
+    def _by_tiles(
+        self,
+        x: Float[Array, "R D"],
+        sizes: Int[Array, " E"],
+        gate_proj: Float[Array, "E F D"],
+        up_proj: Float[Array, "E F D"],
+        down_proj: Float[Array, "E D F"],
+    ) -> Float[Array, "R D"]:
+        """Multiply tiles of one expert's rows: no expert without rows is read."""
+
+        def transform(rows: Float[Array, "Z D"], expert: Int[Array, ""]) -> Float[Array, "Z D"]:
+            gate, up, down = (
+                jax.lax.dynamic_index_in_dim(weight, expert, keepdims=False)
+                for weight in (gate_proj, up_proj, down_proj)
+            )
+            return product(self._gate(product(rows, gate), product(rows, up)), down)
+
+        is_few = x.shape[0] <= FEW_ROWS * len(sizes)
+        return _each_tile(transform, x, sizes, FEW_ROWS if is_few else MANY_ROWS)
+
+
+def _ragged_product(
+    x: Float[Array, "R D"], weight: Float[Array, "E F D"], sizes: Int[Array, " E"]
+) -> Float[Array, "R F"]:
+    """Return `x @ weight[e].T`, where e is a row's expert."""
+    dimensions = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (2,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[0],
+    )
+    return jax.lax.ragged_dot_general(x, weight, sizes, dimensions)
+
+
+def _each_tile(
+    transform: Callable[[Float[Array, "Z D"], Int[Array, ""]], Float[Array, "Z D"]],
+    x: Float[Array, "R D"],
+    sizes: Int[Array, " E"],
+    num_rows: int,
+) -> Float[Array, "R D"]:
+    """Transform rows in tiles of `num_rows`, each of one expert.
+
+    The last tile of an expert reaches into the rows of the next, which are written after it.
+    """
+    tile_ends = jnp.cumsum(cdiv(sizes, num_rows), dtype=jnp.int32)
+    row_ends = jnp.cumsum(sizes, dtype=jnp.int32)
+
+    def body(tile: Array, out: Float[Array, "_padded D"]) -> Float[Array, "_padded D"]:
+        expert = jnp.searchsorted(tile_ends, tile, side="right").astype(jnp.int32)
+        from_last = tile_ends[expert] - tile  # 1 for an expert's last tile
+        first = row_ends[expert] - sizes[expert]
+        start = first + (cdiv(sizes[expert], num_rows) - from_last) * num_rows
+        rows = jax.lax.dynamic_slice_in_dim(padded, start, num_rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, transform(rows, expert), start, 0)
+
+    padded = jnp.pad(x, ((0, num_rows), (0, 0)))
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.fori_loop(zero, tile_ends[-1], body, jnp.zeros_like(padded))[: len(x)]
+
+
+class MixtureOfExperts(nnx.Module):
+    """Routed experts beside shared ones, which every token has; parameters bear DeepSeek's names.
+
+    Shapes are static: `T * top_k` rows, sorted by expert.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        router: RouterConfig,
+        *,
+        num_shared: int,
+        activation: str,
+        dtype: Any,
+    ) -> None:
+        """`inner`: of one expert. The `num_shared` are one MLP of their widths' sum."""
+        self.gate = Router(width, router, dtype=dtype)
+        self.experts = Experts(router.num_experts, width, inner, activation=activation, dtype=dtype)
+        self.shared_experts = (
+            GatedMLP(width, num_shared * inner, activation=activation, dtype=dtype)
+            if num_shared
+            else None
+        )
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Transform every token by its experts, and by the shared ones."""
+        weights, experts = self.gate(x)
+        num_tokens, top_k = experts.shape
+        order = jnp.argsort(experts.reshape(-1))
+        sizes = jnp.bincount(experts.reshape(-1), length=self.gate.config.num_experts)
+        rows = self.experts(x[order // top_k], sizes.astype(jnp.int32))
+        rows = rows[jnp.argsort(order)].reshape(num_tokens, top_k, -1).astype(jnp.float32)
+        # Summed in the order of a token's choices, whatever its neighbours are.
+        out = (rows * weights[:, :, None]).sum(1).astype(x.dtype)
+        return out if self.shared_experts is None else out + self.shared_experts(x)

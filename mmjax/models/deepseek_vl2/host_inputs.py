@@ -1,0 +1,103 @@
+"""DeepSeek-VL2's encoder inputs: a view of the whole image and its tiles, each a unit.
+
+The order of an image's embeddings (`tile_tag` 2D): the view's rows, each with a newline behind it;
+a separator; then the tiles' rows, across all tiles that stand side by side, likewise.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mmjax.errors import CheckpointError
+from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.rounding import cdiv
+
+NEWLINE, SEPARATOR = -1, -2
+"""As `embed_rows` counts the model's extra embeddings."""
+
+_LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "vision_config": {
+        "image_size": 384,
+        "layers": 27,
+        "mlp_ratio": 3.7362,
+        "model_name": "siglip_so400m_patch14_384",
+        "num_heads": 16,
+        "patch_size": 14,
+        "width": 1152,
+    },
+    "projector_config": {
+        "depth": 2,
+        "downsample_ratio": 2,
+        "input_dim": 1152,
+        "mlp_ratio": 1,
+        "projector_type": "downsample_mlp_gelu",
+        "token_pooling": False,
+    },
+    "": {"global_view_pos": "head", "tile_tag": "2D"},
+}
+"""What a key means where a part of the configuration leaves it out."""
+_ONLY = {
+    "vision_config": ("model_name",),
+    "projector_config": ("depth", "mlp_ratio", "projector_type", "token_pooling"),
+    "": ("global_view_pos", "tile_tag"),
+}
+"""Keys whose values above are all that is published, and served."""
+
+
+def read_part(hf_config: Any, part: str) -> dict[str, Any]:
+    """Return the keys of a part of the configuration ("": its own); `CheckpointError` if unknown.
+
+    Unknown are values that no published model has: other towers, projectors and orders of tiles.
+    """
+    whole = getattr(hf_config, part) if part else hf_config
+    values = {key: getattr(whole, key, value) for key, value in _LEFT_OUT[part].items()}
+    for key in _ONLY[part]:
+        if values[key] != _LEFT_OUT[part][key]:
+            name = f"{part}.{key}" if part else key
+            raise CheckpointError(
+                f"`{name}` is {values[key]!r}; mmjax serves {_LEFT_OUT[part][key]!r} alone"
+            )
+    return values
+
+
+def count_side_tokens(hf_config: Any) -> int:
+    """Return how many rows, and columns, of embeddings a tile has."""
+    vision = read_part(hf_config, "vision_config")
+    ratio = read_part(hf_config, "projector_config")["downsample_ratio"]
+    return cdiv(vision["image_size"] // vision["patch_size"], ratio)
+
+
+def count_image_tokens(side: int, columns: int, rows: int) -> int:
+    """Return the embeddings of an image of `columns` by `rows` tiles of `side` rows each."""
+    return side * (side + 1) + 1 + rows * side * (columns * side + 1)
+
+
+class DeepseekVLV2HostInputs(HostInputs):
+    """Tiles of one size, with as many embeddings each, and learned ones between them."""
+
+    num_extra_rows = 2
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        side = read_part(hf_config, "vision_config")["image_size"]
+        self._side = count_side_tokens(hf_config)
+        self.encoder_spec = EncoderSpec(
+            inputs={"pixel_values": ((3, side, side), "float32")}, tokens_per_unit=self._side**2
+        )
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the view of the whole and the tiles, `[units, 3, S, S]`."""
+        return {"pixel_values": item["pixel_values"]}
+
+    def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the rows of the view, the separator, and the rows across the tiles."""
+        side, (columns, rows) = self._side, item["images_spatial_crop"].tolist()
+        cells = np.arange(side**2 * (1 + columns * rows), dtype=np.int32)
+        view = cells[: side**2].reshape(side, side)
+        tiles = cells[side**2 :].reshape(rows, columns, side, side).transpose(0, 2, 1, 3)
+        grids = [view, tiles.reshape(rows * side, columns * side)]
+        view_rows, tile_rows = (
+            np.pad(grid, ((0, 0), (0, 1)), constant_values=NEWLINE).reshape(-1) for grid in grids
+        )
+        return np.concatenate([view_rows, np.array([SEPARATOR], np.int32), tile_rows])

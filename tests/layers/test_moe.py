@@ -1,0 +1,143 @@
+"""Mixtures of experts: the chosen ones alone, whatever computes them; routers as published."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmjax.engine.device.compilation import compiler_options
+from mmjax.layers.moe import FEW_ROWS, Experts, MixtureOfExperts, Router, RouterConfig
+
+WIDTH, INNER, NUM_EXPERTS = 24, 20, 8
+
+
+def fill(module: nnx.Module, seed: int = 0) -> Any:
+    """Give every parameter random numbers."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(module)
+    nnx.update(
+        module,
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 3, x.dtype), state),
+    )
+    return module
+
+
+def router_config(**changes: Any) -> RouterConfig:
+    values = {"num_experts": NUM_EXPERTS, "top_k": 3, "has_sigmoid": False}
+    return RouterConfig(**{**values, "has_correction_bias": False, **changes})
+
+
+def draw_rows(num_rows: int, seed: int = 1) -> Any:
+    rows = np.random.default_rng(seed).normal(size=(num_rows, WIDTH))
+    return jnp.asarray(rows, jnp.float32)
+
+
+def one_expert(experts: Experts, number: int, x: np.ndarray) -> np.ndarray:
+    """Compute one expert in float64."""
+    gate, up, down = (
+        np.asarray(p[...][number], np.float64)
+        for p in (experts.gate_proj, experts.up_proj, experts.down_proj)
+    )
+    gated = x @ gate.T
+    return (gated / (1 + np.exp(-gated)) * (x @ up.T)) @ down.T
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [0, 0, 0, 1, 0, 0, 0, 0],
+        [3, 0, 2, 1, 0, 0, 5, 2],
+        [FEW_ROWS, FEW_ROWS + 1, 0, 0, 0, 2 * FEW_ROWS, 0, 1],
+        [0, 300, 0, 0, 0, 0, 0, 129],
+        [0] * 8,
+    ],
+    ids=["one", "few", "tiles", "many", "none"],
+)
+def test_each_row_meets_its_expert(sizes: list[int]):
+    """In tiles, on the CPU, and by `ragged_dot`, elsewhere; rows behind the last are of none."""
+    experts = fill(Experts(NUM_EXPERTS, WIDTH, INNER, activation="silu", dtype=jnp.float32))
+    x = draw_rows(sum(sizes) + 2)
+    counts = jnp.asarray(sizes, jnp.int32)
+    owners = np.repeat(np.arange(NUM_EXPERTS), sizes).tolist()
+    rows = [one_expert(experts, n, row) for n, row in zip(owners, np.asarray(x), strict=False)]
+    weights = [p[...] for p in (experts.gate_proj, experts.up_proj, experts.down_proj)]
+    for compute in (experts._by_tiles, experts._by_ragged_dot):
+        ours = np.asarray(jax.jit(compute)(x, counts, *weights))[: len(rows)]
+        np.testing.assert_allclose(ours, np.reshape(rows, ours.shape), rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_has_the_same_bits_among_any_others():
+    """Shapes are static, and a token's experts are summed in the order of its choices."""
+    moe = fill(
+        MixtureOfExperts(
+            WIDTH, INNER, router_config(), num_shared=2, activation="silu", dtype=jnp.float32
+        )
+    )
+    compute = jax.jit(lambda x: moe(x), compiler_options=compiler_options("cpu"))
+    x = draw_rows(200)
+    whole = np.asarray(compute(x))
+    for start, stop in [(0, 2), (3, 10), (40, 104), (7, 140)]:
+        np.testing.assert_array_equal(np.asarray(compute(x[start:stop])), whole[start:stop])
+    order = np.random.default_rng(3).permutation(200)
+    np.testing.assert_array_equal(np.asarray(compute(x[order])), whole[order])
+
+
+def route(logits: np.ndarray, bias: np.ndarray | None, config: RouterConfig) -> np.ndarray:
+    """Return every expert's weight for each token, one token and one rule at a time."""
+    weights = np.zeros_like(logits)
+    for token, row in enumerate(logits):
+        if config.has_sigmoid:
+            scores = 1 / (1 + np.exp(-row))
+        else:
+            scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        ranks = scores if bias is None else scores + bias
+        groups = np.split(np.arange(len(row)), config.num_groups)
+        best = 1 if bias is None else 2
+        worth = [np.sort(ranks[group])[-best:].sum() for group in groups]
+        allowed = np.concatenate(
+            [groups[g] for g in np.argsort(worth)[-config.num_chosen_groups :]]
+        )
+        chosen = allowed[np.argsort(ranks[allowed])[-config.top_k :]]
+        total = scores[chosen].sum() if config.is_normalized else 1.0
+        weights[token, chosen] = scores[chosen] / total * config.scale
+    return weights
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"is_normalized": True, "scale": 2.5},
+        {"num_groups": 4, "num_chosen_groups": 2},
+        {"has_sigmoid": True, "has_correction_bias": True, "is_normalized": True, "scale": 2.0},
+        {
+            **{"has_sigmoid": True, "has_correction_bias": True, "top_k": 2},
+            **{"num_groups": 2, "num_chosen_groups": 1},
+        },
+    ],
+    ids=["greedy", "normalised", "groups", "bias", "groups-and-bias"],
+)
+def test_routers_choose_and_weigh_as_their_keys_say(changes: dict[str, Any]):
+    config = router_config(**changes)
+    router = fill(Router(WIDTH, config, dtype=jnp.float32))
+    x = draw_rows(50)
+    weights, experts = router(x)
+    assert weights.dtype == jnp.float32
+    ours = np.zeros((50, NUM_EXPERTS))
+    np.put_along_axis(ours, np.asarray(experts), np.asarray(weights), axis=1)
+    logits = np.asarray(x, np.float64) @ np.asarray(router.weight[...], np.float64).T
+    bias = router.e_score_correction_bias
+    expected = route(logits, None if bias is None else np.asarray(bias[...], np.float64), config)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+def test_a_router_computes_in_float32_whatever_the_models_dtype():
+    router = fill(Router(WIDTH, router_config(), dtype=jnp.bfloat16))
+    x = draw_rows(40).astype(jnp.bfloat16)
+    exact = Router(WIDTH, router_config(), dtype=jnp.float32)
+    exact.weight[...] = router.weight[...].astype(jnp.float32)
+    for ours, theirs in zip(router(x), exact(x.astype(jnp.float32)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
