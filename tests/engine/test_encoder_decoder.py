@@ -16,8 +16,11 @@ from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import abort_every_other, answer, drain, tokens_of
 from tests.engine.tiny_encoder_decoder import (
     BLOCK_SIZE,
+    HEAD_DIM,
     MAX_ENCODER_LEN,
     MAX_MODEL_LEN,
+    NUM_HEADS,
+    OWN_HEADS,
     VOCAB_SIZE,
     dense_greedy,
     message,
@@ -134,6 +137,24 @@ def test_under_preemption(cramped: EngineCore) -> None:
     for request in batch:
         assert tokens_of(news[request.request_id]) == dense_greedy(request)
     assert cramped.num_preemptions > before + 3
+
+
+def test_cross_attention_may_have_heads_of_its_own() -> None:
+    """They are cached in entries of their own, whose values are narrower than their keys."""
+    engine = tiny_encoder_decoder(heads=OWN_HEADS, num_blocks=LEAST_BLOCKS, encoder_cache_size=21)
+    assert engine.num_kv_blocks == LEAST_BLOCKS
+    assert {(c.num_kv_heads, c.value_dim) for c in engine._runner._state.kv_cache} == {
+        (NUM_HEADS, HEAD_DIM),
+        (OWN_HEADS.num_kv, OWN_HEADS.value),
+    }
+    batch = requests("own")
+    expected = [dense_greedy(request, OWN_HEADS) for request in batch]
+    for request in batch:
+        engine.add_request(request)
+    news = drain(engine)
+    assert [tokens_of(news[request.request_id]) for request in batch] == expected
+    assert len({tuple(answer) for answer in expected}) >= len(batch) - 1
+    assert engine.compilations == 0
 
 
 def test_a_step_is_read_at_once_or_later(expected: list[list[int]]) -> None:

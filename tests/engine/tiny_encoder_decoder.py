@@ -7,7 +7,7 @@ of all of them.
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import attention, cross_attention, write_encoder
-from mmjax.layers.attention.kv_cache import KVCacheSpec
+from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerKVSpec
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
@@ -43,30 +43,59 @@ PICTURE_LEN = 4
 BLOCK_SIZE = 8
 
 
+class CrossHeads(NamedTuple):
+    """Heads of cross-attention."""
+
+    num: int
+    num_kv: int
+    key: int
+    value: int
+
+
+SHARED_HEADS = CrossHeads(NUM_HEADS, NUM_HEADS, HEAD_DIM, HEAD_DIM)
+"""Those of self-attention, whose cache then holds both."""
+OWN_HEADS = CrossHeads(4, 2, 8, 5)
+"""Others, in an entry of `KVCacheSpec.layers` behind their layer's."""
+
+
 class TinyLayer(nnx.Module):
     """Self-attention, cross-attention and a product, each added to what came in."""
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, heads: CrossHeads, dtype: Any) -> None:
         square = {"in_features": WIDTH, "out_features": WIDTH, "use_bias": False, "dtype": dtype}
         self.q, self.k, self.v, self.o = (Linear(**square) for _ in range(4))
-        self.cross_q, self.cross_k, self.cross_v, self.cross_o = (
-            Linear(**square) for _ in range(4)
-        )
+        self.heads = heads
+        options = {"use_bias": False, "dtype": dtype}
+        self.cross_q = Linear(WIDTH, heads.num * heads.key, **options)
+        self.cross_k = Linear(WIDTH, heads.num_kv * heads.key, **options)
+        self.cross_v = Linear(WIDTH, heads.num_kv * heads.value, **options)
+        self.cross_o = Linear(heads.num * heads.value, WIDTH, **options)
         self.fc = Linear(**square)
 
-    def __call__(self, hidden: Any, cache: Any, metadata: Any) -> tuple[Any, Any]:
-        """Run the layer; a first step writes its encoder's keys and values before it looks."""
-        query, key, value = (_heads(project(hidden)) for project in (self.q, self.k, self.v))
-        own, cache = attention(query, key, value, cache, metadata, scale=SCALE)
+    def __call__(
+        self, hidden: Any, caches: Sequence[Any], metadata: Any
+    ) -> tuple[Any, Sequence[Any]]:
+        """Run the layer; a first step writes its encoder's keys and values before it looks.
+
+        `caches`: of both attentions, or one that they share.
+        """
+        query, key, value = (
+            _split(project(hidden), NUM_HEADS) for project in (self.q, self.k, self.v)
+        )
+        own, first = attention(query, key, value, caches[0], metadata, scale=SCALE)
         hidden = hidden + self.o(own.reshape(-1, WIDTH))
-        states = metadata.cross.encoder_hidden_states
+        cross = first if len(caches) == 1 else caches[1]
+        states, heads = metadata.cross.encoder_hidden_states, self.heads
         if len(states):
-            key, value = _heads(self.cross_k(states)), _heads(self.cross_v(states))
-            cache = write_encoder(key, value, cache, metadata)
-        query = _heads(self.cross_q(hidden))
-        seen = cross_attention(query, cache, metadata, scale=SCALE)
-        hidden = hidden + self.cross_o(seen.reshape(-1, WIDTH))
-        return hidden + jnp.tanh(self.fc(hidden)), cache
+            key, value = (
+                _split(project(states), heads.num_kv) for project in (self.cross_k, self.cross_v)
+            )
+            cross = write_encoder(key, value, cross, metadata)
+        query = _split(self.cross_q(hidden), heads.num)
+        seen = cross_attention(query, cross, metadata, scale=heads.key**-0.5)
+        hidden = hidden + self.cross_o(seen.reshape(len(seen), -1))
+        hidden = hidden + jnp.tanh(self.fc(hidden))
+        return hidden, (cross,) if len(caches) == 1 else (first, cross)
 
 
 class TinyHostInputs(HostInputs):
@@ -91,11 +120,12 @@ class TinyEncoderDecoder(MultiModalModel):
         self.places = Embed(MAX_MODEL_LEN, WIDTH, dtype=dtype)
         self.eye = Linear(PIXELS, WIDTH, use_bias=False, dtype=dtype)
         self.encoder = Linear(WIDTH, WIDTH, use_bias=False, dtype=dtype)
-        self.layers = nnx.List([TinyLayer(dtype) for _ in range(NUM_LAYERS)])
+        self.heads = CrossHeads(*hf_config.cross_heads)
+        self.layers = nnx.List([TinyLayer(self.heads, dtype) for _ in range(NUM_LAYERS)])
 
     @property
     def kv_cache_spec(self) -> KVCacheSpec:
-        return KVCacheSpec.alike(NUM_LAYERS, num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM)
+        return cache_spec(self.heads)
 
     def embed_multimodal(self, pixels: Any) -> Any:
         """Return an embedding of each row of each unit."""
@@ -116,30 +146,41 @@ class TinyEncoderDecoder(MultiModalModel):
     def __call__(self, inputs_embeds: Any, positions: Any, kv_cache: Any, metadata: Any) -> Any:
         """Run the decoder."""
         hidden, caches = inputs_embeds + self.places(positions[0]), []
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            hidden, cache = layer(hidden, cache, metadata)
-            caches.append(cache)
+        per_layer = len(kv_cache) // NUM_LAYERS
+        for number, layer in enumerate(self.layers):
+            own = kv_cache[number * per_layer : (number + 1) * per_layer]
+            hidden, own = layer(hidden, own, metadata)
+            caches += own
         return hidden, tuple(caches)
 
     def compute_logits(self, hidden_states: Any) -> Any:
         return project_logits(hidden_states, self.embed.weight[...])
 
 
-def _heads(x: Any) -> Any:
-    return x.reshape(-1, NUM_HEADS, HEAD_DIM)
+def _split(x: Any, num_heads: int) -> Any:
+    return x.reshape(len(x), num_heads, -1)
 
 
-def encoder_decoder_config() -> PretrainedConfig:
+def cache_spec(heads: CrossHeads = SHARED_HEADS) -> KVCacheSpec:
+    """Return what the layers cache: for both attentions, or for each of them."""
+    own = LayerKVSpec(num_kv_heads=NUM_HEADS, head_dim=HEAD_DIM, value_dim=HEAD_DIM)
+    if heads == SHARED_HEADS:
+        return KVCacheSpec((own,) * NUM_LAYERS)
+    cross = LayerKVSpec(num_kv_heads=heads.num_kv, head_dim=heads.key, value_dim=heads.value)
+    return KVCacheSpec((own, cross) * NUM_LAYERS)
+
+
+def encoder_decoder_config(heads: CrossHeads = SHARED_HEADS) -> PretrainedConfig:
     """Return the little that the engine asks of a config."""
     sizes: Any = {"num_attention_heads": NUM_HEADS, "max_encoder_len": MAX_ENCODER_LEN}
-    return PretrainedConfig(**sizes)
+    return PretrainedConfig(**sizes, cross_heads=list(heads))
 
 
 @lru_cache
-def tiny_params() -> Any:
+def tiny_params(heads: CrossHeads = SHARED_HEADS) -> Any:
     """Return random parameters, loud enough that every input changes the answer."""
     _, abstract = build_abstract(
-        TinyEncoderDecoder, encoder_decoder_config(), dtype=jnp.dtype(jnp.float32)
+        TinyEncoderDecoder, encoder_decoder_config(heads), dtype=jnp.dtype(jnp.float32)
     )
     rng = np.random.default_rng(0)
     return unflatten_params(
@@ -156,15 +197,16 @@ def tiny_encoder_decoder(
     encoder_cache_size: int | None = None,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
+    heads: CrossHeads = SHARED_HEADS,
     **scheduler: Any,
 ) -> EngineCore:
     """Start an engine over the tiny model; `num_blocks` None: room for all requests."""
-    bytes_per_block = 2 * NUM_LAYERS * WIDTH * BLOCK_SIZE * 4
+    bytes_per_block = cache_spec(heads).width * BLOCK_SIZE * 4
     config = EngineConfig(
         model=ModelConfig(
             model="tiny",
             path=Path("."),
-            hf_config=encoder_decoder_config(),
+            hf_config=encoder_decoder_config(heads),
             architecture="TinyEncoderDecoder",
             max_model_len=MAX_MODEL_LEN,
         ),
@@ -179,7 +221,7 @@ def tiny_encoder_decoder(
         ),
         use_tqdm=False,
     )
-    return EngineCore.from_model(TinyEncoderDecoder, tiny_params(), config)
+    return EngineCore.from_model(TinyEncoderDecoder, tiny_params(heads), config)
 
 
 def picture_feature(seed: int) -> MultiModalFeatureSpec:
@@ -217,24 +259,24 @@ def message(
 # ---- the oracle: the whole sequence anew for every token -----------------------------------------
 
 
-def dense_greedy(request: EngineCoreRequest) -> list[int]:
+def dense_greedy(request: EngineCoreRequest, heads: CrossHeads = SHARED_HEADS) -> list[int]:
     """Return the greedy answer by dense passes in numpy, float64."""
-    states = _dense_states(request)
+    weights = _weights(heads)
+    states = _dense_states(weights, request)
     token_ids, answer = list(request.prompt_token_ids), []
     for _ in range(request.sampling_params.max_tokens or 0):
-        answer.append(int(_dense_logits(states, token_ids).argmax()))
+        answer.append(int(_dense_logits(weights, heads, states, token_ids).argmax()))
         token_ids.append(answer[-1])
     return answer
 
 
 @lru_cache
-def _weights() -> Any:
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tiny_params())
+def _weights(heads: CrossHeads) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tiny_params(heads))
 
 
-def _dense_states(request: EngineCoreRequest) -> np.ndarray:
-    weights, ids = _weights(), np.array(request.encoder_prompt_token_ids)
-    embeds = weights["embed"]["weight"][ids]
+def _dense_states(weights: Any, request: EngineCoreRequest) -> np.ndarray:
+    embeds = weights["embed"]["weight"][np.array(request.encoder_prompt_token_ids)]
     for feature in request.mm_features:
         assert feature.tensors is not None
         pixels = feature.tensors.get_data()["pixels"].astype(np.float64)
@@ -242,15 +284,17 @@ def _dense_states(request: EngineCoreRequest) -> np.ndarray:
     return np.tanh((embeds + embeds.mean(0)) @ weights["encoder"]["weight"].T)
 
 
-def _dense_logits(states: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
+def _dense_logits(
+    weights: Any, heads: CrossHeads, states: np.ndarray, token_ids: Sequence[int]
+) -> np.ndarray:
     """Return the logits behind the last token, float64[V]."""
-    weights, count = _weights(), len(token_ids)
+    count = len(token_ids)
     hidden = weights["embed"]["weight"][list(token_ids)] + weights["places"]["weight"][:count]
     causal = np.tril(np.ones((count, count), bool))
     for number in range(NUM_LAYERS):
         layer = {name: part["weight"].T for name, part in weights["layers"][number].items()}
         own = _softmax_attention(
-            hidden @ layer["q"], hidden @ layer["k"], hidden @ layer["v"], causal
+            hidden @ layer["q"], hidden @ layer["k"], hidden @ layer["v"], causal, SHARED_HEADS
         )
         hidden = hidden + own @ layer["o"]
         everything = np.ones((count, len(states)), bool)
@@ -259,6 +303,7 @@ def _dense_logits(states: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
             states @ layer["cross_k"],
             states @ layer["cross_v"],
             everything,
+            heads,
         )
         hidden = hidden + seen @ layer["cross_o"]
         hidden = hidden + np.tanh(hidden @ layer["fc"])
@@ -266,10 +311,16 @@ def _dense_logits(states: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def _softmax_attention(
-    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, mask: np.ndarray, heads: CrossHeads
 ) -> np.ndarray:
-    query, key, value = (x.reshape(len(x), NUM_HEADS, HEAD_DIM) for x in (query, key, value))
-    scores = np.where(mask, np.einsum("tnh,snh->nts", query, key) * SCALE, -np.inf)
+    query, key, value = (
+        _split(query, heads.num),
+        _split(key, heads.num_kv),
+        _split(value, heads.num_kv),
+    )
+    key, value = (np.repeat(x, heads.num // heads.num_kv, axis=1) for x in (key, value))
+    scores = np.einsum("tnh,snh->nts", query, key) * heads.key**-0.5
+    scores = np.where(mask, scores, -np.inf)
     scores = np.exp(scores - scores.max(-1, keepdims=True))
     out = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), value)
-    return out.reshape(len(query), WIDTH)
+    return out.reshape(len(query), -1)

@@ -135,6 +135,10 @@ def write_molmo(folder: Path) -> Path:
     return edit_golden("molmo", folder, config=heads)
 
 
+def write_deepseek_vl2(folder: Path) -> Path:
+    return Path(copytree(GOLDEN_MODELS / "deepseek_vl2_base", folder / "deepseek_vl2"))
+
+
 def write_qwen_vl(folder: Path) -> Path:
     return Path(copytree(GOLDEN_MODELS / "qwen_vl_chat", folder / "qwen_vl"))
 
@@ -142,6 +146,7 @@ def write_qwen_vl(folder: Path) -> Path:
 DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "Blip2ForConditionalGeneration": write_blip2,
     "ChameleonForConditionalGeneration": write_chameleon,
+    "DeepseekVLV2ForCausalLM": write_deepseek_vl2,
     "Florence2ForConditionalGeneration": write_florence2,
     "FuyuForCausalLM": write_fuyu,
     "Gemma3ForConditionalGeneration": write_gemma3,

@@ -23,7 +23,7 @@ from tests.models.families.family import Media, Parts, TinyFamily, TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import TOLERANCE, assert_close
 
-WITH_GOLDEN_MODELS = {"molmo", "qwen_vl"}
+WITH_GOLDEN_MODELS = {"deepseek_vl2", "molmo", "qwen_vl"}
 """Transformers has no class of them: their own tests compare with what the published code gave."""
 MAX_TOKENS = 16
 """So many that requests which begin together grow out of few blocks."""

@@ -12,7 +12,12 @@ from tests.kit import draw
 from tests.models.directories import DIRECTORIES, choose_question, small_settings, takes_one_image
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-WITHOUT_REFERENCE = {"InternVLChatModel", "MolmoForCausalLM", "QWenLMHeadModel"}
+WITHOUT_REFERENCE = {
+    "DeepseekVLV2ForCausalLM",
+    "InternVLChatModel",
+    "MolmoForCausalLM",
+    "QWenLMHeadModel",
+}
 """Transformers has no class: other tests compare with HF's layout, or with golden answers."""
 TAKES_TEXT_BY_DEFAULT = {"Florence2ForConditionalGeneration", "FuyuForCausalLM"}
 """Of the models of one image; HF's BLIP-2 needs one."""

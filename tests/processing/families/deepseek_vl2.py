@@ -12,9 +12,9 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from mmjax.model_source import load_model_config
-from tests.processing.families.family import GOLDEN, Family, HFInputs, golden_processor
+from tests.processing.families.family import Family, HFInputs, golden_path, golden_processor
 
-PATH = GOLDEN / "deepseek_vl2"
+PATH = golden_path("deepseek_vl2")
 BOS, IMAGE = 0, 333
 SIDE, ROWS = 76, 3
 """Pixels of a tile's side, and rows of its embeddings."""

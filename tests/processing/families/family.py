@@ -16,7 +16,11 @@ from mmjax.processing.processor import ProcessorCache
 GOLDEN = Path(__file__).parent.parent.parent / "golden"
 GOLDEN_MODELS = GOLDEN.parent / "golden_models"
 """Checkpoints with weights, of families that transformers has no class for."""
-_WITH_WEIGHTS = {"molmo": "molmo_7b_d"}
+_WITH_WEIGHTS = {
+    "deepseek_vl2": "deepseek_vl2_tiny",
+    "molmo": "molmo_7b_d",
+    "qwen_vl": "qwen_vl_chat",
+}
 
 
 def golden_path(name: str) -> Path:
