@@ -27,6 +27,10 @@ VISION = "<|vision_start|><|image_pad|><|vision_end|>"
 RENDERED = {
     "blip2": "Question: what is it Answer: a car Question: which color Answer:",
     "chameleon": "<image>\nwhat is it<reserved08706>a car<reserved08706>which color",
+    "deepseek_vl2": (
+        "<|User|>: <image>\nwhat is it\n\n<|Assistant|>:a car<｜end▁of▁sentence｜>"
+        "<|User|>: which color\n\n<|Assistant|>:"
+    ),
     "florence2": "which color",
     "fuyu": "what is it\na car\nwhich color\n",
     "gemma3": (
@@ -51,6 +55,7 @@ RENDERED = {
 WITH_SYSTEM = {
     "blip2": ("Question: what", "be short Question: what"),
     "chameleon": ("<image>", "be short<reserved08706><image>"),
+    "deepseek_vl2": ("", "be short\n\n"),
     "florence2": ("", ""),
     "fuyu": ("what", "be short\nwhat"),
     "gemma3": ("user\n<start_of_image>", "user\nbe short\n\n<start_of_image>"),
