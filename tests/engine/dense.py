@@ -66,7 +66,7 @@ class DenseOracle:
         end[:prompt] = sample.span_end(is_bidirectional=not is_causal)
         positions = self._paged._positions(sample).between(0, DENSE_LENGTH)
         row = np.int32(num_tokens - 1)
-        arguments = (token_ids, embeds, is_embed, end, positions, row)
+        arguments = (token_ids, (embeds, is_embed), end, (positions, row))
         return np.asarray(self._forward(self._paged.params, *arguments))
 
     def _over_blocks(self, sample: Sample, ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
@@ -78,18 +78,13 @@ class DenseOracle:
         return outputs[LOGITS][len(ids) - 1]
 
     def _logits_at(
-        self,
-        params: Any,
-        ids: Any,
-        embeds: Any,
-        is_embed: Any,
-        end: Any,
-        positions: Any,
-        row: Any,
+        self, params: Any, ids: Any, merged: tuple[Any, Any], end: Any, places: tuple[Any, Any]
     ) -> Any:
+        """`merged`: embeddings and where; `places`: positions, and the row that is asked for."""
+        (embeds, is_embed), (positions, row) = merged, places
         model = bind(self._paged.graphdef, params)
-        merged = jnp.where(is_embed[:, None], embeds, model.embed_input_ids(ids))
+        hidden = jnp.where(is_embed[:, None], embeds, model.embed_input_ids(ids))
         index = jnp.arange(DENSE_LENGTH, dtype=jnp.int32)
         metadata = DenseAttentionMetadata(index[None], (index[None, :] < end[:, None])[None])
-        states, _ = model(merged, positions, None, metadata)
+        states, _ = model(hidden, positions, None, metadata)
         return model.compute_logits(jax.lax.dynamic_slice_in_dim(states, row, 1))[0]

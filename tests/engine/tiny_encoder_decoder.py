@@ -84,7 +84,7 @@ class TinyLayer(nnx.Module):
         )
         own, first = attention(query, key, value, caches[0], metadata, scale=SCALE)
         hidden = hidden + self.o(own.reshape(-1, WIDTH))
-        cross = first if len(caches) == 1 else caches[1]
+        cross: Any = first if len(caches) == 1 else caches[1]
         states, heads = metadata.cross.encoder_hidden_states, self.heads
         if len(states):
             key, value = (
@@ -173,7 +173,8 @@ def cache_spec(heads: CrossHeads = SHARED_HEADS) -> KVCacheSpec:
 def encoder_decoder_config(heads: CrossHeads = SHARED_HEADS) -> PretrainedConfig:
     """Return the little that the engine asks of a config."""
     sizes: Any = {"num_attention_heads": NUM_HEADS, "max_encoder_len": MAX_ENCODER_LEN}
-    return PretrainedConfig(**sizes, cross_heads=list(heads))
+    sizes["cross_heads"] = list(heads)
+    return PretrainedConfig(**sizes)
 
 
 @lru_cache
