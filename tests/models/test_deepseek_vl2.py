@@ -189,8 +189,15 @@ def test_the_engine_answers_as_published(size: str):
     check_engine(served(size).engine(**ENGINE), make_samples(size, MIXED), answers(size))
 
 
-def test_chunks_of_seven_tokens_and_few_blocks_change_nothing():
-    core = served("base").engine(num_blocks=20, max_num_batched_tokens=7, **ENGINE)
+def test_chunks_of_seven_tokens_change_nothing():
+    room = {"encoder_cache_size": MAX_EMBEDS, "max_num_encoder_input_tokens": MAX_EMBEDS}
+    core = served("base").engine(max_num_batched_tokens=7, **room, **ENGINE)
+    check_engine(core, make_samples("base", MIXED), answers("base"))
+
+
+def test_preempted_requests_answer_as_published():
+    """Prompts of 44, 13 and 75 tokens fit into 18 of 19 blocks, and their answers do not."""
+    core = served("base").engine(num_blocks=19, max_num_batched_tokens=160, **ENGINE)
     assert serve(core, make_samples("base", MIXED)) == answers("base")
     assert core.num_preemptions > 0
     assert core.compilations == 0
