@@ -199,8 +199,13 @@ def test_the_engine_answers_as_published(size: str):
     assert core.stats().prefix_cache_hits > 0
 
 
-def test_chunks_of_seven_tokens_and_few_blocks_change_nothing():
-    core = start("base", num_blocks=20, max_num_batched_tokens=7)
+def test_chunks_of_seven_tokens_change_nothing():
+    check_answers(start("base", max_num_batched_tokens=7), "base")
+
+
+def test_preempted_requests_answer_as_published():
+    """Prompts of 44, 13 and 75 tokens fit into 18 of 19 blocks, and their answers do not."""
+    core = start("base", num_blocks=19, max_num_batched_tokens=160)
     check_answers(core, "base")
     assert core.num_preemptions > 0
 

@@ -95,8 +95,8 @@ FAMILY = Family(
     embed_token_ids=lambda processor: [IMAGE],
     placeholder="<image>",
     max_images=2,  # of more, tests/models/test_deepseek_vl2.py: none is held by a cache
+    # No `lowering_kwargs`: `cropping` is a switch, above which a request can ask for nothing.
     extra_kwargs=({}, {"cropping": False}),
-    lowering_kwargs={"cropping": False},
     mm_configs=(
         {},
         {"mm_processor_kwargs": {"cropping": False}},
