@@ -324,8 +324,9 @@ def find_images(request: Request, place: int) -> tuple[str, ...]:
     """Return what a token sees beside tokens: the images that begin up to it, by their content."""
     if request.encoder is None:
         return tuple(item.identifier for item in request.items if item.start <= place)
-    units = request.encoder.item.units
-    return tuple(f"{name} {units[name].tobytes()!r}" for name in sorted(units))
+    prompt = request.encoder.prompt
+    assert prompt is not None
+    return (repr(prompt.token_ids.tobytes()), *(item.identifier for item in prompt.items))
 
 
 def random_parts(rng: random.Random, family: TinyFamily) -> Parts:

@@ -69,7 +69,7 @@ def model(size: str) -> PagedModel:
 
 
 def process(size: str, case: dict[str, Any], **kwargs: Any) -> Any:
-    images = [GOLDEN.parent / "golden" / image for image in case["images"]]
+    images = [directory("tiny") / "images" / Path(image).name for image in case["images"]]
     return processor(size, **kwargs).apply(case["prompt"], {"image": images} if images else {})
 
 
@@ -166,6 +166,12 @@ def test_precomputed_embeddings_are_taken_with_all_their_rows():
         ours.apply("see <image>", {"image": {"image_embeds": np.ones((1, 51, 64), np.float32)}})
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 MIXED = ("tiny", "text_only", "wide", "square")
 MAX_EMBEDS = 205
 
@@ -238,7 +244,7 @@ def test_more_devices_answer_as_one(size: str, num_devices: int):
         ({"language_config.n_group": 3}, "`language_config.n_group` is 3"),
         ({"language_config.use_mla": True}, "`language_config.kv_lora_rank` is None"),
         (
-            {"language_config.rope_parameters": {"rope_type": "yarn"}},
+            {"language_config.rope_parameters": YARN},
             "`language_config.rope_scaling` is of type `yarn`",
         ),
     ],

@@ -160,9 +160,11 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> AnswerParser | None:
         """Return the task's parser; None without a task, and where the image's size is unknown."""
-        images = mm_items.get("image")
         task = self.info.find_task(prompt)
-        if task is None or images is None or images.get_item_for_hash(0) is None:
+        if task is None or not mm_items.get_count("image", strict=False):
+            return None
+        images = mm_items["image"]
+        if images.get_item_for_hash(0) is None:
             return None
         assert isinstance(images, ImageProcessorItems), f"{type(images)=}"
         # Nothing of an image that the processor's cache has was decoded so far.
