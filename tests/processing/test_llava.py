@@ -121,7 +121,7 @@ def test_siglip_has_no_class_token(tmp_path: Path, strategy: str, expected: int)
 @pytest.mark.parametrize("tower", ["siglip2_vision_model", "dinov2"])
 def test_another_tower_is_refused_by_name(tmp_path: Path, tower: str):
     path = edit_golden("llava", tmp_path, config={"vision_config.model_type": tower})
-    with pytest.raises(CheckpointError, match=f"is a `{tower}`; .*`clip_vision_model`"):
+    with pytest.raises(CheckpointError, match=f"model_type` is `{tower}`; .*`clip_vision_model`"):
         golden_processor("llava", path=path).apply(IMAGE, {"image": draw(4, 4)})
 
 
