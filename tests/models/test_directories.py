@@ -35,10 +35,14 @@ IN_DEFAULT_RUN = {
     "InternVLForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
 }
-"""The least alike on four devices; `EngineCore`s over as many run for every family elsewhere."""
+"""The least alike; the laws run for every family in any case, over arrays and over four devices."""
+CASES = [
+    pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
+    for name in DIRECTORIES
+]
 
 
-@pytest.fixture(params=DIRECTORIES)
+@pytest.fixture(params=CASES)
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     return request.param, DIRECTORIES[request.param](tmp_path)
 
@@ -72,13 +76,7 @@ def test_the_parity_command_finds_no_difference(
     assert "parity: yes" in said.out
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
-        for name in DIRECTORIES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_four_devices_decode_as_one(name: str, tmp_path: Path):
     path = DIRECTORIES[name](tmp_path)
     settings = small_settings(name)
