@@ -67,4 +67,3 @@ def test_answers_of_a_directory_are_hfs(checkpoint: Path):
                 **inputs, do_sample=False, max_new_tokens=40, no_repeat_ngram_size=size
             )
         assert other.outputs[0].token_ids == wanted[0, 1:].tolist()
-    assert unrepeated[0].outputs[0].token_ids[:MAX_TOKENS] != list(ours[0])
