@@ -25,11 +25,7 @@ from tests.models.directories import (
 )
 from tests.test_serve import Served, message_about
 
-IN_DEFAULT_RUN = {
-    "Florence2ForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-}
+IN_DEFAULT_RUN = {"LlavaForConditionalGeneration"}
 MAX_TOKENS = 8
 
 

@@ -9,18 +9,18 @@ from PIL import Image
 from mmjax import LLM, SamplingParams
 from mmjax.models.deepseek_vl2.processor import CHAT_TEMPLATE
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+PATH = Path(__file__).parent.parent / "golden_models" / "deepseek_vl2_tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
 def test_chats_and_prompts_about_images():
-    path = GOLDEN / "deepseek_vl2"
+    path = PATH
     cases = json.loads((path / "expected.json").read_text())["generation"]
     sizes = {"max_model_len": 160, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     template = "{{ bos_token }}" + CHAT_TEMPLATE
     with LLM(str(path), use_tqdm_on_load=False, chat_template=template, **sizes) as llm:
         wide, two = cases["wide"], cases["two_images"]
-        images = [Image.open(GOLDEN / image) for image in two["images"]]
+        images = [Image.open(PATH / "images" / Path(image).name) for image in two["images"]]
         content: Any = [
             {"type": "image_pil", "image_pil": images[0]},
             {"type": "text", "text": "what colors are in the photo?"},
