@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from PIL import Image
 
 from mmjax import LLM, SamplingParams
@@ -13,6 +14,7 @@ PATH = Path(__file__).parent.parent / "golden_models" / "deepseek_vl2_tiny"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_chats_and_prompts_about_images():
     path = PATH
     cases = json.loads((path / "expected.json").read_text())["generation"]
