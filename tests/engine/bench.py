@@ -356,18 +356,11 @@ def run_schedules(bench: Bench, seeds: range) -> None:
     )
 
 
-def check_states(bench: Bench, *, num_shared: int, with_images: bool = True) -> None:
-    """Every token has one state, and at least `num_shared` were computed by several programs.
-
-    Without `with_images`, of tokens that see no image.
-    """
+def check_states(bench: Bench, *, num_shared: int) -> None:
+    """Every token has one state, and at least `num_shared` were computed by several programs."""
     shared = [found for found in bench.states.values() if len(set().union(*found.values())) > 1]
     assert len(shared) >= num_shared
-    several = {
-        prefix: found
-        for prefix, found in bench.states.items()
-        if len(found) > 1 and (with_images or not prefix[2])
-    }
+    several = {prefix: found for prefix, found in bench.states.items() if len(found) > 1}
     assert not several, (
         f"{len(several)} of {len(bench.states)}: {next(iter(several.values())).values()}"
     )

@@ -100,3 +100,12 @@ def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:
     with pytest.raises(RequestValueError, match="10 embeddings") as caught:
         limits.check_prompt([3] * 20, [item(0, 6), other])
     assert caught.value.param == "multi_modal_data"
+
+
+def test_an_encoders_prompt_and_its_items_fit_one_step() -> None:
+    limits = AdmissionLimits(**{**LIMITS, "max_encoder_len": 64, "encoder_budget": 50})
+    image = item(0, 10)
+    limits.check_encoder_prompt([3] * 40, [image])
+    limits.check_encoder_prompt([3] * 40, [image, image])  # encoded once
+    with pytest.raises(RequestValueError, match="41 tokens and its items give 51.*computes 50"):
+        limits.check_encoder_prompt([3] * 41, [image])

@@ -7,7 +7,6 @@ by them. `test_schedules.py` compares those of the plain tiny models.
 import pytest
 
 from tests.engine.bench import Bench, check_states
-from tests.engine.test_schedules import PACKED_TOWERS
 from tests.models.families import TINY_FAMILIES, served_model
 from tests.models.families.family import TinyModel
 
@@ -22,7 +21,7 @@ def check_one_state(model: TinyModel, num_schedules: int) -> None:
         bucket for found in bench.states.values() for some in found.values() for bucket in some
     }
     assert len({(bucket.num_tokens, bucket.num_requests) for bucket in programs}) >= 7
-    check_states(bench, num_shared=200, with_images=model.family.name not in PACKED_TOWERS)
+    check_states(bench, num_shared=200)
 
 
 def with_heads(name: str, width: int) -> TinyModel:

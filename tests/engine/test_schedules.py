@@ -25,9 +25,6 @@ from tests.models.served import count_least_blocks, make_request, serve, start_e
 WIDE_GAP = 1e-3
 """Where a wide model's two best logits are nearer, its answers may depend on the batch, for its
 products do (docs/determinism.md)."""
-PACKED_TOWERS = ("pixtral", "qwen2_vl", "qwen2_5_vl")
-"""An image's embeddings differ in their last bits by the program that encoded it, hence by what
-else a step encoded: the law of states holds where no image is seen (docs/determinism.md)."""
 SAMPLING = (
     {"temperature": 1.0, "seed": 5, "top_k": 9},
     {"temperature": 0.7, "seed": 6, "top_p": 0.8},
@@ -44,7 +41,7 @@ def test_every_answer_is_the_lone_one_and_every_state_the_same(name: str) -> Non
         bench.run(seed, is_recording=True)
     assert bench.differences == []
     assert (bench.num_prefix_hits > 0) == (not bench.model.paged.max_encoder_len)
-    check_states(bench, num_shared=30, with_images=name not in PACKED_TOWERS)
+    check_states(bench, num_shared=30)
 
 
 @pytest.mark.slow

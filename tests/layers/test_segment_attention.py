@@ -161,3 +161,21 @@ def test_it_lowers_for_cuda(monkeypatch: pytest.MonkeyPatch, dtype: str, num_ker
     assert len(re.findall(r"custom_call @__cudnn\$fmha", text)) == num_kernels
     assert "stablehlo.while" not in text, "the host would wait for every round of a loop"
     assert traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize("size", [4, 24, 40, 100, 200, 700])
+def test_an_image_at_a_multiple_of_its_size_has_the_same_bits(size: int) -> None:
+    """Beside whatever, in a pack of any bucket (docs/determinism.md)."""
+    attend = jax.jit(partial(segment_attention, scale=SCALE))
+    step = min(256, 1 << (size - 1).bit_length())
+    image, found = draw(size), set()
+    for bucket in (128, 256, 384, 512, 1024, 1536):
+        for start in {0, step, 3 * step, bucket - size - (bucket - size) % step}:
+            if start < 0 or start + size > bucket:
+                continue
+            rows = draw(bucket, seed=bucket + start)
+            rows[:, start : start + size] = image
+            ids = np.repeat([0, 1, 2], [start, size, bucket - start - size]).astype(np.int32)
+            out = np.asarray(attend(*rows, ids))[start : start + size]
+            found.add(out.tobytes())
+    assert len(found) == 1

@@ -5,6 +5,7 @@ with a segment id each, which attention masks by; so a batch of images of mixed 
 and no size needs another program.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +19,10 @@ from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError
+from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.rounding import round_up
 
-PADDING_SEGMENT = -1
-"""Segment id of padding; equal to `layers.attention.segments.PADDING`."""
 MIN_PATCHES = 128
 """Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
 MAX_PACKED_PATCHES = 4096
@@ -98,8 +98,9 @@ class EncoderCalls(ABC):
 class UnitCalls(EncoderCalls):
     """Calls of units of one shape; items may share calls, and be split over several."""
 
-    def __init__(self, spec: EncoderSpec, *places: Any) -> None:
+    def __init__(self, spec: EncoderSpec, *places: Any, min_units: int) -> None:
         super().__init__(*places)
+        self._min_units = min_units
         self._spec = spec
 
     def num_outputs(self, size: int) -> int:
@@ -136,7 +137,7 @@ class UnitCalls(EncoderCalls):
             start = end
 
     def _size(self, bucket: int) -> int:
-        return self._placement.padded_units(bucket)
+        return self._placement.padded_units(max(bucket, self._min_units))
 
     def _shapes(self, size: int) -> Shapes:
         return {name: ((size, *shape), dtype) for name, (shape, dtype) in self._spec.inputs.items()}
@@ -167,23 +168,23 @@ class PackedCalls(EncoderCalls):
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
     ) -> Iterator[EncoderCall]:
-        """Yield calls with the items packed first-fit."""
+        """Yield calls with the items packed, the largest first."""
         per_token = self._spec.patches_per_token
         sizes = [len(part) * per_token for part in rows]
-        for bucket, numbers in plan_calls(sizes, self._buckets.encode):
+        for bucket, packed in plan_calls(sizes, self._buckets.encode, per_token):
             call = self.empty(bucket)
-            count = sum(sizes[n] for n in numbers)
-            call.inputs["segment_ids"][:] = make_segment_ids([sizes[n] for n in numbers], bucket)
-            call.dst_rows[: count // per_token] = np.concatenate([rows[n] for n in numbers])
-            for name in self._spec.inputs:
-                parts = [items[n].units[name] for n in numbers]
-                np.concatenate(parts, out=call.inputs[name][:count])
+            for segment, (number, start) in enumerate(packed):
+                end = start + sizes[number]
+                call.inputs["segment_ids"][start:end] = segment
+                call.dst_rows[start // per_token : end // per_token] = rows[number]
+                for name in self._spec.inputs:
+                    call.inputs[name][start:end] = items[number].units[name]
             yield call
 
     def empty(self, bucket: int) -> EncoderCall:
         """Return a call of padding, which is one segment."""
         call = super().empty(bucket)
-        call.inputs["segment_ids"][:] = PADDING_SEGMENT
+        call.inputs["segment_ids"][:] = PADDING
         return call
 
     def _shapes(self, size: int) -> Shapes:
@@ -196,12 +197,17 @@ def _count_first_axis(item: EncoderItem) -> int:
 
 
 def make_encoder_calls(
-    spec: EncoderSpec | PackedEncoderSpec, buckets: Buckets, placement: Placement, num_rows: int
+    spec: EncoderSpec | PackedEncoderSpec,
+    buckets: Buckets,
+    placement: Placement,
+    num_rows: int,
+    *,
+    min_units: int = 1,
 ) -> EncoderCalls:
-    """Return the encoder calls of a model with `spec`."""
+    """Return the encoder calls of a model with `spec`; smaller ones are padded to `min_units`."""
     if isinstance(spec, PackedEncoderSpec):
         return PackedCalls(spec, buckets, placement, num_rows)
-    return UnitCalls(spec, buckets, placement, num_rows)
+    return UnitCalls(spec, buckets, placement, num_rows, min_units=min_units)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -253,8 +259,8 @@ class PackedCall(NamedTuple):
 
     bucket: int
     """Patches, with padding."""
-    items: list[int]
-    """Indices of its items, in order."""
+    items: list[tuple[int, int]]
+    """Indices of its items, and where each starts."""
 
 
 def patch_buckets(
@@ -272,33 +278,32 @@ def patch_buckets(
     return ladder(first, round_up(last, first), 2)
 
 
-def plan_calls(num_patches: Sequence[int], buckets: Sequence[int]) -> list[PackedCall]:
+def plan_calls(
+    num_patches: Sequence[int], buckets: Sequence[int], patches_per_token: int
+) -> list[PackedCall]:
     """Put each item into the first call with room for it, and each call into its bucket.
 
-    Items of 600, 700, 100 patches, buckets up to 1,024: [(1024, [0, 2]), (1024, [1])]. At most one
-    call is less than half full.
+    The largest first: items of 600, 700, 100 patches, buckets up to 1,024: [(1024, [(1, 0),
+    (2, 768)]), (1024, [(0, 0)])]. An item starts where its own blocks of keys would, so that its
+    embeddings are summed in one order whatever lies beside it (docs/determinism.md).
     """
-    calls: list[list[int]] = []
-    used: list[int] = []
-    for number, size in enumerate(num_patches):
+    calls: list[list[tuple[int, int]]] = []
+    ends: list[int] = []
+    for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
+        size = num_patches[number]
         assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
-        place = next((n for n, sum_ in enumerate(used) if sum_ + size <= buckets[-1]), len(calls))
+        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_token)
+        starts = [round_up(end, step) for end in ends]
+        place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
         if place == len(calls):
             calls.append([])
-            used.append(0)
-        calls[place].append(number)
-        used[place] += size
+            ends.append(0)
+            starts.append(0)
+        calls[place].append((number, starts[place]))
+        ends[place] = starts[place] + size
     return [
-        PackedCall(next_bucket(buckets, total), items)
-        for total, items in zip(used, calls, strict=True)
+        PackedCall(next_bucket(buckets, end), items) for end, items in zip(ends, calls, strict=True)
     ]
-
-
-def make_segment_ids(num_patches: Sequence[int], bucket: int) -> np.ndarray:
-    """Return int32[bucket]: for items of 3 and 2 patches in 8, 0 0 0 1 1 -1 -1 -1."""
-    ids = np.full(bucket, PADDING_SEGMENT, np.int32)
-    ids[: sum(num_patches)] = np.repeat(np.arange(len(num_patches), dtype=np.int32), num_patches)
-    return ids
 
 
 # ---- the pool of encoder outputs ----------------------------------------------------------------

@@ -245,7 +245,11 @@ class Programs:
         self.num_extra_rows = host_inputs.num_extra_rows
         num_rows = num_encoder_rows + host_inputs.num_extra_rows
         self.encoder_calls = make_encoder_calls(
-            host_inputs.encoder_spec, buckets, placement, num_rows
+            host_inputs.encoder_spec,
+            buckets,
+            placement,
+            num_rows,
+            min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
         )
         self.precomputed = PrecomputedEmbeds(
             buckets, num_rows=num_rows, width=shape.hidden_size, dtype=shape.dtype
@@ -276,9 +280,9 @@ class Programs:
             cache_type=self._cache_type,
             sharding=placement.head_sharding,
         )
-        self._jit()
+        self._jit(model)
 
-    def _jit(self) -> None:
+    def _jit(self, model: Any) -> None:
         graphdef, placement = self._shape.graphdef, self._placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
@@ -300,7 +304,7 @@ class Programs:
         )
         self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
         self.step = jit(
-            partial(step, graphdef, self._adds_row_to_one()),
+            partial(step, graphdef, self._is_small(placement, model, is_tower=False)),
             static_argnames="layout",
             donate_argnames="state",
             out_shardings=(self._shardings.state, whole),
@@ -311,19 +315,19 @@ class Programs:
             out_shardings=whole,
         )
 
-    def _adds_row_to_one(self) -> bool:
-        """Return whether a token has one state in all programs, and so needs a row beside it.
+    @staticmethod
+    def _is_small(placement: Placement, model: Any, *, is_tower: bool) -> bool:
+        """Return whether a row has one state in all programs, and so needs another beside it.
 
-        On the CPU, where no product of a step depends on the number of rows (docs/determinism.md).
+        On the CPU, where no product depends on the number of rows (docs/determinism.md).
         """
-        model = bind(self._shape.graphdef, self._params)
         towers = getattr(model, "tower_names", ())
         weights = (
             module.weight.get_value()
             for path, module in nnx.iter_modules(model)
-            if isinstance(module, Linear) and path[0] not in towers
+            if isinstance(module, Linear) and (path[0] in towers) == is_tower
         )
-        return self._placement.platform == "cpu" and all(map(is_small, weights))
+        return placement.platform == "cpu" and all(map(is_small, weights))
 
     @property
     def bytes_per_block(self) -> int:

@@ -63,6 +63,15 @@ class AdmissionLimits:
         self._check_vocabulary(token_ids, items)
         for item in items:
             _check_place(item, len(token_ids))
+        num_embeds = len(token_ids) + _count_embeds(items)
+        if num_embeds > self.encoder_budget:
+            raise RequestValueError(
+                f"the encoder's prompt of {len(token_ids)} tokens and its items give {num_embeds} "
+                f"embeddings, which are computed in one step; a step computes "
+                f"{self.encoder_budget}: send fewer items, or raise `max_num_encoder_input_tokens` "
+                "and `encoder_cache_size`",
+                param="prompt",
+            )
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
@@ -100,7 +109,7 @@ class AdmissionLimits:
             )
 
     def _check_items_of_one_step(self, items: Sequence[EncoderItem]) -> None:
-        num_embeds = sum({item.identifier: item.num_embeds for item in items}.values())
+        num_embeds = _count_embeds(items)
         if num_embeds > self.encoder_budget:
             raise RequestValueError(
                 f"the prompt's items give {num_embeds} embeddings, which must be computed in one "
@@ -132,6 +141,12 @@ class AdmissionLimits:
                 "`max_num_encoder_input_tokens` and `encoder_cache_size`",
                 param="multi_modal_data",
             )
+
+
+def _count_embeds(items: Sequence[PlacedItem]) -> int:
+    """Return how many embeddings items take together; equal ones are encoded once."""
+    sizes = {item.identifier: item.mm_position.get_num_embeds() for item in items}
+    return sum(sizes.values())
 
 
 def _check_place(item: PlacedItem, num_prompt_tokens: int) -> None:
