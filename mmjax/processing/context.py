@@ -112,6 +112,9 @@ class BaseProcessingInfo(ABC):
     It leaves BOS to the tokenizer, as the families' own documentation does.
     """
 
+    data_parser: type[MultiModalDataParser] = MultiModalDataParser
+    """What `get_data_parser` makes."""
+
     def __init__(self, ctx: InputProcessingContext) -> None:
         self.ctx = ctx
 
@@ -215,7 +218,7 @@ class BaseProcessingInfo(ABC):
         return int(self.get_hf_config().get_text_config().vocab_size)
 
     def get_data_parser(self) -> MultiModalDataParser:
-        return MultiModalDataParser(
+        return self.data_parser(
             expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
         )
 

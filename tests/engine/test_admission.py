@@ -107,5 +107,5 @@ def test_an_encoders_prompt_and_its_items_fit_one_step() -> None:
     image = item(0, 10)
     limits.check_encoder_prompt([3] * 40, [image])
     limits.check_encoder_prompt([3] * 40, [image, image])  # encoded once
-    with pytest.raises(RequestValueError, match="41 tokens and its items give 51.*computes 50"):
+    with pytest.raises(RequestValueError, match=r"41 tokens and its items give 51.*computes 50"):
         limits.check_encoder_prompt([3] * 41, [image])

@@ -157,5 +157,5 @@ def test_a_sliver_that_would_grow_to_a_bomb_is_refused(processor: Any):
 def test_embeddings_are_refused_by_name():
     processor = golden_processor("chameleon", enable_mm_embeds=True)
     for kind in both_kinds(processor, IMAGE):
-        with pytest.raises(RequestError, match="Chameleon takes no image embeddings; send"):
+        with pytest.raises(RequestError, match="takes images, not their embeddings"):
             processor.apply(kind, {"image": [torch.ones(256, 64)]})

@@ -268,5 +268,5 @@ def test_a_checkpoint_that_cannot_be_served_is_named(
 def test_embeddings_are_refused_by_name():
     processor = golden_processor("fuyu", enable_mm_embeds=True)
     for kind in both_kinds(processor, "a"):
-        with pytest.raises(RequestError, match="Fuyu takes no image embeddings; send"):
+        with pytest.raises(RequestError, match="takes images, not their embeddings"):
             processor.apply(kind, {"image": [torch.ones(4, 64)]})

@@ -128,7 +128,7 @@ def test_a_second_image_is_refused(processor: Any):
 
 def test_embeddings_are_refused():
     taking = molmo.make_processor(enable_mm_embeds=True)
-    with pytest.raises(RequestError, match="Molmo takes no image embeddings; send"):
+    with pytest.raises(RequestError, match="takes images, not their embeddings"):
         taking.apply("what", {"image": [torch.ones(48, 96)]})
 
 

@@ -112,7 +112,7 @@ def test_a_sliver_is_refused(processor: Any):
 
 def test_embeddings_are_refused(path: Path):
     processor = golden_processor("llava", path=path, enable_mm_embeds=True)
-    with pytest.raises(RequestError, match="Pixtral takes images, not their embeddings"):
+    with pytest.raises(RequestError, match="takes images, not their embeddings"):
         processor.apply("[IMG]", {"image": [torch.ones(4, 64)]})
 
 

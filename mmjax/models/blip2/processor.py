@@ -4,7 +4,7 @@ Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import BatchFeature
 
@@ -16,10 +16,10 @@ from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
+    ImageEmbedsDataParser,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
-    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
@@ -48,20 +48,12 @@ CHAT_TEMPLATE = r"""
 """The form in which the paper asks about an image, and asks again."""
 
 
-class Blip2DataParser(MultiModalDataParser):
-    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
-
-
 class Blip2ProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImageEmbedsDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
-
-    def get_data_parser(self) -> Blip2DataParser:
-        return Blip2DataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require one row for each query."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.errors import CheckpointError
 from mmjax.models.chameleon.host_inputs import count_codes
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptReplacement,
@@ -35,6 +35,7 @@ CHAT_TEMPLATE = r"""
 
 class ChameleonProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -149,11 +150,6 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        if "image_embeds" in hf_inputs:
-            raise RequestValueError(
-                "Chameleon takes no image embeddings; send the image itself",
-                param="multi_modal_data",
-            )
         return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
     def _get_prompt_updates(

@@ -7,7 +7,7 @@ one tile each, beside the view that every image has.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from transformers import BatchFeature
@@ -25,9 +25,9 @@ from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
 from mmjax.processing.items.parse import (
     EmbeddingItems,
+    ImageEmbedsDataParser,
     ImageSize,
     MultiModalDataItems,
-    MultiModalDataParser,
 )
 from mmjax.processing.items.uuids import MultiModalUUIDDict
 from mmjax.processing.prepared import ProcessedPrompt
@@ -57,12 +57,9 @@ CHAT_TEMPLATE = r"""
 colon at once: the published code makes ids of each message by itself, and none of a space there."""
 
 
-class DeepseekVLV2DataParser(MultiModalDataParser):
-    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
-
-
 class DeepseekVLV2ProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImageEmbedsDataParser
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
@@ -77,11 +74,6 @@ class DeepseekVLV2ProcessingInfo(BaseProcessingInfo):
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         return "<image>" if modality == "image" else None
-
-    def get_data_parser(self) -> DeepseekVLV2DataParser:
-        return DeepseekVLV2DataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: an image becomes one of few canvases, whatever a request says."""

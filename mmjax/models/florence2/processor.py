@@ -19,7 +19,7 @@ from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.items import ImageProcessorItems
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
 from mmjax.processing.prompt_updates.updates import (
     PromptIndexTargets,
@@ -42,20 +42,10 @@ IMAGE_TOKEN = "<image>"
 """Of checkpoints whose tokenizer names none."""
 
 
-class Florence2DataParser(MultiModalDataParser):
-    @staticmethod
-    def is_embeddings(data: object) -> bool:
-        """Refuse embeddings: the encoder prompt has positions for whole images only."""
-        if MultiModalDataParser.is_embeddings(data):
-            raise RequestValueError(
-                "Florence-2 takes images, not their embeddings; give the image",
-                param="multi_modal_data",
-            )
-        return False
-
-
 class Florence2ProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
+    """The encoder's prompt has positions for whole images."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
@@ -70,9 +60,6 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
     def get_reserved_tokens(self) -> Mapping[str, int]:
         processor = self.get_hf_processor()
         return {processor.image_token: processor.image_token_id}
-
-    def get_data_parser(self) -> MultiModalDataParser:
-        return Florence2DataParser(limits=self.get_media_limits())
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor: AutoProcessor needs torchvision."""

@@ -25,7 +25,7 @@ from mmjax.processing.image_processors.image import (
     rescale,
     to_pixels,
 )
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.updates import (
@@ -137,6 +137,7 @@ class FuyuProcessor:
 
 class FuyuProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": 1}
@@ -214,10 +215,6 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        if "image_embeds" in hf_inputs:
-            raise RequestValueError(
-                "Fuyu takes no image embeddings; send the image itself", param="multi_modal_data"
-            )
         grids = hf_inputs.get("image_grid_hw", np.empty((0, 2), np.int64))
         return {
             "image_patches": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),

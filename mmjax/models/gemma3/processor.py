@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from transformers import BatchFeature
@@ -19,10 +19,10 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
-    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import (
@@ -101,20 +101,12 @@ CHAT_TEMPLATE = r"""
 """The published one's turns; a system's text begins the next turn."""
 
 
-class Gemma3DataParser(MultiModalDataParser):
-    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
-
-
 class Gemma3ProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImageEmbedsDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
-
-    def get_data_parser(self) -> Gemma3DataParser:
-        return Gemma3DataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require a multiple of one image's rows: those of the image, then of each crop."""

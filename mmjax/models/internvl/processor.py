@@ -67,6 +67,7 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
     """Common to both formats."""
 
     chat_template = find_chat_template(None)
+    data_parser = InternVLDataParser
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
     """Names of the kwargs that enable tiles, and limit their number."""
@@ -84,11 +85,6 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
         hf_config = self.get_hf_config()
         patch_size = only_side(hf_config.vision_config.patch_size, "patch_size")
         return int((self.tile_size // patch_size) ** 2 * hf_config.downsample_ratio**2)
-
-    def get_data_parser(self) -> InternVLDataParser:
-        return InternVLDataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of whole tiles, thumbnail included, or of whole frames."""

@@ -16,7 +16,7 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalDataParser
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptReplacement,
@@ -108,20 +108,10 @@ def _check_sliver(size: ImageSize, longest: int) -> None:
         )
 
 
-class PixtralDataParser(MultiModalDataParser):
-    @staticmethod
-    def is_embeddings(data: object) -> bool:
-        """Refuse embeddings: nothing says how many of them are a row."""
-        if MultiModalDataParser.is_embeddings(data):
-            raise RequestValueError(
-                "Pixtral takes images, not their embeddings; give the image",
-                param="multi_modal_data",
-            )
-        return False
-
-
 class PixtralProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
+    """Nothing says how many embeddings are a row."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -129,9 +119,6 @@ class PixtralProcessingInfo(BaseProcessingInfo):
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         return IMAGE_TOKEN if modality == "image" else None
-
-    def get_data_parser(self) -> PixtralDataParser:
-        return PixtralDataParser(limits=self.get_media_limits())
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: `longest_edge` is held to what was planned, and never scales up."""

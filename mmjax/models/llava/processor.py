@@ -6,7 +6,7 @@ Before: `look <image> please`. After: `look <image>*576 please`; all of them tak
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import BatchFeature
 
@@ -28,10 +28,10 @@ from mmjax.processing.image_processors.image import (
 )
 from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
+    ImageEmbedsDataParser,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
-    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
@@ -55,12 +55,9 @@ CHAT_TEMPLATE = r"""
 """Vicuna's turns, in which LLaVA-1.5 was trained."""
 
 
-class LlavaDataParser(MultiModalDataParser):
-    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
-
-
 class LlavaProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImageEmbedsDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -68,11 +65,6 @@ class LlavaProcessingInfo(BaseProcessingInfo):
     @classmethod
     def get_placeholder_str(cls, modality: str, i: int) -> str | None:
         return "<image>" if modality == "image" else None
-
-    def get_data_parser(self) -> LlavaDataParser:
-        return LlavaDataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     @cached_property
     def num_image_tokens(self) -> int:

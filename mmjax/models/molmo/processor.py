@@ -25,7 +25,7 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.hf_call import KnownKwargs
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptIndexTargets,
@@ -126,6 +126,7 @@ class MolmoProcessor:
 
 class MolmoProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
+    data_parser = ImagesOnlyDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         # The published processor places the tokens of a second image wrongly.
@@ -248,10 +249,6 @@ class MolmoMultiModalProcessor(BaseMultiModalProcessor[MolmoProcessingInfo]):
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
     ) -> Mapping[str, MultiModalFieldConfig]:
-        if "image_embeds" in hf_inputs:
-            raise RequestValueError(
-                "Molmo takes no image embeddings; send the image itself", param="multi_modal_data"
-            )
         num_crops = hf_inputs.get("num_crops", [])
         by_crops = ("images", "image_masks", "image_input_idx")
         by_image = ("num_crops", "image_grid_hw")

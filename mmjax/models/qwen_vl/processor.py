@@ -6,7 +6,6 @@ Before: `Picture 1: <img>cat.png</img>`. After: `Picture 1: <img><imgpad>*256</i
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -28,10 +27,10 @@ from mmjax.processing.image_processors.image import normalize, rescale, to_pixel
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
+    ImageEmbedsDataParser,
     ImageProcessorItems,
     ImageSize,
     MultiModalDataItems,
-    MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
@@ -47,7 +46,6 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 """CLIP's, of red, green and blue (visual.py of the published code)."""
 _PATH = re.compile(r"<img>.*?</img>", re.DOTALL)
 
-
 CHAT_TEMPLATE = r"""
 {%- if messages[0].role != 'system' -%}
     {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
@@ -60,19 +58,6 @@ CHAT_TEMPLATE = r"""
 {%- endif -%}
 """
 """ChatML, as `chat` of the published code writes it (qwen_generation_utils.py)."""
-
-CHAT_TEMPLATE = r"""
-{%- if messages[0].role != 'system' -%}
-    {{- '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {{- '<|im_start|>assistant\n' -}}
-{%- endif -%}
-"""
-"""Qwen-VL-Chat's turns, which the published checkpoint keeps in code."""
 
 
 class QwenVLImageProcessor:
@@ -94,14 +79,9 @@ class QwenVLImageProcessor:
         return normalize(rescale(to_pixels(square), 1 / 255), _MEAN, _STD)
 
 
-class QwenVLDataParser(MultiModalDataParser):
-    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
-
-
 class QwenVLProcessingInfo(BaseProcessingInfo):
     chat_template = CHAT_TEMPLATE
-
-    chat_template = CHAT_TEMPLATE
+    data_parser = ImageEmbedsDataParser
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
@@ -129,11 +109,6 @@ class QwenVLProcessingInfo(BaseProcessingInfo):
     def image_side(self) -> int:
         """Pixels along a side of what the tower takes."""
         return visual_config(self.get_hf_config())["image_size"]
-
-    def get_data_parser(self) -> MultiModalDataParser:
-        return QwenVLDataParser(
-            expected_hidden_size=self.get_expected_hidden_size(), limits=self.get_media_limits()
-        )
 
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(

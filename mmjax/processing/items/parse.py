@@ -36,8 +36,10 @@ __all__ = [
     "DictEmbeddingItems",
     "EmbeddingItems",
     "ImageEmbeddingItems",
+    "ImageEmbedsDataParser",
     "ImageProcessorItems",
     "ImageSize",
+    "ImagesOnlyDataParser",
     "ModalityDataItems",
     "MultiModalDataDict",
     "MultiModalDataItems",
@@ -312,3 +314,21 @@ def _is_foreign_floats(data: Any, ndim: int) -> bool:
         and len(data.shape) == ndim
         and "float" in str(data.dtype)
     )
+
+
+class ImageEmbedsDataParser(MultiModalDataParser):
+    """Takes an image's embeddings also as `{"image_embeds": ...}`."""
+
+    embedding_fields: ClassVar = {"image": {"image_embeds": "values"}}
+
+
+class ImagesOnlyDataParser(MultiModalDataParser):
+    """Refuses an image's embeddings."""
+
+    def _is_image_embeddings(self, data: Any) -> bool:
+        if super()._is_image_embeddings(data):
+            raise RequestValueError(
+                "this model takes images, not their embeddings; give the image",
+                param="multi_modal_data",
+            )
+        return False
