@@ -13,9 +13,12 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.attention.api import AttentionMetadata
-from mmjax.layers.attention.kv_cache import LayerCache
-from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer, RotaryDecoder
+from mmjax.layers.decoder import (
+    GroupedQueryAttention,
+    PostNormLayer,
+    PreNormLayer,
+    RotaryDecoder,
+)
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 
@@ -81,24 +84,6 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
-class SwinNormLayer(PreNormLayer):
-    """A block that norms what attention and MLP give."""
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        layer_input: Any,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(x, layer_input, cache, metadata)
-            x = x + self.input_layernorm(out)
-        with jax.named_scope("mlp"):
-            return x + self.post_attention_layernorm(self.mlp(x)), cache
-
-
 class ChameleonTextModel(RotaryDecoder):
     """Chameleon's decoder over one vocabulary of words and codes."""
 
@@ -139,5 +124,5 @@ def _build_layer(config: ChameleonConfig, *, dtype: Any) -> nnx.Module:
         use_bias=config.mlp_bias,
         dtype=dtype,
     )
-    kind = SwinNormLayer if config.swin_norm else PreNormLayer
+    kind = PostNormLayer if config.swin_norm else PreNormLayer
     return kind(attention, mlp, lambda: RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype))

@@ -7,7 +7,6 @@ queries and keys at their full width, before they are cut into heads.
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -17,6 +16,7 @@ from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.decoder import (
     Angles,
     GroupedQueryAttention,
+    PostNormLayer,
     PreNormLayer,
     RotaryDecoder,
     attend_by_heads,
@@ -105,32 +105,6 @@ class WideNormAttention(GroupedQueryAttention):
         return self.o_proj(out), cache
 
 
-class PostNormLayer(nnx.Module):
-    """A block that norms what attention and MLP give; parameters bear Olmo2's names in HF."""
-
-    def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, width: int, *, eps: float, dtype: Any
-    ) -> None:
-        self.self_attn = self_attn
-        self.mlp = mlp
-        self.post_attention_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
-        self.post_feedforward_layernorm = RMSNorm(width, eps=eps, dtype=dtype)
-
-    def __call__(
-        self,
-        x: Float[Array, "T D"],
-        angles: Angles,
-        cache: LayerCache | None,
-        metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
-        """Return the residual stream after this block, and its cache."""
-        with jax.named_scope("attn"):
-            out, cache = self.self_attn(x, angles, cache, metadata)
-            x = x + self.post_attention_layernorm(out)
-        with jax.named_scope("mlp"):
-            return x + self.post_feedforward_layernorm(self.mlp(x)), cache
-
-
 class MolmoTextModel(RotaryDecoder):
     """Either decoder."""
 
@@ -163,6 +137,5 @@ def _build_layer(config: MolmoConfig, *, dtype: Any) -> nnx.Module:
         dtype=dtype,
     )
     mlp = GatedMLP(width, config.intermediate_size, activation="silu", dtype=dtype)
-    if config.norm_after:
-        return PostNormLayer(attention, mlp, width, eps=eps, dtype=dtype)
-    return PreNormLayer(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    kind = PostNormLayer if config.norm_after else PreNormLayer
+    return kind(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

@@ -147,6 +147,27 @@ class PreNormLayer(nnx.Module):
             return x + self.mlp(self.post_attention_layernorm(x)), cache
 
 
+class PostNormLayer(PreNormLayer):
+    """A block that norms what attention and MLP give, as Swin v2's (arXiv 2111.09883) and OLMo 2's.
+
+    Parameters bear the names of `PreNormLayer`: `input_layernorm` is attention's.
+    """
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(x, layer_input, cache, metadata)
+            x = x + self.input_layernorm(out)
+        with jax.named_scope("mlp"):
+            return x + self.post_attention_layernorm(self.mlp(x)), cache
+
+
 class Decoder(nnx.Module):
     """Embeddings in, hidden states out; knows nothing of pictures. Parameters bear HF's names.
 

@@ -151,9 +151,6 @@ class MolmoForCausalLM(MultiModalModel):
         width, heads = hf_config.hidden_size, hf_config.num_attention_heads
         key_heads = getattr(hf_config, "num_key_value_heads", None) or heads
         key_width, inner = width // heads * key_heads, hf_config.intermediate_size // 2
-        norms = ("input_layernorm", "post_attention_layernorm")
-        if hf_config.norm_after:
-            norms = ("post_attention_layernorm", "post_feedforward_layernorm")
         return (
             *(Rule(_VIT + rf"transformer\.resblocks\.{layer}\.", None) for layer in unread),
             Split(
@@ -166,8 +163,8 @@ class MolmoForCausalLM(MultiModalModel):
                 [f"{_LAYER}mlp.{part}_proj." for part in ("up", "gate")],
                 [inner, inner],
             ),
-            Rule(_BLOCK + r"attn_norm\.", f"{_LAYER}{norms[0]}."),
-            Rule(_BLOCK + r"ff_norm\.", f"{_LAYER}{norms[1]}."),
+            Rule(_BLOCK + r"attn_norm\.", f"{_LAYER}input_layernorm."),
+            Rule(_BLOCK + r"ff_norm\.", f"{_LAYER}post_attention_layernorm."),
             *(Rule(pattern, name) for pattern, name in _NAMES.items()),
         )
 
