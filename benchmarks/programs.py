@@ -8,8 +8,11 @@ compiled from shapes.
 """
 
 import argparse
+import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +27,7 @@ from mmjax.engine.device.programs import ModelShape, Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import bind, build_abstract
+from mmjax.model_source import load_model_config
 from mmjax.models.host_inputs import EncoderSpec
 from mmjax.models.registry import load_model_class
 from mmjax.rounding import cdiv, round_up
@@ -140,7 +144,9 @@ def chameleon() -> Any:
         for code in range(64)
     }
     names = {"<image>": 1000, "<racm3:break>": 1001, "<eoss>": 1002}
-    vq = {"resolution": 112, "num_embeddings": 64, "base_channels": 128}
+    # Four residual blocks, two of them behind the levels, and one of attention.
+    levels = {"channel_multiplier": [1, 2], "num_res_blocks": 1, "base_channels": 128}
+    vq = {**levels, "resolution": 16, "num_embeddings": 64}
     return transformers.ChameleonConfig(**TEXT, vq_config=vq, vocabulary_map=names | codes)
 
 
@@ -150,12 +156,104 @@ def florence2() -> Any:
         for side in ("en", "de")
         for name, value in (("layers", 4), ("ffn_dim", 512), ("attention_heads", 4))
     }
-    stages = {"depths": [1] * 4, "embed_dim": [64, 128, 256, 256], "num_heads": [1, 2, 4, 4]}
-    vision = {**stages, "num_groups": [1, 2, 4, 4], "projection_dim": 256, "image_size": 224}
+    # A stage is a block of attention within windows and one among channels: four in all.
+    stages = {"depths": [1, 1], "embed_dim": [128, 256], "num_heads": [2, 4], "num_groups": [2, 4]}
+    patches = {"patch_size": [7, 3], "patch_stride": [4, 4], "patch_padding": [3, 1]}
+    edges = {"patch_prenorm": [False, True], "projection_dim": 256, "image_size": 112}
+    vision = {**stages, **patches, **edges}
     return transformers.Florence2Config(
         text_config={"model_type": "bart", "vocab_size": 1024, "d_model": 256, **sides},
         vision_config={**vision, "max_position_embeddings": 16},
         image_token_id=1000,
+    )
+
+
+def read_config(**keys: Any) -> Any:
+    """Return the configuration of a family that transformers has no class for."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(keys))
+        return load_model_config(folder).hf_config
+
+
+def molmo() -> Any:
+    # Its tower is read behind the first and the last of four blocks; a fifth is not computed.
+    tower = {
+        "image_default_input_size": [112, 112],
+        "image_patch_size": 14,
+        "image_pos_patch_size": 14,
+        "image_emb_dim": 256,
+        "image_num_heads": 4,
+        "image_num_key_value_heads": 4,
+        "image_num_layers": 5,
+        "image_head_dim": 64,
+        "image_mlp_dim": 512,
+        "image_mlp_activations": "quick_gelu",
+        "image_num_pos": 65,
+        "image_norm_eps": 1e-5,
+        "vit_layers": [-2, -5],
+    }
+    flags = dict.fromkeys(("attention_layer_norm", "norm_after", "tie_word_embeddings"), False)
+    return read_config(
+        **{**TEXT, "intermediate_size": 1024},
+        **flags,
+        model_type="molmo",
+        architectures=["MolmoForCausalLM"],
+        embedding_size=1024,
+        layer_norm_eps=1e-6,
+        layer_norm_type="rms",
+        qkv_bias=True,
+        rope_theta=1e6,
+        test_vision_backbone=tower,
+    )
+
+
+def deepseek_vl2() -> Any:
+    experts = {
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "topk_method": "greedy",
+    }
+    latents = {
+        "use_mla": True,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 64,
+    }
+    return read_config(
+        model_type="deepseek_vl_v2",
+        architectures=["DeepseekVLV2ForCausalLM"],
+        language_config={"model_type": "deepseek_v2", **TEXT, **experts, **latents},
+        vision_config={"image_size": 112, "layers": 4, "mlp_ratio": 2, "patch_size": 14}
+        | {"model_name": "siglip_so400m_patch14_384", "model_type": "vision", "width": 256},
+        projector_config={"model_type": "mlp_projector", "input_dim": 256, "n_embed": 256},
+        candidate_resolutions=[[112, 112], [112, 224], [224, 112]],
+        global_view_pos="head",
+        tile_tag="2D",
+    )
+
+
+def qwen_vl() -> Any:
+    visual = {"width": 256, "layers": 4, "heads": 4, "mlp_ratio": 2, "output_dim": 256}
+    kept = {name: TEXT[name] for name in TEXT if name != "num_key_value_heads"}
+    return read_config(
+        **{**kept, "intermediate_size": 1024},
+        model_type="qwen",
+        architectures=["QWenLMHeadModel"],
+        kv_channels=64,
+        layer_norm_epsilon=1e-6,
+        no_bias=True,
+        rotary_emb_base=10000,
+        rotary_pct=1.0,
+        seq_length=2048,
+        tie_word_embeddings=False,
+        use_dynamic_ntk=True,
+        use_logn_attn=True,
+        visual={**visual, "image_size": 224, "patch_size": 14, "image_start_id": 1000},
     )
 
 
@@ -170,6 +268,9 @@ CONFIGS: Mapping[str, tuple[Callable[[], Any], str]] = {
     "BLIP-2": (blip2, "Blip2ForConditionalGeneration"),
     "Chameleon": (chameleon, "ChameleonForConditionalGeneration"),
     "Florence-2": (florence2, "Florence2ForConditionalGeneration"),
+    "Molmo": (molmo, "MolmoForCausalLM"),
+    "DeepSeek-VL2": (deepseek_vl2, "DeepseekVLV2ForCausalLM"),
+    "Qwen-VL": (qwen_vl, "QWenLMHeadModel"),
 }
 """A configuration, and its architecture."""
 MAX_EMBEDS = 64

@@ -96,7 +96,7 @@ class DavitWindowAttention(nnx.Module):
         size = self.window_size
         x = jnp.pad(x, ((0, 0), (0, -height % size), (0, -width % size), (0, 0)))
         rows, columns = x.shape[1] // size, x.shape[2] // size
-        windows = x.reshape(images, rows, size, columns, size, dim).transpose(0, 1, 3, 2, 4, 5)
+        windows = x.reshape(images * rows, size, columns, size * dim).transpose(0, 2, 1, 3)
         windows = windows.reshape(-1, size * size, dim)
         head_dim = dim // self.num_heads
         qkv = self.qkv(windows).reshape(-1, size * size, 3, self.num_heads, head_dim)
@@ -104,7 +104,7 @@ class DavitWindowAttention(nnx.Module):
             qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], mask=None, scale=head_dim**-0.5
         )
         out = self.proj(out.reshape(-1, size * size, dim))
-        out = out.reshape(images, rows, columns, size, size, dim).transpose(0, 1, 3, 2, 4, 5)
+        out = out.reshape(images * rows, columns, size, size * dim).transpose(0, 2, 1, 3)
         return out.reshape(images, rows * size, columns * size, dim)[:, :height, :width]
 
 
