@@ -95,3 +95,26 @@ def test_a_mesh_that_cuts_inputs_moves_no_weights() -> None:
     text = jax.jit(product).lower(x, weight).compile().as_text() or ""
     assert "all-gather" not in text
     assert text.count("all-reduce(") == 1
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.dtype(jnp.float32)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_half_precision_is_added_in_float32_and_rounded_once(
+    shape: tuple[int, int], dtype: jnp.dtype | None
+) -> None:
+    x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(64, shape))
+    exact = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    for rows in (1, 2, 8, 64):
+        got = jax.jit(product, static_argnums=2)(x[:rows], weight, dtype)
+        assert got.dtype == (dtype or jnp.bfloat16)
+        # Of a bfloat16, 8 bits are kept; of the sums, what float32 keeps.
+        bound = np.abs(exact[:rows]) * (2**-8 if dtype is None else 0) + 2e-4
+        assert (np.abs(np.asarray(got, np.float64) - exact[:rows]) <= bound).all()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_other_platforms_get_the_plain_product_in_half_precision(platform: str) -> None:
+    x, weight = (jnp.asarray(part, jnp.bfloat16) for part in make(1, WIDE))
+    text = jax.jit(product).trace(x, weight).lower(lowering_platforms=(platform,)).as_text()
+    assert "concatenate" not in text
+    assert "f32" not in text

@@ -26,7 +26,11 @@ def product(
 ) -> Float[Array, "T F"]:
     """Return `x @ weight.T`, accumulated and returned in `dtype` (None: the inputs')."""
     by_rows = partial(_by_rows, dtype=dtype)
-    on_cpu = by_rows if weight.dtype != jnp.float32 else _choose(x, weight) or by_rows
+    on_cpu = by_rows
+    if weight.dtype == jnp.float32:
+        on_cpu = _choose(x, weight) or by_rows
+    elif x.dtype == weight.dtype == jnp.bfloat16:
+        on_cpu = partial(_by_float32_sums, dtype=dtype)
     if on_cpu is by_rows:
         return by_rows(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
@@ -52,6 +56,19 @@ def _by_rows(
 ) -> Float[Array, "T F"]:
     dims = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, dims, preferred_element_type=dtype)
+
+
+def _by_float32_sums(
+    x: Float[Array, "T D"], weight: Float[Array, "F D"], dtype: jnp.dtype | None
+) -> Float[Array, "T F"]:
+    """Multiply bfloat16 numbers, add in float32, and round once.
+
+    XLA's CPU library has programs for such sums, from two rows on: a lone row, or sums in bfloat16,
+    would take up to ten times as long (docs/log.md).
+    """
+    rows = x if len(x) > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
+    out = _by_rows(rows, weight, jnp.dtype(jnp.float32))[: len(x)]
+    return out.astype(dtype or x.dtype)
 
 
 def _by_two_rows(x: Float[Array, "1 D"], weight: Float[Array, "F D"]) -> Float[Array, "1 F"]:
