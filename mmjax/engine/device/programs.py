@@ -393,12 +393,8 @@ class Programs:
             yield Program(step_label(bucket), self.step, arguments)
 
     def _encodes(self, arrays: DeviceArrays) -> Iterator[Program]:
-        described = {
-            num_outputs: (bucket, inputs)
-            for bucket in self.buckets.encode
-            for inputs, num_outputs in (self.encoder_calls.describe(bucket),)
-        }  # padded to one size, several buckets share a program
-        for num_outputs, (bucket, inputs) in reversed(described.items()):
+        for bucket in reversed(self.buckets.encode):
+            inputs, num_outputs = self.encoder_calls.describe(bucket)
             arguments = {
                 "params": self._params,
                 "pool": arrays.pool,
