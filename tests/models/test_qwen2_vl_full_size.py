@@ -138,7 +138,7 @@ def test_every_tensor_is_used_once_and_none_is_left_over(name: str):
     assert total == pytest.approx(size, rel=0.01)
 
     spec = model_class.host_inputs(config).encoder_spec
-    assert spec.inputs["pixel_values"] == ((1176,), "float32")
+    assert spec.inputs["pixel_values"] == ((1176,), "uint8")
     inputs = {
         key: jax.ShapeDtypeStruct((128, *shape), dtype)
         for key, (shape, dtype) in spec.inputs.items()

@@ -34,7 +34,7 @@ from mmjax.layers.cpu.product import is_small
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
-from mmjax.models.interface import join_embeds
+from mmjax.models.interface import embed_units
 from mmjax.rounding import cdiv
 
 Gather = Callable[[Array, int], Array]
@@ -88,7 +88,7 @@ def encode(
 ) -> Float[Array, "rows D"]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
     model = bind(graphdef, params)
-    embeds = join_embeds(model.embed_multimodal(**inputs))
+    embeds = embed_units(model, inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
     if flat.shape != (len(dst_rows), pool.shape[-1]):
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
