@@ -11,10 +11,16 @@ from hypothesis import strategies as st
 from transformers.image_transforms import normalize, rescale
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.errors import ProcessingError, RequestError
 from mmjax.models.host_inputs import AFFINE, EncoderSpec, HostInputs, byte_pixels
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.image_processors.affine import apply_affine, keep_bytes, make_affine
+from mmjax.processing.tensors.fields import MultiModalFieldElem
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.sampling_params import SamplingParams
+from mmjax.transport.codec import encode
+from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import draw
 from tests.processing.families import FAMILIES
 
@@ -136,13 +142,40 @@ KEEPING = [family for family in FAMILIES.values() if family.pixels_dtype == "uin
 def test_an_item_is_a_quarter_of_its_float_pixels(family: Any):
     """896 x 896 pixels, or what the family makes of them."""
     inputs = family.make_processor().apply(family.placeholder, {"image": draw(896, 896)})
-    (item,) = inputs.mm_kwargs["image"]
+    item = inputs.mm_kwargs.get_item("image", 0)
     sent = item.get_data()
     floats = make_pixels(sent, colours_last=family.colours_last)
     num_bytes, num_before = (
         sum(np.asarray(tensor).nbytes for tensor in tensors.values()) for tensors in (sent, floats)
     )
     assert num_bytes <= 0.27 * num_before
+
+
+def test_the_bridge_and_the_caches_have_a_quarter_of_the_bytes():
+    inputs = FAMILIES["gemma3"].make_processor().apply("<start_of_image>", {"image": draw(60, 90)})
+    item = inputs.mm_kwargs.get_item("image", 0)
+    floats = MultiModalKwargsItem(
+        {
+            key: MultiModalFieldElem(data=data, field=item[key].field)
+            for key, data in make_pixels(item.get_data()).items()
+        }
+    )
+    (place,) = inputs.mm_placeholders["image"]
+
+    def count_sent(data: Any) -> int:
+        feature = MultiModalFeatureSpec(
+            data=data, modality="image", identifier="a", mm_position=place, mm_hash="a"
+        )
+        request = EngineCoreRequest(
+            request_id="r",
+            prompt_token_ids=inputs.prompt_token_ids,
+            mm_features=[feature],
+            sampling_params=SamplingParams(),
+        )
+        return sum(len(frame) for frame in encode(request))
+
+    assert count_sent(item) <= 0.27 * count_sent(floats)
+    assert get_item_size(item) <= 0.27 * get_item_size(floats)
 
 
 REQUESTS = (
@@ -192,7 +225,7 @@ def test_bytes_are_what_hf_has_before_it_rescales(width: int, height: int, crops
     settings_ |= {"crop_size": {"height": 20, "width": 20}, "return_tensors": "np"}
     image = draw(width, height)
     ours = keep_bytes(CLIPImageProcessorPil)()([image], **settings_)
-    plain = {"do_rescale": False, "do_normalize": False}
+    plain: dict[str, Any] = {"do_rescale": False, "do_normalize": False}
     wanted = CLIPImageProcessorPil()([image], **settings_, **plain)["pixel_values"]
     assert ours["pixel_values"].dtype == wanted.dtype == np.uint8
     np.testing.assert_array_equal(ours["pixel_values"], wanted)

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.processing.image_processors.image import to_pixels
+from mmjax.processing.media.parallel import map_in_threads
 
 AFFINE_KEYS: Mapping[str, str] = MappingProxyType(
     {"image": "image_affine", "video": "video_affine"}
@@ -85,6 +86,9 @@ class _Unresized(Image.Image):
     def __init__(self, pixels: Image.Image) -> None:
         super().__init__()
         self.pixels = pixels
+        self.batch: Sequence[_Unresized] = [self]
+        """Those that HF resizes with it, by the same arguments."""
+        self.resized: np.ndarray | None = None
 
     @property
     def size(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -105,6 +109,18 @@ class _KeepsBytes:
             return _Unresized(image)
         return super().process_image(image, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
+    def resize(self, image: Any, *args: Any, **kwargs: Any) -> Any:
+        """Resize a batch at its first image, side by side: HF goes from one to the next."""
+        resize = super().resize  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(image, _Unresized):
+            return resize(image, *args, **kwargs)
+        if image.resized is None:
+            arrays = map_in_threads(lambda one: resize(one, *args, **kwargs), image.batch)
+            for one, array in zip(image.batch, arrays, strict=True):
+                one.resized = array
+        resized, image.resized = image.resized, None
+        return resized
+
     def _preprocess(
         self,
         images: Sequence[Any],
@@ -119,6 +135,9 @@ class _KeepsBytes:
         normalization = {"mean": image_mean, "std": image_std} if do_normalize else {}
         affine = make_affine(rescale_factor=rescale_factor if do_rescale else 1.0, **normalization)
         is_resized_first = kwargs.get("do_resize") and not any(map(kwargs.get, _BEFORE_RESIZING))
+        batch = [image for image in images if isinstance(image, _Unresized)]
+        for image in batch:
+            image.batch = batch
         outputs = super()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
             images if is_resized_first else [_as_array(image) for image in images],
             *args,
