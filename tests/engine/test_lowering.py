@@ -46,6 +46,7 @@ def make_programs(
     placement: Placement | None = None,
     *,
     width: int = 32,
+    num_encoder_rows: int = 16,
 ) -> Programs:
     """Describe an engine's programs as they are on `platform`."""
     config: Any = copy.deepcopy(tiny_config())
@@ -66,7 +67,7 @@ def make_programs(
         buckets=buckets,
         placement=placement or Placement(),
         host_inputs=model_class.host_inputs(config),
-        num_encoder_rows=16,
+        num_encoder_rows=num_encoder_rows,
         block_size=16,
         max_blocks=8,
         cache_type=cache_type,

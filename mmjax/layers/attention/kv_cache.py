@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.rounding import round_up
 
 LANES = 128
@@ -82,8 +83,9 @@ class TransposedCache(NamedTuple):
     The layout for attention in XLA (docs/log.md has the figures), which XLA shards by itself.
     """
 
-    keys: Float[Array, "M K H Q"]
-    values: Float[Array, "M K Q _value"]
+    keys: Shaped[Array, "M K H Q"]
+    """Numbers, or their bits, as `layers.cpu.storage` keeps them."""
+    values: Shaped[Array, "M K Q _value"]
 
     HEAD_AXIS = 1
 
@@ -126,15 +128,17 @@ class TransposedCache(NamedTuple):
         offsets: Int[Array, " T"],
     ) -> "TransposedCache":
         return TransposedCache(
-            self.keys.at[blocks, :, :, offsets].set(keys, mode="drop"),
-            self.values.at[blocks, :, offsets, :].set(values, mode="drop"),
+            self.keys.at[blocks, :, :, offsets].set(to_storage(keys, self.keys.dtype), mode="drop"),
+            self.values.at[blocks, :, offsets, :].set(
+                to_storage(values, self.values.dtype), mode="drop"
+            ),
         )
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
-        return self.keys[ids]
+        return from_storage(self.keys[ids])
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
-        return self.values[ids]
+        return from_storage(self.values[ids])
 
 
 @jax.tree_util.register_dataclass
