@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
 from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
@@ -28,6 +28,7 @@ at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads ma
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
+Attend = Callable[["Tiles"], Float[Array, "W K Z _value"]]
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
 
@@ -105,10 +106,23 @@ def _attend(
     blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
     width = cache.value_dim
     attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
-    each = partial(_attend_each_tile, attend=attend, value_dim=width)
-    on_cpu = attend if is_decoding else each
-    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=attend)
-    return _from_tiles(out[:, :, :num_rows], metadata)
+
+    def at_once(tiles: Tiles) -> Float[Array, "T N _value"]:
+        return _from_tiles(attend(tiles)[:, :, :num_rows], metadata)
+
+    def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
+        is_single = _has_one_token(tiles, group)
+        out = _attend_each_tile(tiles, is_single, attend=attend, value_dim=width)
+        alone = _attend_single_tokens(tiles, is_single, metadata, attend=attend, group=group)
+        tile = metadata.row_slot // metadata.tile_rows.shape[1]
+        return jnp.where(
+            is_single[tile][:, None, None],
+            alone[metadata.tile_request[tile]],
+            _from_tiles(out, metadata),
+        )
+
+    on_cpu = at_once if is_decoding else one_by_one
+    return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 
 def _columns_alike(value_dim: int) -> int:
@@ -130,20 +144,50 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
     )
 
 
+def _has_one_token(tiles: Tiles, group: int) -> Bool[Array, " W"]:
+    """Return which tiles hold one token, as those of requests that decode beside a prompt."""
+    upper = tiles.upper[:, : tiles.upper.shape[1] // group]
+    return (upper[:, 0] > 0) & (upper[:, 1:] == 0).all(1)
+
+
+def _attend_single_tokens(
+    tiles: Tiles,
+    is_single: Bool[Array, " W"],
+    metadata: PagedAttentionMetadata,
+    *,
+    attend: Attend,
+    group: int,
+) -> Float[Array, "R N _value"]:
+    """Attend with requests that have one token, all at once as in decoding; zeros for others."""
+    num_requests, num_tiles = len(metadata.block_tables), len(is_single)
+    request = jnp.where(is_single, metadata.tile_request, num_requests)
+    tile = jnp.full(num_requests, num_tiles, jnp.int32)
+    tile = tile.at[request].set(jnp.arange(num_tiles, dtype=jnp.int32), mode="drop")
+
+    def take(field: Shaped[Array, "W ..."]) -> Shaped[Array, "R ..."]:
+        return field.at[tile].get(mode="fill", fill_value=0)
+
+    query = tiles.query.reshape(*tiles.query.shape[:2], group, -1, tiles.query.shape[3])
+    of_heads = [x.reshape(num_tiles, group, -1)[:, :, 0] for x in (tiles.upper, tiles.lower)]
+    fields = (query[:, :, :, 0], tiles.tables, *of_heads, tiles.first, tiles.end)
+    out = attend(_pad_single_row(Tiles(*map(take, fields))))[:, :, :group]
+    return out.reshape(num_requests, -1, out.shape[3])
+
+
 def _attend_each_tile(
-    tiles: Tiles, *, attend: Callable[[Tiles], Float[Array, "W K Z _value"]], value_dim: int
+    tiles: Tiles, is_single: Bool[Array, " W"], *, attend: Attend, value_dim: int
 ) -> Float[Array, "W K Z _value"]:
     """Attend tile by tile: each over its own number of blocks; padding, which is last, over none.
 
-    The outputs, padded to their width, overwrite the queries: a further array in the loop would be
-    copied.
+    Tiles of a single token are left out. The outputs, padded to their width, overwrite the queries:
+    a further array in the loop would be copied.
     """
     num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
     def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
         tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
-        out = attend(tile)
+        out = attend(tile._replace(end=jnp.where(is_single[number], 0, tile.end)))
         padding = [(0, 0)] * 3 + [(0, query.shape[-1] - value_dim)]
         return jax.lax.dynamic_update_slice_in_dim(query, jnp.pad(out, padding), number, 0)
 
