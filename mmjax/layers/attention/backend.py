@@ -30,7 +30,7 @@ def choose_backend(
     """Return the fastest attention that a platform has for these shapes."""
     if platform == "tpu" and is_paged and _ragged_takes(num_kv_heads, dtype):
         return "ragged"
-    if platform in _CUDA and is_paged and _triton_takes(head_dim, dtype):
+    if platform in _CUDA and is_paged and triton_takes(head_dim, dtype):
         return "triton"
     if platform in _CUDA and not is_paged and soft_cap is None:
         is_half = any(dtype == half for half in _HALF)
@@ -47,7 +47,7 @@ def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
     return rest == 0 and (registers in (1, 2, 4, 8) or registers % 8 == 0)
 
 
-def _triton_takes(head_dim: int, dtype: Any) -> bool:
+def triton_takes(head_dim: int, dtype: Any) -> bool:
     """Return whether our kernels for CUDA can be used, which Triton compiles from Ampere on."""
     is_known = any(dtype == known for known in (jnp.float32, *_HALF))
     fits = head_dim * jnp.dtype(dtype).itemsize <= _MAX_TRITON_ROW
