@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import jax
 import pytest
 
+from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
@@ -37,6 +39,34 @@ def test_answers_are_the_oracles(backend: str, monkeypatch: pytest.MonkeyPatch):
     news = drain(core)
     assert [tokens_of(news[request.request_id]) for request in requests] == alone
     assert core.compilations == 0
+
+
+@pytest.mark.slow
+def test_the_kernel_for_cuda_answers_as_the_oracle(monkeypatch: pytest.MonkeyPatch):
+    """The whole engine through the kernel, interpreted."""
+    calls = []
+
+    def interpreted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return gpu_attention(*arguments, **options, interpret=True)
+
+    def on_cuda(*arguments: Any, default: Any, **platforms: Any) -> Any:
+        kernel = platforms.get("cuda")
+        if kernel is not None and kernel.func is interpreted:
+            return kernel(*arguments)
+        return dependent(*arguments, default=default, **platforms)
+
+    dependent = jax.lax.platform_dependent
+    monkeypatch.setattr("mmjax.layers.attention.api.gpu_attention", interpreted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_cuda)
+    core = make_engine("triton", monkeypatch)
+    requests = [message(f"r{i}", parts) for i, parts in enumerate(PROMPTS)]
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    assert calls
+    expected = [dense_greedy(request) for request in requests]
+    assert [tokens_of(news[request.request_id]) for request in requests] == expected
 
 
 def test_steps_with_and_without_images_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch):

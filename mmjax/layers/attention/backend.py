@@ -12,8 +12,9 @@ Backend = Literal["xla", "ragged", "triton", "cudnn"]
 
 _AMPERE = 8.0
 _CUDA = ("cuda", "gpu")
-_MAX_TRITON_ROW = 1280
-"""Bytes of a key: the smallest tiles of wider ones would not fit into every GPU's shared memory."""
+_MAX_TRITON_ROW = 1152
+"""Bytes of a key, as DeepSeek's latent has in bfloat16: the smallest tiles of wider ones would not
+fit into every GPU's shared memory."""
 
 _HALF = (jnp.bfloat16, jnp.float16)
 

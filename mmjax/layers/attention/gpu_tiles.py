@@ -24,7 +24,7 @@ _MAX_ROWS, _MAX_KEYS = 128, 64
 _QUERY_BYTES, _KEY_BYTES = 2**15, 2**14
 """Bytes of a tile of queries and of one of keys, at most: with the keys and values of three tiles
 128 KiB of an H100's shared memory of 227. Before Hopper, two tiles are loaded: 96 KiB and a rest,
-which an A100 has; GPUs with 99 KiB take half of the keys."""
+which an A100 has; GPUs with 99 KiB take half of each."""
 _SHARED_BYTES, _LITTLE = 227 * 2**10, 100 * 2**10
 NUM_STAGES = 3
 """Stages of the loop over tiles of keys: two are loaded while one is computed."""
@@ -56,10 +56,12 @@ class Sizes(NamedTuple):
 
 def choose_sizes(num_rows: int, width: int, dtype: Any) -> Sizes:
     """Return the sizes for `num_rows` queries of a width that attend to the same keys."""
-    row_bytes = width * jnp.dtype(dtype).itemsize
+    size = jnp.dtype(dtype).itemsize
     is_small = gpu_attribute("shared_memory_per_block_optin", _SHARED_BYTES) < _LITTLE
-    key_bytes = _KEY_BYTES // 2 if is_small else _KEY_BYTES
-    rows, keys = (floor_power(size // row_bytes) for size in (_QUERY_BYTES, key_bytes))
+    query_bytes, key_bytes = (full // (1 + is_small) for full in (_QUERY_BYTES, _KEY_BYTES))
+    keys = floor_power(key_bytes // (width * size))
+    # By the first part of the columns: a second one is small.
+    rows = query_bytes // (floor_power(width) * size)
     rows = max(LEAST, min(ceil_power(num_rows), rows, _MAX_ROWS))
     num_warps = 8 if rows * ceil_power(width) >= _WIDE else 4
     return Sizes(rows, max(LEAST, min(keys, _MAX_KEYS)), num_warps)
