@@ -33,35 +33,28 @@ Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
 
 
-def paged_attention(
-    query: Float[Array, "T N H"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "T N _value"]:
-    """Attend to the query's own sequence, whose keys and values are in `cache` already."""
-    upper, lower = _visible_range(metadata, window)
-    attend = partial(_attend, query, cache, metadata, metadata.block_tables, (upper, lower))
-    return attend(scale=scale, soft_cap=soft_cap)
+def visible_range(
+    metadata: PagedAttentionMetadata, window: int | None
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower`."""
+    end = metadata.token_index + 1
+    if metadata.span_end is not None:
+        end = jnp.maximum(end, metadata.span_end)
+    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    if window is None:
+        return upper, jnp.full_like(upper, -1)
+    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
+        mode="fill", fill_value=0
+    )
 
 
-def paged_cross_attention(
-    query: Float[Array, "T N H"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
-    cross: CrossAttentionMetadata,
-    *,
-    scale: float,
-) -> Float[Array, "T N _value"]:
-    """Attend to all encoder hidden states, whose keys and values are in `cache` already."""
-    is_row = metadata.tile_rows < len(query)
+def visible_states(
+    metadata: PagedAttentionMetadata, cross: CrossAttentionMetadata
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return, for all encoder hidden states of the query's request, the same."""
+    is_row = metadata.tile_rows < len(metadata.token_index)
     upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
-    lower = jnp.full_like(upper, -1)
-    attend = partial(_attend, query, cache, metadata, cross.block_tables, (upper, lower))
-    return attend(scale=scale, soft_cap=None)
+    return upper, jnp.full_like(upper, -1)
 
 
 class Tiles(NamedTuple):
@@ -79,7 +72,7 @@ class Tiles(NamedTuple):
     """Index after the last one; 0 for padding."""
 
 
-def _attend(
+def walk_blocks(
     query: Float[Array, "T N _width"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
@@ -89,6 +82,10 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "T N _value"]:
+    """Attend to the blocks of each query's request, within the two ends of what is visible.
+
+    Keys and values are in `cache` already.
+    """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
@@ -288,18 +285,3 @@ def _from_tiles(
     num_kv_heads, value_dim = out.shape[1], out.shape[3]
     out = out.reshape(tiles, num_kv_heads, -1, width, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(tiles * width, -1, value_dim)[metadata.row_slot]
-
-
-def _visible_range(
-    metadata: PagedAttentionMetadata, window: int | None
-) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
-    """Return `Tiles.upper` and `Tiles.lower`."""
-    end = metadata.token_index + 1
-    if metadata.span_end is not None:
-        end = jnp.maximum(end, metadata.span_end)
-    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
-    if window is None:
-        return upper, jnp.full_like(upper, -1)
-    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
-        mode="fill", fill_value=0
-    )
