@@ -19,7 +19,7 @@ MAX_TOKENS = 300
 """Of a request: so many that the first still runs when the last has been read."""
 
 
-def serve_mmjax(checkpoint: str, dtype: str) -> Decode:
+def serve_mmjax(checkpoint: str, dtype: Any) -> Decode:
     """Return mmjax's decoding; its weights come from the formula that wrote the checkpoint."""
     del checkpoint
     from benchmarks.step_model import make_engine, make_request, text_config
@@ -50,7 +50,7 @@ def serve_mmjax(checkpoint: str, dtype: str) -> Decode:
     return decode
 
 
-def serve_hf(checkpoint: str, dtype: str) -> Decode:
+def serve_hf(checkpoint: str, dtype: Any) -> Decode:
     """Return HF's decoding: eager, sdpa, the faster of its two caches at each call's shape."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
@@ -80,7 +80,7 @@ def serve_hf(checkpoint: str, dtype: str) -> Decode:
     return decode
 
 
-def serve_vllm(checkpoint: str, dtype: str) -> Decode:
+def serve_vllm(checkpoint: str, dtype: Any) -> Decode:
     """Return vLLM's decoding, in this process, through its engine's own steps."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"
