@@ -108,9 +108,9 @@ def walk_blocks(
         return _from_tiles(attend(tiles)[:, :, :num_rows], metadata)
 
     def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
-        is_single = _has_one_token(tiles, group)
+        is_single = _has_one_token(visible[0])
         out = _attend_each_tile(tiles, is_single, attend=attend, value_dim=width)
-        alone = _attend_single_tokens(tiles, is_single, metadata, attend=attend, group=group)
+        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend)
         tile = metadata.row_slot // metadata.tile_rows.shape[1]
         return jnp.where(
             is_single[tile][:, None, None],
@@ -141,21 +141,21 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
     )
 
 
-def _has_one_token(tiles: Tiles, group: int) -> Bool[Array, " W"]:
+def _has_one_token(upper: Int[Array, "W Z"]) -> Bool[Array, " W"]:
     """Return which tiles hold one token, as those of requests that decode beside a prompt."""
-    upper = tiles.upper[:, : tiles.upper.shape[1] // group]
     return (upper[:, 0] > 0) & (upper[:, 1:] == 0).all(1)
 
 
 def _attend_single_tokens(
     tiles: Tiles,
+    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
     is_single: Bool[Array, " W"],
     metadata: PagedAttentionMetadata,
     *,
     attend: Attend,
-    group: int,
 ) -> Float[Array, "R N _value"]:
     """Attend with requests that have one token, all at once as in decoding; zeros for others."""
+    group = tiles.upper.shape[1] // visible[0].shape[1]
     num_requests, num_tiles = len(metadata.block_tables), len(is_single)
     request = jnp.where(is_single, metadata.tile_request, num_requests)
     tile = jnp.full(num_requests, num_tiles, jnp.int32)
@@ -165,7 +165,7 @@ def _attend_single_tokens(
         return field.at[tile].get(mode="fill", fill_value=0)
 
     query = tiles.query.reshape(*tiles.query.shape[:2], group, -1, tiles.query.shape[3])
-    of_heads = [x.reshape(num_tiles, group, -1)[:, :, 0] for x in (tiles.upper, tiles.lower)]
+    of_heads = [jnp.tile(end[:, :1], (1, group)) for end in visible]
     fields = (query[:, :, :, 0], tiles.tables, *of_heads, tiles.first, tiles.end)
     out = attend(_pad_single_row(Tiles(*map(take, fields))))[:, :, :group]
     return out.reshape(num_requests, -1, out.shape[3])
