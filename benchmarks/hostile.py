@@ -11,21 +11,19 @@ import base64
 import io
 import json
 import multiprocessing
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
+
+from benchmarks.servers import Server, start_mmjax
 
 _MIB = 2**20
 _PATIENCE_S = 1.0
@@ -106,48 +104,6 @@ class Observed:
     text_s: list[float] = field(default_factory=list)
     statuses: Counter[str] = field(default_factory=Counter)
     peak_bytes: int = 0
-
-
-class Server:
-    """The server under test, in processes of its own."""
-
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self.log = folder / "log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mmjax.serve", "--port", "0", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                self.port = int(found[1])
-                return
-        raise SystemExit(f"the server did not start:\n{self.log.read_text()}")
-
-    @property
-    def memory_bytes(self) -> int:
-        """Resident memory of P0."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", status)
-        return int(found[1]) * 1024 if found else 0
-
-    @property
-    def log_bytes(self) -> int:
-        """How long the log is."""
-        return self.log.stat().st_size
-
-    def end(self) -> float:
-        """Send SIGTERM; return the seconds until the process is gone."""
-        start = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(120)
-        if self.process.poll() is None:
-            self.process.kill()
-        return time.monotonic() - start
 
 
 async def exchange(port: int, method: str, path: str, body: bytes, timeout_s: float) -> str:
@@ -306,7 +262,7 @@ def main() -> None:
     flags, arguments = parser.parse_known_args()
     wanted = flags.only or [*SHAPES, "all at once"]
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder), arguments)
+        server = start_mmjax(arguments, Path(folder) / "log")
         print("| shape | answers | /health ms: median, p99, most | text ms: median, most |", end="")
         print(" P0 MiB: before, peak, after | log bytes a request |\n|---|---|---|---|---|---|")
         asyncio.run(observe(server, Counter))  # everything is loaded from here on

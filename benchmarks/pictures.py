@@ -11,9 +11,11 @@ from PIL import Image
 _GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
 
-def photographs(number: int, width: int = 1920, height: int = 1080) -> list[bytes]:
+def photographs(
+    number: int, width: int = 1920, height: int = 1080, *, seed: int = 0
+) -> list[bytes]:
     """Return JPEGs of smooth colours under sensor noise: about 2 bits a pixel, as a camera's."""
-    chooser = np.random.default_rng(0)
+    chooser = np.random.default_rng(seed)
     encoded = []
     for _ in range(number):
         coarse = chooser.integers(0, 256, (height // 40, width // 40, 3), dtype=np.uint8)

@@ -1,10 +1,10 @@
 """What a step costs: the host's part, and prompts and decoding beside other programs.
 
-`python -m benchmarks.step [--peer PYTHON] [--rounds 5] [--cores N] [--only host|prefill|decode]`
-prints the tables. The host's part is that of 64 running requests. Prompts and decoding, behind 600
-tokens, are of a Gemma 3 decoder (18 layers of width 640, 262,208 tokens) in float32; HF
-transformers, and vLLM where `PYTHON` has it, get the same weights and take turns with mmjax in the
-same run, each in a process of its own.
+`python -m benchmarks.step [--peer PYTHON] [--rounds 5] [--cores N] [--dtype bfloat16]
+[--only host|prefill|decode]` prints the tables. The host's part is that of 64 running requests.
+Prompts and decoding, behind 600 tokens, are of a Gemma 3 decoder (18 layers of width 640, 262,208
+tokens) in `--dtype`; HF transformers, and vLLM where `PYTHON` has it, get the same weights and take
+turns with mmjax in the same run, each in a process of its own.
 """
 
 import argparse
@@ -97,11 +97,11 @@ def measure_host(num_running: int, num_steps: int) -> None:
 class Worker:
     """One program in a process of its own."""
 
-    def __init__(self, python: str, kind: str, checkpoint: str, num_cores: int) -> None:
+    def __init__(self, python: str, kind: str, checkpoint: str, dtype: str, num_cores: int) -> None:
         script = Path(__file__).with_name("step_worker.py")
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:num_cores]))
         self._process = subprocess.Popen(
-            ["taskset", "-c", cores, python, str(script), kind, checkpoint],
+            ["taskset", "-c", cores, python, str(script), kind, checkpoint, dtype],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if kind != "mmjax" else None,
@@ -132,7 +132,7 @@ def _environment(kind: str, num_cores: int) -> dict[str, str]:
 
 
 @contextmanager
-def running_workers(peer: str | None, num_cores: int) -> Iterator[dict[str, Worker]]:
+def running_workers(peer: str | None, dtype: str, num_cores: int) -> Iterator[dict[str, Worker]]:
     """Start all programs over one checkpoint; end them behind the block."""
     with tempfile.TemporaryDirectory() as checkpoint:
         write_checkpoint(Path(checkpoint))
@@ -140,7 +140,8 @@ def running_workers(peer: str | None, num_cores: int) -> Iterator[dict[str, Work
         if peer is not None:
             pythons["vllm"] = peer
         workers = {
-            name: Worker(python, name, checkpoint, num_cores) for name, python in pythons.items()
+            name: Worker(python, name, checkpoint, dtype, num_cores)
+            for name, python in pythons.items()
         }
         yield workers
         for worker in workers.values():
@@ -149,7 +150,7 @@ def running_workers(peer: str | None, num_cores: int) -> Iterator[dict[str, Work
 
 def measure_prefill(workers: Mapping[str, Worker], rounds: int) -> None:
     """Print the time to the first token of one prompt, and the best other's over mmjax's."""
-    print(f"milliseconds to the first token of one prompt, float32, median of {rounds} rounds:")
+    print(f"milliseconds to the first token of one prompt, median of {rounds} rounds:")
     for length in PROMPTS:
         task = {"batch": 1, "context": length, "tokens": 1}
         medians = {name: _median(runs, "first_s") for name, runs in _race(workers, rounds, task)}
@@ -160,7 +161,7 @@ def measure_prefill(workers: Mapping[str, Worker], rounds: int) -> None:
 
 def measure_decode(workers: Mapping[str, Worker], rounds: int, tokens: int) -> None:
     """Print decoded tokens a second of all programs, and mmjax's share of the best other."""
-    print(f"decoded tokens/s behind {CONTEXT} tokens, float32, median of {rounds} rounds:")
+    print(f"decoded tokens/s behind {CONTEXT} tokens, median of {rounds} rounds:")
     for batch in BATCHES:
         task = {"batch": batch, "context": CONTEXT, "tokens": tokens}
         races = _race(workers, rounds, task)
@@ -195,12 +196,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a round")
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", choices=("host", "prefill", "decode"), default=None)
     flags = parser.parse_args()
     if flags.only in (None, "host"):
         measure_host(64, 200)
     if flags.only != "host":
-        with running_workers(flags.peer, flags.cores) as workers:
+        with running_workers(flags.peer, flags.dtype, flags.cores) as workers:
             if flags.only != "decode":
                 measure_prefill(workers, flags.rounds)
             if flags.only != "prefill":

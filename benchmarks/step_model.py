@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.config import CacheConfig, DtypeName, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
@@ -62,8 +62,10 @@ def write_checkpoint(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_engine(text: Gemma3TextConfig, **scheduler: Any) -> EngineCore:
-    """Start an engine over the same weights; its tower is never used."""
+def make_engine(
+    text: Gemma3TextConfig, *, dtype: DtypeName = "float32", **scheduler: Any
+) -> EngineCore:
+    """Start an engine over the same weights, rounded to `dtype`; its tower is never used."""
     vision = SiglipVisionConfig(
         hidden_size=8,
         intermediate_size=8,
@@ -74,14 +76,13 @@ def make_engine(text: Gemma3TextConfig, **scheduler: Any) -> EngineCore:
         vision_use_head=False,
     )
     hf_config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    _, abstract = build_abstract(
-        Gemma3ForConditionalGeneration, hf_config, dtype=jnp.dtype(jnp.float32)
-    )
+    _, abstract = build_abstract(Gemma3ForConditionalGeneration, hf_config, dtype=jnp.dtype(dtype))
     leaves: dict[str, Any] = {}
     for name, leaf in flatten_params(abstract).items():
         own = name.removeprefix("language_model.")
         is_text = own != name
-        leaves[name] = weight(own, leaf.shape) if is_text else np.zeros(leaf.shape, np.float32)
+        values = weight(own, leaf.shape) if is_text else np.zeros(leaf.shape, np.float32)
+        leaves[name] = values.astype(leaf.dtype)
     config = EngineConfig(
         model=ModelConfig(
             model="benchmark",
@@ -89,7 +90,7 @@ def make_engine(text: Gemma3TextConfig, **scheduler: Any) -> EngineCore:
             hf_config=hf_config,
             architecture="Gemma3ForConditionalGeneration",
             max_model_len=MAX_MODEL_LEN,
-            dtype="float32",
+            dtype=dtype,
         ),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(**scheduler),

@@ -1,4 +1,4 @@
-"""Decodes on request: `python step_worker.py mmjax|hf|vllm CHECKPOINT`, one program a process.
+"""Decodes on request: `python step_worker.py mmjax|hf|vllm CHECKPOINT DTYPE`, each in a process.
 
 Reads lines of JSON, `{"batch": B, "context": C, "tokens": N}`: B prompts of C random tokens, behind
 each of which N more are decoded. Answers `{"first_s": ..., "decode_s": ...}`: the seconds until
@@ -19,12 +19,14 @@ MAX_TOKENS = 300
 """Of a request: so many that the first still runs when the last has been read."""
 
 
-def serve_mmjax(checkpoint: str) -> Decode:
+def serve_mmjax(checkpoint: str, dtype: Any) -> Decode:
     """Return mmjax's decoding; its weights come from the formula that wrote the checkpoint."""
     del checkpoint
     from benchmarks.step_model import make_engine, make_request, text_config
 
-    core = make_engine(text_config(), max_num_seqs=MAX_BATCH, max_num_batched_tokens=256)
+    core = make_engine(
+        text_config(), dtype=dtype, max_num_seqs=MAX_BATCH, max_num_batched_tokens=256
+    )
     numbers = iter(range(10**9))
 
     def decode(batch: int, context: int, tokens: int) -> tuple[float, float]:
@@ -48,12 +50,14 @@ def serve_mmjax(checkpoint: str) -> Decode:
     return decode
 
 
-def serve_hf(checkpoint: str) -> Decode:
+def serve_hf(checkpoint: str, dtype: Any) -> Decode:
     """Return HF's decoding: eager, sdpa, the faster of its two caches at each call's shape."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=getattr(torch, dtype)
+    ).eval()
 
     def run(cache: Any, batch: int, context: int, tokens: int) -> tuple[float, float]:
         ids = torch.randint(3, 1000, (batch, context))
@@ -76,7 +80,7 @@ def serve_hf(checkpoint: str) -> Decode:
     return decode
 
 
-def serve_vllm(checkpoint: str) -> Decode:
+def serve_vllm(checkpoint: str, dtype: Any) -> Decode:
     """Return vLLM's decoding, in this process, through its engine's own steps."""
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="2", VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1"
@@ -87,7 +91,7 @@ def serve_vllm(checkpoint: str) -> Decode:
 
     llm = LLM(
         checkpoint,
-        dtype="float32",
+        dtype=dtype,
         skip_tokenizer_init=True,
         max_model_len=1024,
         max_num_seqs=MAX_BATCH,
@@ -121,11 +125,11 @@ def serve_vllm(checkpoint: str) -> Decode:
 
 def main() -> None:
     """Answer until the input ends."""
-    kind, checkpoint = sys.argv[1:]
+    kind, checkpoint, dtype = sys.argv[1:]
     # What a program prints while it loads must not stand among the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    decode = {"mmjax": serve_mmjax, "hf": serve_hf, "vllm": serve_vllm}[kind](checkpoint)
+    decode = {"mmjax": serve_mmjax, "hf": serve_hf, "vllm": serve_vllm}[kind](checkpoint, dtype)
     for line in sys.stdin:
         task = json.loads(line)
         first_s, decode_s = decode(task["batch"], task["context"], task["tokens"])

@@ -171,7 +171,9 @@ class ModelConfig:
         minimum=1,
     )
     dtype: DtypeName = setting(
-        "auto", "Of weights and activations. auto: float32 on CPU, bfloat16 on GPU and TPU."
+        "auto",
+        "Of weights and activations. auto: bfloat16 on GPU and TPU, and on a CPU that multiplies "
+        "it itself, of weights stored in 16 bits; else float32.",
     )
     served_model_name: str = setting(
         "", "Name of the model in requests and `/v1/models`.", unset="`model`, as given"

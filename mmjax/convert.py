@@ -20,7 +20,7 @@ from mmjax.config import DtypeName, ModelConfig
 from mmjax.errors import CheckpointError, MMJaxError
 from mmjax.layers.module import Params, build_abstract
 from mmjax.logger import configure_logging, get_logger
-from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config
+from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config, stored_dtype
 from mmjax.models.registry import load_model_class
 from mmjax.weights.load import load_params
 from mmjax.weights.snapshot import is_snapshot, save_snapshot
@@ -82,10 +82,7 @@ def _load(config: ModelConfig, *, use_tqdm: bool) -> Params:
 def _resolve_dtype(config: ModelConfig) -> Any:
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    text_config = config.hf_config.get_text_config()
-    named = getattr(config.hf_config, "dtype", None) or getattr(text_config, "dtype", None)
-    # A torch.dtype if torch is installed, else a string.
-    name = str(named).removeprefix("torch.")
+    name = stored_dtype(config.hf_config)
     return jnp.dtype(name if name in get_args(DtypeName) else "float32")
 
 

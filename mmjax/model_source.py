@@ -294,6 +294,14 @@ def _find_model_type(raw: Mapping[str, Any], part: str) -> str | None:
     return value.get("model_type") if isinstance(value, dict) else None
 
 
+def stored_dtype(hf_config: Any) -> str | None:
+    """Return the dtype that config.json names for the weights; None if it names none."""
+    text_config = hf_config.get_text_config()
+    named = getattr(hf_config, "dtype", None) or getattr(text_config, "dtype", None)
+    # A torch.dtype if torch is installed, else a string.
+    return None if named is None else str(named).removeprefix("torch.")
+
+
 def _architecture(hf_config: Any) -> str:
     architectures = getattr(hf_config, "architectures", None)
     if not architectures:

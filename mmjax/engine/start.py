@@ -24,8 +24,10 @@ from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
+from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract
 from mmjax.logger import get_logger
+from mmjax.model_source import stored_dtype
 from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import build_model, left_out_names
 from mmjax.models.registry import load_model_class
@@ -70,7 +72,12 @@ class EngineStart:
         """Load the weights (unless `params` are given), allocate, compile all programs."""
         config = self.config
         device = jax.local_devices()[0]
-        dtype = resolve_dtype(config.model.dtype, device.platform)
+        dtype = resolve_dtype(
+            config.model.dtype,
+            device.platform,
+            stored_dtype(config.model.hf_config),
+            cpu_has_bfloat16=has_bfloat16(),
+        )
         with self._timed("load_weights"):
             graphdef, params = self._load(params, dtype)
         model = bind(graphdef, params)
@@ -274,11 +281,23 @@ class EngineStart:
         self.seconds[name] = time.perf_counter() - start
 
 
-def resolve_dtype(name: str, platform: str) -> Any:
-    """Return the dtype of weights and caches; "auto" is float32 on CPU, bfloat16 elsewhere."""
+def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloat16: bool) -> Any:
+    """Return the dtype of weights and caches.
+
+    "auto" is bfloat16 on accelerators. On a CPU it is bfloat16 where the weights are stored in 16
+    bits and the CPU multiplies bfloat16 itself, which is then faster (docs/performance.md); else
+    float32. `stored`: as `stored_dtype` returns it.
+    """
     if name == "auto":
-        # XLA's bfloat16 products on CPU are several times slower than float32.
-        name = "float32" if platform == "cpu" else "bfloat16"
+        is_half = stored in ("bfloat16", "float16")
+        name = "bfloat16" if platform != "cpu" or (is_half and cpu_has_bfloat16) else "float32"
+        logger.info(
+            "dtype auto: %s, on %s%s with weights stored in %s",
+            name,
+            platform,
+            "" if platform != "cpu" else f" {'with' if cpu_has_bfloat16 else 'without'} bfloat16",
+            stored or "no named dtype",
+        )
     return jnp.dtype(name)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmjax.errors import CheckpointError
 from mmjax.processing.image_processors.affine import AFFINE_KEYS
 from mmjax.processing.tensors.inputs import PlaceholderRange
 
@@ -26,8 +27,13 @@ def byte_pixels(
 
     `embed_multimodal` is given them rescaled and normalised, float32. The processor gives uint8
     and what `make_affine` returns. `shape`: of a unit's or a patch's; colours come first in it,
-    or last.
+    or last. CheckpointError where the config's images have other colours than red, green, blue.
     """
+    if shape[-1 if colours_last else 0] % _NUM_COLOURS:
+        raise CheckpointError(
+            f"the config's images give `{name}` of {list(shape)}, whose colours are not "
+            f"{_NUM_COLOURS}; images are red, green and blue: set `num_channels` to 3"
+        )
     colours = (1, _NUM_COLOURS) if colours_last else (_NUM_COLOURS, 1)
     return {name: (shape, "uint8"), AFFINE: ((3, *colours), "float32")}
 

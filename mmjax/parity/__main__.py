@@ -1,12 +1,13 @@
 """`python -m mmjax.parity [MODEL]`: compare a model with HF's, layer by layer.
 
-Runs a checkpoint in float32 with mmjax and HF, and prints each module's difference.
+Runs a checkpoint in float32 with mmjax and HF, and prints each module's difference. With
+`--dtype bfloat16` it prints how far that takes each of the two from its own float32 run.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmjax.model_source import load_model_config
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
 from mmjax.parity.compare import TOLERANCE, format_case, format_summary
 from mmjax.parity.reference import import_torch
+from mmjax.parity.rounded import RoundedParity, format_rounded
 
 NUM_IMAGES = (0, 1, 2, 3)
 PROMPTS = ("Describe the picture.", "What color is the circle?")
@@ -37,21 +39,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
+    if options.dtype != "float32":
+        rounded = RoundedParity(model_config, dtype=options.dtype, max_len=options.max_len)
+        rounded_reports = [
+            rounded.run(case, max_tokens=options.max_tokens)
+            for case in _make_cases(options, rounded.exact)
+        ]
+        print(format_rounded(rounded_reports, options.dtype))
+        return 0 if all(report.is_good for report in rounded_reports) else 1
     parity = Parity(model_config, max_len=options.max_len)
     reports = []
+    for case in _make_cases(options, parity):
+        reports.append(parity.run(case, max_tokens=options.max_tokens))
+        if not options.summary_only:
+            print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
+    print(format_summary(reports, options.tolerance, parity.notes))
+    return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
+
+
+def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
     for text in options.prompts:
         for num_images in options.num_images or [n for n in NUM_IMAGES if parity.takes_images(n)]:
-            case = Case(
+            yield Case(
                 name=f"{text!r} + {num_images}",
                 prompt=parity.write_prompt(text, num_images),
                 images=[_draw(*SIZES[i % len(SIZES)], i) for i in range(num_images)],
                 mm_processor_kwargs=options.mm_processor_kwargs,
             )
-            reports.append(parity.run(case, max_tokens=options.max_tokens))
-            if not options.summary_only:
-                print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
-    print(format_summary(reports, options.tolerance, parity.notes))
-    return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,6 +79,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
 

@@ -91,8 +91,16 @@ class PagedModel:
     Programs: one for the encoder (one unit), one for decoding, one per 64 prompt tokens.
     """
 
-    def __init__(self, model_class: type, hf_config: Any, params: Params, max_len: int) -> None:
-        self.graphdef, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
+    def __init__(
+        self,
+        model_class: type,
+        hf_config: Any,
+        params: Params,
+        max_len: int,
+        dtype: Any = jnp.float32,
+    ) -> None:
+        self.graphdef, abstract = build_abstract(model_class, hf_config, dtype=dtype)
+        self.dtype = dtype
         structure = bind(self.graphdef, abstract)
         self.model_class: Any = model_class
         self.host_inputs: HostInputs = self.model_class.host_inputs(hf_config)
@@ -108,12 +116,18 @@ class PagedModel:
 
     @classmethod
     def from_directory(
-        cls, path: Path | str, model_class: Any, hf_config: Any, *, max_len: int
+        cls,
+        path: Path | str,
+        model_class: Any,
+        hf_config: Any,
+        *,
+        max_len: int,
+        dtype: Any = jnp.float32,
     ) -> "PagedModel":
-        """Load a checkpoint in float32."""
-        _, abstract = build_abstract(model_class, hf_config, dtype=jnp.float32)
+        """Load a checkpoint, to compute in `dtype`."""
+        _, abstract = build_abstract(model_class, hf_config, dtype=dtype)
         params = load_params(path, abstract, model_class.rules(hf_config), use_tqdm=False)
-        return cls(model_class, hf_config, params, max_len)
+        return cls(model_class, hf_config, params, max_len, dtype)
 
     def run(self, sample: Sample) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position."""
@@ -151,7 +165,7 @@ class PagedModel:
             self.cache_spec,
             num_blocks=self.num_blocks + self.num_encoder_blocks,
             block_size=BLOCK_SIZE,
-            dtype=jnp.float32,
+            dtype=self.dtype,
         )
 
     def _positions(self, sample: Sample) -> RotaryPositions:
@@ -190,7 +204,7 @@ class PagedModel:
         """Run an encoder-decoder's encoder over its prompt, padded to the longest."""
         count = len(token_ids)
         is_embed = find_embeds(count, sample.items)
-        embeds = np.zeros((self.max_encoder_len, self.width), np.float32)
+        embeds = np.zeros((self.max_encoder_len, self.width), self.dtype)
         if is_embed.any():
             embeds[:count][is_embed] = encoded[""]
         pad = (0, self.max_encoder_len - count)

@@ -43,6 +43,7 @@ class Parity:
     def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
         architecture = model_config.architecture
         self.max_len = max_len
+        self.model_config = model_config
         model_class: Any = load_model_class(architecture)
         self.config = model_config.hf_config
         self.rules = model_class.rules(self.config)
@@ -135,11 +136,8 @@ class Parity:
             tensors["mm_token_type_ids"] = sum(marks)
         return {name: value for name, value in tensors.items() if name in known}
 
-    def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
-        """Run both models on the outputs of their own processors.
-
-        ConfigError for a prompt that leaves no room for its greedy tokens.
-        """
+    def check(self, case: Case, max_tokens: int) -> Sample:
+        """Process a case; ConfigError for a prompt that leaves no room for its greedy tokens."""
         sample = self.process(case)
         if sample.num_tokens + max_tokens > self.max_len:
             raise ConfigError(
@@ -147,6 +145,11 @@ class Parity:
                 f"{self.max_len}; give {sample.num_tokens + max_tokens} or more, for "
                 f"{max_tokens} greedy tokens behind it"
             )
+        return sample
+
+    def run(self, case: Case, *, max_tokens: int = DEFAULT_MAX_TOKENS) -> CaseReport:
+        """Run both models on the outputs of their own processors; raises as `check`."""
+        sample = self.check(case, max_tokens)
         inputs = self.process_reference(case)
         encoder_ids = sample.encoder_token_ids
         token_ids = sample.token_ids if encoder_ids is None else encoder_ids

@@ -67,10 +67,11 @@ class CaseReport:
 
 def compare(ours: Activations, reference: Activations) -> tuple[Difference, ...]:
     """Return the differences in the reference's order; infinite for a module that `ours` lacks."""
-    return tuple(_difference(name, ours.get(name), value) for name, value in reference.items())
+    return tuple(measure(name, ours.get(name), value) for name, value in reference.items())
 
 
-def _difference(name: str, ours: np.ndarray | None, reference: np.ndarray) -> Difference:
+def measure(name: str, ours: np.ndarray | None, reference: np.ndarray) -> Difference:
+    """Return the difference of one module's outputs."""
     peak = float(np.abs(reference).max(initial=0.0))
     distance = mean = float("inf")
     if ours is not None and (1, *ours.shape) == reference.shape:

@@ -37,8 +37,8 @@ def import_torch() -> Any:
         ) from error
 
 
-def load_reference(path: Path | str, architecture: str) -> Any:
-    """Return HF's model of a directory, in float32, without EOS in generation.
+def load_reference(path: Path | str, architecture: str, dtype: str = "float32") -> Any:
+    """Return HF's model of a directory, in `dtype`, without EOS in generation.
 
     Its class is transformers' of the architecture's name, else the one for config.json's
     `model_type`: an architecture of another package is often such a model by another name.
@@ -49,7 +49,7 @@ def load_reference(path: Path | str, architecture: str) -> Any:
     if model_class is None:
         model_class = _find_by_model_type(path, architecture)
     # Safetensors only: else HF falls back to pickles.
-    model = model_class.from_pretrained(str(path), dtype="float32", use_safetensors=True)
+    model = model_class.from_pretrained(str(path), dtype=dtype, use_safetensors=True)
     # Without the checkpoint's sampling defaults and EOS, so that runs can be compared.
     start = getattr(model.config.get_text_config(), "decoder_start_token_id", None)
     for module in model.modules():
@@ -167,6 +167,17 @@ def make_reference_inputs(
         if name == "pixel_values" and (sizes != most).any():
             inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
     return inputs
+
+
+def run_reference_logits(model: Any, inputs: Any) -> np.ndarray:
+    """Return float32[T, V], the logits of a model in any dtype; `inputs` as of `run_reference`."""
+    torch = import_torch()
+    cast = {
+        name: value.to(model.dtype) if value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    with torch.no_grad():
+        return model(**cast).logits[0].float().numpy()
 
 
 def _keep(outputs: dict[str, np.ndarray], name: str) -> Any:

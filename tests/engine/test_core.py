@@ -491,10 +491,24 @@ def test_settings_that_cannot_hold_are_refused() -> None:
         tiny_engine(num_blocks=15)
 
 
-def test_auto_is_float32_on_cpu_only() -> None:
-    assert resolve_dtype("auto", "cpu") == np.float32
-    assert resolve_dtype("auto", "gpu").name == "bfloat16"
-    assert resolve_dtype("bfloat16", "cpu").name == "bfloat16"
+@pytest.mark.parametrize(
+    ("name", "platform", "stored", "cpu_has_bfloat16", "expected"),
+    [
+        ("auto", "cpu", "bfloat16", True, "bfloat16"),
+        ("auto", "cpu", "float16", True, "bfloat16"),
+        ("auto", "cpu", "float32", True, "float32"),
+        ("auto", "cpu", None, True, "float32"),
+        ("auto", "cpu", "bfloat16", False, "float32"),
+        ("auto", "gpu", "float32", False, "bfloat16"),
+        ("bfloat16", "cpu", "float32", False, "bfloat16"),
+        ("float32", "gpu", "bfloat16", True, "float32"),
+    ],
+)
+def test_the_dtype_is_chosen_by_platform_and_checkpoint(
+    name: str, platform: str, stored: str | None, cpu_has_bfloat16: bool, expected: str
+) -> None:
+    chosen = resolve_dtype(name, platform, stored, cpu_has_bfloat16=cpu_has_bfloat16)
+    assert chosen.name == expected
 
 
 # ---- random workloads ----------------------------------------------------------------------------

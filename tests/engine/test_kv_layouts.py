@@ -1,10 +1,12 @@
-"""The engine over the TPU's KV layout, on the CPU: other memory, other programs, equal answers."""
+"""The engine over the kernels' KV layouts, on the CPU: other memory and programs, equal answers."""
 
 from typing import Any
 
+import jax
 import pytest
 
-from mmjax.layers.attention.kv_cache import InterleavedCache
+from mmjax.layers.attention.gpu import gpu_attention
+from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
 PROMPTS: list[list[Any]] = [
@@ -15,16 +17,20 @@ PROMPTS: list[list[Any]] = [
 ]
 
 
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+LAYOUTS = {"ragged": InterleavedCache, "triton": SlotCache}
+
+
+def make_engine(backend: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(
-        "mmjax.layers.attention.api.choose_backend", lambda platform, **options: "ragged"
+        "mmjax.layers.attention.api.choose_backend", lambda platform, **options: backend
     )
     return tiny_engine()
 
 
-def test_answers_are_the_oracles(core: Any):
-    assert isinstance(core._runner._state.kv_cache[0], InterleavedCache)
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_answers_are_the_oracles(backend: str, monkeypatch: pytest.MonkeyPatch):
+    core = make_engine(backend, monkeypatch)
+    assert isinstance(core._runner._state.kv_cache[0], LAYOUTS[backend])
     requests = [message(f"r{i}", parts) for i, parts in enumerate(PROMPTS)]
     alone = [answer(core, request) for request in requests]
     assert alone == [dense_greedy(request) for request in requests]
@@ -35,7 +41,37 @@ def test_answers_are_the_oracles(core: Any):
     assert core.compilations == 0
 
 
-def test_steps_with_and_without_images_have_programs_of_their_own(core: Any):
+@pytest.mark.slow
+def test_the_kernel_for_cuda_answers_as_the_oracle(monkeypatch: pytest.MonkeyPatch):
+    """The whole engine through the kernel, interpreted."""
+    calls = []
+
+    def interpreted(*arguments: Any, **options: Any) -> Any:
+        calls.append(options)
+        return gpu_attention(*arguments, **options, interpret=True)
+
+    def on_cuda(*arguments: Any, default: Any, **platforms: Any) -> Any:
+        kernel = platforms.get("cuda")
+        if kernel is not None and kernel.func is interpreted:
+            return kernel(*arguments)
+        return dependent(*arguments, default=default, **platforms)
+
+    dependent = jax.lax.platform_dependent
+    monkeypatch.setattr("mmjax.layers.attention.api.gpu_attention", interpreted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_cuda)
+    core = make_engine("triton", monkeypatch)
+    requests = [message(f"r{i}", parts) for i, parts in enumerate(PROMPTS)]
+    for request in requests:
+        core.add_request(request)
+    news = drain(core)
+    assert calls
+    expected = [dense_greedy(request) for request in requests]
+    assert [tokens_of(news[request.request_id]) for request in requests] == expected
+
+
+def test_steps_with_and_without_images_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    """Where a kernel is causal: the TPU's."""
+    core = make_engine("ragged", monkeypatch)
     variants = {bucket.has_spans for bucket in core._runner.buckets.mixed}
     assert variants == {False, True}
     assert not any(bucket.has_spans for bucket in core._runner.buckets.steps[:1]), "decoding"

@@ -21,7 +21,7 @@ from mmjax.engine.device.programs import ModelShape, Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention import backend as attention_backend
 from mmjax.layers.attention.api import choose_cache_type, span_variants
-from mmjax.layers.attention.kv_cache import InterleavedCache, TransposedCache
+from mmjax.layers.attention.kv_cache import InterleavedCache, SlotCache
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.engine.tiny import tiny_config
@@ -29,6 +29,8 @@ from tests.engine.tiny import tiny_config
 TPU_KERNEL = re.compile(r"custom_call @tpu_custom_call")
 TPU_CALL = re.compile(r"call @ragged_paged_attention")
 """Layers of one kind share one kernel."""
+CUDA_KERNEL = re.compile(r"custom_call @__gpu\$xla\.gpu\.triton")
+CUDA_CALL = re.compile(r"call @_attend")
 CUDNN_KERNEL = re.compile(r"__cudnn\$fmha")
 NUM_LAYERS = 3
 
@@ -46,6 +48,7 @@ def make_programs(
     placement: Placement | None = None,
     *,
     width: int = 32,
+    num_encoder_rows: int = 16,
 ) -> Programs:
     """Describe an engine's programs as they are on `platform`."""
     config: Any = copy.deepcopy(tiny_config())
@@ -66,7 +69,7 @@ def make_programs(
         buckets=buckets,
         placement=placement or Placement(),
         host_inputs=model_class.host_inputs(config),
-        num_encoder_rows=16,
+        num_encoder_rows=num_encoder_rows,
         block_size=16,
         max_blocks=8,
         cache_type=cache_type,
@@ -145,10 +148,22 @@ def test_the_other_programs_lower_everywhere(kind: str, platform: str):
 @pytest.mark.parametrize("model_class", [CausalGemma3, Gemma3ForConditionalGeneration])
 def test_steps_lower_for_cuda(model_class: Any):
     programs = make_programs(model_class, "gpu", jnp.dtype(jnp.bfloat16))
-    assert isinstance(programs.describe_arrays(1).state.kv_cache[0], TransposedCache)
+    assert isinstance(programs.describe_arrays(1).state.kv_cache[0], SlotCache)
     for program in programs.by_kind(8)["step"]:
         text = lower(program, "cuda")
-        assert text.count("stablehlo.while") == NUM_LAYERS, "a walk over blocks in every layer"
+        assert CUDA_KERNEL.search(text), program.label
+        assert len(CUDA_CALL.findall(text)) == NUM_LAYERS, program.label
+        assert "stablehlo.while" not in text, "the host would wait for every round of a loop"
+
+
+@pytest.mark.usefixtures("as_with_cuda")
+def test_on_a_mesh_each_gpu_calls_the_kernel_with_its_heads():
+    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_heads=2, num_kv_heads=1)
+    programs = make_programs(CausalGemma3, "gpu", jnp.dtype(jnp.bfloat16), placement)
+    text = lower(programs.by_kind(8)["step"][-1], "cuda")
+    assert len(CUDA_CALL.findall(text)) == NUM_LAYERS
+    rows = next(iter(re.findall(r"call @_attend\S*\(.*?tensor<(\w+)>", text)))
+    assert rows.split("x")[1] == "1", "one of the two heads of the queries"
 
 
 @pytest.mark.usefixtures("as_with_cuda")

@@ -14,6 +14,7 @@ from mmjax.layers.attention.api import PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import (
     InterleavedCache,
     LayerCache,
+    SlotCache,
     TransposedCache,
     padded_head_dim,
 )
@@ -192,6 +193,12 @@ def interleave(cache: Any) -> InterleavedCache:
     missing = padded_head_dim(both.shape[-1]) - both.shape[-1]
     pages = jnp.asarray(np.pad(both, ((0, 0),) * 3 + ((0, missing),)))
     return InterleavedCache(pages, cache.values.shape[-1])
+
+
+def by_slots(cache: Any) -> SlotCache:
+    """Return a transposed cache's blocks as the kernel for CUDA has them."""
+    keys, values = np.asarray(cache.keys).transpose(0, 3, 1, 2), np.asarray(cache.values)
+    return SlotCache(jnp.asarray(keys), jnp.asarray(values.transpose(0, 2, 1, 3)))
 
 
 def visible(chunk: Chunk, window: int | None) -> np.ndarray:

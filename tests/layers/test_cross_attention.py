@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,12 +14,15 @@ from mmjax.layers.attention.api import (
     cross_attention,
     write_encoder,
 )
+from mmjax.layers.attention.gpu import gpu_attention
+from mmjax.layers.attention.paged import visible_states
 from tests.layers.ragged import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     Batch,
     Heads,
     answer,
+    by_slots,
     draw_causal_chunk,
     interleave,
     lay_out,
@@ -98,7 +102,7 @@ def expected(query: np.ndarray, encoder: tuple[np.ndarray, np.ndarray]) -> np.nd
     return np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), value)
 
 
-@pytest.mark.parametrize("layout", ["transposed", "interleaved"])
+@pytest.mark.parametrize("layout", ["transposed", "interleaved", "slots"])
 @pytest.mark.parametrize("seed", range(12))
 def test_two_steps_are_dense_attention(seed: int, layout: str):
     """A first step writes the encoders' states, a later one brings none, and both see them all."""
@@ -115,6 +119,8 @@ def test_two_steps_are_dense_attention(seed: int, layout: str):
     cache: Any = batches[0].cache
     if layout == "interleaved":
         cache = interleave(cache)
+    elif layout == "slots":
+        cache = by_slots(cache)
     for is_first, chunks, batch in zip((True, False), steps, batches, strict=True):
         metadata, states = with_encoders(batch, encoders, tables, is_first=is_first)
         cross_query = generator.normal(size=batch.query.shape).astype(np.float32)
@@ -145,6 +151,36 @@ def test_neighbours_never_matter(seed: int):
         inputs = (batch.query, batch.key, batch.value, query)
         outputs.append(np.asarray(run_step(inputs, states, batch.cache, metadata)[1])[rows])
     np.testing.assert_array_equal(*outputs)
+
+
+def test_it_is_the_kernel_for_cuda():
+    """Lowered for CUDA both attentions are a kernel; interpreted, it answers as XLA does."""
+    generator = np.random.default_rng(0)
+    encoders = draw_encoders(generator, 3)
+    chunks = [draw_causal_chunk(generator, 0, length, HEADS) for length in (5, 1, 30)]
+    batch = lay_out(chunks, num_tokens=96, num_requests=4, tile=32)
+    tables = free_blocks([batch], generator)
+    metadata, states = with_encoders(batch, encoders, tables, is_first=True)
+    inputs = (batch.query, batch.key, batch.value, batch.query)
+    arguments = (inputs, states, by_slots(batch.cache), metadata)
+    text = run_step.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("call @_attend") == 2
+    assert "stablehlo.while" not in text
+    _, expected, cache = run_step(*arguments)
+    metadata = jax.tree.map(jnp.asarray, metadata)
+    visible = visible_states(metadata, metadata.cross)
+    out = gpu_attention(
+        jnp.asarray(batch.query),
+        cache,
+        metadata,
+        metadata.cross.block_tables,
+        visible,
+        scale=SCALE,
+        soft_cap=None,
+        interpret=True,
+    )
+    rows = np.concatenate(batch.rows)
+    np.testing.assert_allclose(out[rows], expected[rows], atol=TOLERANCE)
 
 
 def test_a_model_without_an_encoder_has_no_such_fields():

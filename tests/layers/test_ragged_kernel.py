@@ -21,6 +21,7 @@ from mmjax.layers.attention.kv_cache import (
     HeadSharding,
     InterleavedCache,
     KVCacheSpec,
+    SlotCache,
     TransposedCache,
 )
 from mmjax.layers.attention.tpu import ragged_attention, ragged_takes, to_arguments
@@ -265,7 +266,8 @@ def test_what_the_kernel_takes():
     ("platform", "num_kv_heads", "dtype", "expected"),
     [
         ("cpu", 2, "float32", TransposedCache),
-        ("gpu", 2, "bfloat16", TransposedCache),
+        ("gpu", 2, "bfloat16", SlotCache),
+        ("cuda", 3, "float32", SlotCache),
         ("tpu", 2, "float32", InterleavedCache),
         ("tpu", 1, "bfloat16", InterleavedCache),
         ("tpu", 8, "bfloat16", InterleavedCache),

@@ -132,6 +132,18 @@ def test_the_command_says_yes(checkpoint: Path, capsys: pytest.CaptureFixture[st
     assert out.endswith("parity: yes (tolerance 0.0001)\n")
 
 
+def test_the_command_says_what_bfloat16_changes(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--prompts", "Which?", "--num-images", "1", "--max-tokens", "8"]
+    assert main([str(checkpoint), *arguments, "--dtype", "bfloat16"]) == 0
+    *_, row, result = capsys.readouterr().out.splitlines()
+    ours, _, reference, _, peak = (float(cell) for cell in row.split()[3:8])
+    assert 0 < ours < 0.1 * peak
+    assert 0.2 < ours / reference < 5, "as far from float32 as torch's own bfloat16"
+    assert result == "greedy tokens: as sure"
+
+
 def test_the_command_says_no(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--prompts", "Which?", "--num-images", "0", "--max-tokens", "1"]
     assert main([str(checkpoint), *arguments, "--tolerance", "0", "--summary-only"]) == 1

@@ -36,6 +36,9 @@ CONTENT = [START, *[SOFT] * (TOKENS_PER_ITEM - 4), END]
 
 SIZES = (500, 1000)
 TURNS = 15
+MOST_TURNS = 150
+"""Alone on a machine 15 suffice; beside others they go on until each size had one turn alone."""
+BOUND = 2.3
 
 
 def least_seconds(make_run: Callable[[int], Callable[[], object]]) -> list[float]:
@@ -43,7 +46,9 @@ def least_seconds(make_run: Callable[[int], Callable[[], object]]) -> list[float
     least = [float("inf")] * len(runs)
     gc.collect()
     gc.disable()
-    for _ in range(TURNS):
+    for turn in range(MOST_TURNS):
+        if turn >= TURNS and least[1] <= BOUND * least[0]:
+            break
         for place, run in enumerate(runs):
             start = time.process_time()
             run()
@@ -132,7 +137,7 @@ def measured() -> dict[str, list[float]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_twice_the_items_take_twice_the_time(name: str, measured: dict[str, list[float]]):
     half, whole = measured[name]
-    assert whole <= 2.3 * half, f"{half * 1e3:.2f} ms, then {whole * 1e3:.2f} ms"
+    assert whole <= BOUND * half, f"{half * 1e3:.2f} ms, then {whole * 1e3:.2f} ms"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from mmjax.errors import CapacityError
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.server.openai.streaming import EventStream
+from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.server.conftest import MakeServer, Server
 
@@ -93,6 +94,34 @@ def test_chat_stream_contract(server: Server) -> None:
     assert len({event["id"] for event in [first, *middle, last]}) == 1
     assert {event["object"] for event in middle} == {"chat.completion.chunk"}
     assert response.headers["cache-control"] == "no-cache"
+
+
+def test_a_stream_begins_with_its_first_token(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else clients, and benchmarks, would take an empty chunk for the first token."""
+    server = make_server(supervisor=EchoSupervisor(delay_s=0.1))
+    engine = server.supervisor.engine
+    num_steps, sent = [0], []
+    step, respond = engine.step, EventStream.__call__
+
+    def count() -> list[Any]:
+        num_steps[0] += 1
+        return step()
+
+    async def note(self: EventStream, scope: Any, receive: Any, send: Any) -> None:
+        async def noting(message: Any) -> None:
+            sent.append((message["type"], num_steps[0]))
+            await send(message)
+
+        await respond(self, scope, receive, noting)
+
+    monkeypatch.setattr(engine, "step", count)
+    monkeypatch.setattr(EventStream, "__call__", note)
+    events_of(server.chat(stream=True, max_tokens=2))
+    # Status and headers, the role, the first token: all are there when it is, and not before.
+    assert sent[:3] == [("http.response.start", 1), *[("http.response.body", 1)] * 2]
+    assert sent[3] == ("http.response.body", 2)
 
 
 def test_chat_stream_without_usage_and_with_it_all_along(server: Server) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.engine.device.batch import (
     Layout,
@@ -29,8 +29,9 @@ from mmjax.engine.device.prompt_calls import PromptCalls
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.buckets import Buckets, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
-from mmjax.layers.attention.kv_cache import KVCache, LayerCache, allocate
+from mmjax.layers.attention.kv_cache import KVCache, LayerCache, TransposedCache, allocate
 from mmjax.layers.cpu.product import is_small
+from mmjax.layers.cpu.storage import from_storage, storage_dtype, to_storage
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
@@ -70,7 +71,7 @@ class StepState(NamedTuple):
     """What `step` takes (donated) and returns."""
 
     kv_cache: KVCache
-    hidden: Float[Array, "rows D"]
+    hidden: Shaped[Array, "rows D"]
     """Hidden states after the final norm, with the rows of the largest bucket: a step of T tokens
     fills the first T, so that `sample` is compiled once for all buckets."""
 
@@ -82,21 +83,21 @@ def encode(
     graphdef: Any,
     gather: Gather,
     params: Params,
-    pool: Float[Array, "rows D"],
+    pool: Shaped[Array, "rows D"],
     inputs: Mapping[str, Array],
     dst_rows: Int[Array, " outputs"],
-) -> Float[Array, "rows D"]:
+) -> Shaped[Array, "rows D"]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
     model = bind(graphdef, params)
     embeds = embed_units(model, inputs)
-    flat = gather(embeds, 0).reshape(-1, embeds.shape[-1]).astype(pool.dtype)
+    flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
     if flat.shape != (len(dst_rows), pool.shape[-1]):
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
         raise ValueError(
             f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
             f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
         )
-    return pool.at[dst_rows].set(flat, mode="drop")
+    return write_rows(pool, flat, dst_rows)
 
 
 def encode_prompts(
@@ -104,11 +105,11 @@ def encode_prompts(
     gather: Gather,
     *,
     params: Params,
-    pool: Float[Array, "rows D"],
+    pool: Shaped[Array, "rows D"],
     token_ids: Int[Array, "B S"],
     src_rows: Int[Array, "B S"],
     dst_rows: Int[Array, "B S"],
-) -> Float[Array, "rows D"]:
+) -> Shaped[Array, "rows D"]:
     """Run an encoder-decoder's encoder over prompts, of text and rows of the pool, into the pool.
 
     Token ids of padding are negative; `src_rows` of text are, too, and `dst_rows` of padding are
@@ -118,27 +119,26 @@ def encode_prompts(
     text = model.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
     text = text.reshape(*token_ids.shape, -1)
     is_embed = (src_rows >= 0)[:, :, None]
-    merged = jnp.where(is_embed, pool[jnp.maximum(src_rows, 0)], text)
+    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(src_rows, 0)]), text)
     states = gather(model.encode_prompts(merged, token_ids >= 0), 0)
-    flat = states.reshape(-1, pool.shape[-1]).astype(pool.dtype)
-    return pool.at[dst_rows.reshape(-1)].set(flat, mode="drop")
+    return write_rows(pool, states.reshape(-1, pool.shape[-1]), dst_rows.reshape(-1))
 
 
 def write_extra(
-    graphdef: Any, params: Params, pool: Float[Array, "rows D"]
-) -> Float[Array, "rows D"]:
+    graphdef: Any, params: Params, pool: Shaped[Array, "rows D"]
+) -> Shaped[Array, "rows D"]:
     """Write the model's learned embeddings to the last rows of the pool, where they stay."""
-    embeds = bind(graphdef, params).extra_embeds().astype(pool.dtype)
+    embeds = to_storage(bind(graphdef, params).extra_embeds(), pool.dtype)
     return jax.lax.dynamic_update_slice(pool, embeds, (len(pool) - len(embeds), 0))
 
 
 def write_rows(
-    pool: Float[Array, "rows D"],
+    pool: Shaped[Array, "rows D"],
     embeds: Float[Array, "outputs D"],
     dst_rows: Int[Array, " outputs"],
-) -> Float[Array, "rows D"]:
-    """Write precomputed embeddings to rows of the pool; out-of-range rows are dropped."""
-    return pool.at[dst_rows].set(embeds, mode="drop")
+) -> Shaped[Array, "rows D"]:
+    """Write embeddings to rows of the pool; out-of-range rows are dropped."""
+    return pool.at[dst_rows].set(to_storage(embeds, pool.dtype), mode="drop")
 
 
 def step(
@@ -148,7 +148,7 @@ def step(
     layout: Layout,
     params: Params,
     state: StepState,
-    pool: Float[Array, "outputs D"],
+    pool: Shaped[Array, "outputs D"],
     previous: Int[Array, " sampled"],
     packed: Int[Array, " size"],
 ) -> tuple[StepState, Int[Array, " rest"]]:
@@ -168,14 +168,15 @@ def step(
     sampled = previous[jnp.maximum(batch.token_from, 0)]
     text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
     is_embed = (batch.src_index >= 0)[:, None]
-    merged = jnp.where(is_embed, pool[jnp.maximum(batch.src_index, 0)], text)
+    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(batch.src_index, 0)]), text)
     metadata = batch.metadata
     if metadata.cross is not None:
         metadata = metadata._replace(
-            cross=metadata.cross._replace(encoder_hidden_states=pool[batch.cross_src])
+            cross=metadata.cross._replace(encoder_hidden_states=from_storage(pool[batch.cross_src]))
         )
     states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
-    hidden = jax.lax.dynamic_update_slice(state.hidden, states, (0, 0))
+    stored = to_storage(states, state.hidden.dtype)
+    hidden = jax.lax.dynamic_update_slice(state.hidden, stored, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]
 
 
@@ -187,7 +188,7 @@ def sample(
     num_rows: int,
     is_plain: bool,
     params: Params,
-    hidden: Float[Array, "rows D"],
+    hidden: Shaped[Array, "rows D"],
     packed: Int[Array, " size"],
     history: Int[Array, "R S"],
     previous: Int[Array, " sampled"],
@@ -199,7 +200,7 @@ def sample(
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
-    logits = gather(bind(graphdef, params).compute_logits(hidden[batch.rows]), 1)
+    logits = gather(bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows])), 1)
     if is_plain:
         return _pad_tokens(sample_greedy(logits), layout)
     drawn = sample_full(logits, batch, history, previous)
@@ -215,7 +216,7 @@ class DeviceArrays(NamedTuple):
     """All arrays on the device, besides the parameters."""
 
     state: StepState
-    pool: Float[Array, "rows D"]
+    pool: Shaped[Array, "rows D"]
     """Encoder outputs."""
     previous: Int[Array, " sampled"]
     """The last sample."""
@@ -272,11 +273,13 @@ class Programs:
             shape.dtype,
             num_shards=placement.num_kv_shards,
         )
+        self._stored = storage_dtype(shape.dtype, placement.platform)
+        is_plain = self._cache_type is TransposedCache
         self._new_cache = partial(
             allocate,
             model.kv_cache_spec,
             block_size=block_size,
-            dtype=shape.dtype,
+            dtype=self._stored if is_plain else shape.dtype,
             cache_type=self._cache_type,
             sharding=placement.head_sharding,
         )
@@ -354,9 +357,9 @@ class Programs:
 
     def _zeros(self, num_blocks: int) -> DeviceArrays:
         shape, buckets = self._shape, self.buckets
-        hidden = jnp.zeros((buckets.max_num_tokens, shape.hidden_size), shape.dtype)
+        hidden = jnp.zeros((buckets.max_num_tokens, shape.hidden_size), self._stored)
         num_rows = self.num_encoder_rows + self.num_extra_rows
-        pool = jnp.zeros((num_rows, shape.hidden_size), shape.dtype)
+        pool = jnp.zeros((num_rows, shape.hidden_size), self._stored)
         previous = jnp.zeros(buckets.sample[-1], jnp.int32)
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous

@@ -7,14 +7,16 @@ from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from mmjax.layers.attention.backend import choose_backend
+from mmjax.layers.attention.backend import Backend, choose_backend
 from mmjax.layers.attention.dense import dense_attention
+from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.kv_cache import (
     InterleavedCache,
     KVCacheSpec,
     LayerCache,
+    SlotCache,
     TransposedCache,
 )
 from mmjax.layers.attention.metadata import (
@@ -23,7 +25,7 @@ from mmjax.layers.attention.metadata import (
     DenseAttentionMetadata,
     PagedAttentionMetadata,
 )
-from mmjax.layers.attention.paged import paged_attention, paged_cross_attention
+from mmjax.layers.attention.paged import visible_range, visible_states, walk_blocks
 from mmjax.layers.attention.tpu import ragged_attention, ragged_takes
 
 __all__ = [
@@ -47,7 +49,7 @@ def choose_cache_type(
 
     `num_shards`: devices that the key-value heads are sharded over.
     """
-    backends = {
+    backends: set[Backend] = {
         choose_backend(
             platform,
             is_paged=True,
@@ -57,7 +59,9 @@ def choose_cache_type(
         )
         for layer in spec.layers
     }
-    return InterleavedCache if backends == {"ragged"} else TransposedCache
+    if backends == {"ragged"}:
+        return InterleavedCache
+    return SlotCache if backends == {"triton"} else TransposedCache
 
 
 def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[bool, ...]:
@@ -87,7 +91,7 @@ def attention(
         return _dense(query, key, value, metadata, **options), cache
     assert cache is not None, "paged attention needs a cache"
     cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
-    paged = partial(paged_attention, **options)
+    paged = partial(_paged, **options)
     if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
@@ -118,7 +122,42 @@ def cross_attention(
     blocks of one pool), or an entry of its own in `KVCacheSpec.layers`.
     """
     assert metadata.cross is not None, "the metadata is of a model without cross-attention"
-    return paged_cross_attention(query, cache, metadata, metadata.cross, scale=scale)
+    visible = visible_states(metadata, metadata.cross)
+    tables = metadata.cross.block_tables
+    return _within(query, cache, metadata, tables, visible, scale=scale, soft_cap=None)
+
+
+def _paged(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Float[Array, "T N _value"]:
+    visible = visible_range(metadata, window)
+    tables = metadata.block_tables
+    return _within(query, cache, metadata, tables, visible, scale=scale, soft_cap=soft_cap)
+
+
+def _within(
+    query: Float[Array, "T N H"],
+    cache: LayerCache,
+    metadata: PagedAttentionMetadata,
+    block_tables: Int[Array, "R _blocks"],
+    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "T N _value"]:
+    """Attend to the keys within two ends for each query, by a kernel if the layout has one."""
+    arguments = (query, cache, metadata, block_tables, visible)
+    walk = partial(walk_blocks, scale=scale, soft_cap=soft_cap)
+    if not isinstance(cache, SlotCache):
+        return walk(*arguments)
+    kernel = partial(gpu_attention, scale=scale, soft_cap=soft_cap)
+    return jax.lax.platform_dependent(*arguments, cuda=kernel, default=walk)
 
 
 def _dense(

@@ -7,8 +7,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-Backend = Literal["xla", "ragged", "cudnn"]
-"""Plain XLA on any platform; the TPU kernel for paged attention; cuDNN for dense attention."""
+Backend = Literal["xla", "ragged", "triton", "cudnn"]
+"""Plain XLA on any platform; the kernels for paged attention on TPU and CUDA; cuDNN for dense."""
+
+_AMPERE = 8.0
+_CUDA = ("cuda", "gpu")
+_MAX_TRITON_ROW = 1152
+"""Bytes of a key, as DeepSeek's latent has in bfloat16: the smallest tiles of wider ones would not
+fit into every GPU's shared memory."""
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
@@ -25,7 +31,9 @@ def choose_backend(
     """Return the fastest attention that a platform has for these shapes."""
     if platform == "tpu" and is_paged and _ragged_takes(num_kv_heads, dtype):
         return "ragged"
-    if platform in ("cuda", "gpu") and not is_paged and soft_cap is None:
+    if platform in _CUDA and is_paged and triton_takes(head_dim, dtype):
+        return "triton"
+    if platform in _CUDA and not is_paged and soft_cap is None:
         is_half = any(dtype == half for half in _HALF)
         if is_half and head_dim % 8 == 0 and head_dim <= _cudnn_max_head_dim():
             return "cudnn"
@@ -38,6 +46,30 @@ def _ragged_takes(num_kv_heads: int, dtype: Any) -> bool:
         return False
     registers, rest = divmod(2 * num_kv_heads * jnp.dtype(dtype).itemsize, 4)
     return rest == 0 and (registers in (1, 2, 4, 8) or registers % 8 == 0)
+
+
+def triton_takes(head_dim: int, dtype: Any) -> bool:
+    """Return whether our kernels for CUDA can be used, which Triton compiles from Ampere on."""
+    is_known = any(dtype == known for known in (jnp.float32, *_HALF))
+    fits = head_dim * jnp.dtype(dtype).itemsize <= _MAX_TRITON_ROW
+    return is_known and fits and _capability() >= _AMPERE and _has_pallas_triton()
+
+
+@cache
+def _has_pallas_triton() -> bool:
+    """Return whether this version of JAX has the backend: it is deprecated from JAX 0.11 on."""
+    return find_spec("jax.experimental.pallas.triton") is not None
+
+
+def _capability() -> float:
+    """Return the GPU's compute capability; 0 for AMD's GPUs, which have names instead."""
+    name = str(gpu_attribute("compute_capability", 9.0))
+    return float(name) if name[0].isdigit() else 0.0
+
+
+def gpu_attribute(name: str, of_hopper: Any) -> Any:
+    """Return an attribute of the GPU; an H100's where programs are lowered without one."""
+    return getattr(jax.local_devices()[0], name, of_hopper)
 
 
 @cache

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
+from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.rounding import round_up
 
 LANES = 128
@@ -82,8 +83,9 @@ class TransposedCache(NamedTuple):
     The layout for attention in XLA (docs/log.md has the figures), which XLA shards by itself.
     """
 
-    keys: Float[Array, "M K H Q"]
-    values: Float[Array, "M K Q _value"]
+    keys: Shaped[Array, "M K H Q"]
+    """Numbers, or their bits, as `layers.cpu.storage` keeps them."""
+    values: Shaped[Array, "M K Q _value"]
 
     HEAD_AXIS = 1
 
@@ -126,15 +128,17 @@ class TransposedCache(NamedTuple):
         offsets: Int[Array, " T"],
     ) -> "TransposedCache":
         return TransposedCache(
-            self.keys.at[blocks, :, :, offsets].set(keys, mode="drop"),
-            self.values.at[blocks, :, offsets, :].set(values, mode="drop"),
+            self.keys.at[blocks, :, :, offsets].set(to_storage(keys, self.keys.dtype), mode="drop"),
+            self.values.at[blocks, :, offsets, :].set(
+                to_storage(values, self.values.dtype), mode="drop"
+            ),
         )
 
     def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
-        return self.keys[ids]
+        return from_storage(self.keys[ids])
 
     def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
-        return self.values[ids]
+        return from_storage(self.values[ids])
 
 
 @jax.tree_util.register_dataclass
@@ -196,7 +200,76 @@ class InterleavedCache:
         return self.pages[ids, :, 1::2, : self.value_dim].transpose(0, 1, 3, 2, 4)
 
 
-LayerCache = TransposedCache | InterleavedCache
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotCache:
+    """Keys and values slot by slot, each with all its heads, as a layer computes them.
+
+    The layout of the kernel for CUDA: a write is a row for each token, which XLA scatters without a
+    transposition, and a kernel reads whole rows.
+    """
+
+    keys: Any
+    """Float[Array, "M Q K H"], or, as in any pytree, its description."""
+    values: Any
+    """Float[Array, "M Q K _value"]"""
+    sharding: HeadSharding | None = field(default=None, metadata={"static": True})
+    """As in `InterleavedCache`."""
+
+    HEAD_AXIS: ClassVar[int] = 2
+
+    @classmethod
+    def zeros(
+        cls,
+        layer: LayerKVSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: Any,
+        sharding: HeadSharding | None,
+    ) -> "SlotCache":
+        heads = (num_blocks, block_size, layer.num_kv_heads)
+        keys, values = (
+            jnp.zeros((*heads, width), dtype) for width in (layer.head_dim, layer.value_dim)
+        )
+        return cls(keys, values, sharding)
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    def write(
+        self,
+        keys: Float[Array, "T K H"],
+        values: Float[Array, "T K _value"],
+        blocks: Int[Array, " T"],
+        offsets: Int[Array, " T"],
+    ) -> "SlotCache":
+        return replace(
+            self,
+            keys=self.keys.at[blocks, offsets].set(keys, mode="drop"),
+            values=self.values.at[blocks, offsets].set(values, mode="drop"),
+        )
+
+    def read_keys(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K H Q"]:
+        return self.keys[ids].transpose(0, 1, 3, 4, 2)
+
+    def read_values(self, ids: Int[Array, "W _blocks"]) -> Float[Array, "W _blocks K Q _value"]:
+        return self.values[ids].transpose(0, 1, 3, 2, 4)
+
+
+LayerCache = TransposedCache | InterleavedCache | SlotCache
 """The blocks of one layer, in a layout. Every layout has
 
 - `HEAD_AXIS`: the axis of its arrays that a mesh shards;

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
 from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
@@ -28,39 +28,33 @@ at most 16 columns or a multiple of this; not with 24, 32, 48 or 80, as heads ma
 
 State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z _value"]]
 """State of an online softmax: running maximum, sum of weights, weighted values."""
+Attend = Callable[["Tiles"], Float[Array, "W K Z _value"]]
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
 
 
-def paged_attention(
-    query: Float[Array, "T N H"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "T N _value"]:
-    """Attend to the query's own sequence, whose keys and values are in `cache` already."""
-    upper, lower = _visible_range(metadata, window)
-    attend = partial(_attend, query, cache, metadata, metadata.block_tables, (upper, lower))
-    return attend(scale=scale, soft_cap=soft_cap)
+def visible_range(
+    metadata: PagedAttentionMetadata, window: int | None
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return, for the query's own sequence, `Tiles.upper` and `Tiles.lower`."""
+    end = metadata.token_index + 1
+    if metadata.span_end is not None:
+        end = jnp.maximum(end, metadata.span_end)
+    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
+    if window is None:
+        return upper, jnp.full_like(upper, -1)
+    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
+        mode="fill", fill_value=0
+    )
 
 
-def paged_cross_attention(
-    query: Float[Array, "T N H"],
-    cache: LayerCache,
-    metadata: PagedAttentionMetadata,
-    cross: CrossAttentionMetadata,
-    *,
-    scale: float,
-) -> Float[Array, "T N _value"]:
-    """Attend to all encoder hidden states, whose keys and values are in `cache` already."""
-    is_row = metadata.tile_rows < len(query)
+def visible_states(
+    metadata: PagedAttentionMetadata, cross: CrossAttentionMetadata
+) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
+    """Return, for all encoder hidden states of the query's request, the same."""
+    is_row = metadata.tile_rows < len(metadata.token_index)
     upper = jnp.where(is_row, cross.lengths[metadata.tile_request][:, None], 0)
-    lower = jnp.full_like(upper, -1)
-    attend = partial(_attend, query, cache, metadata, cross.block_tables, (upper, lower))
-    return attend(scale=scale, soft_cap=None)
+    return upper, jnp.full_like(upper, -1)
 
 
 class Tiles(NamedTuple):
@@ -78,7 +72,7 @@ class Tiles(NamedTuple):
     """Index after the last one; 0 for padding."""
 
 
-def _attend(
+def walk_blocks(
     query: Float[Array, "T N _width"],
     cache: LayerCache,
     metadata: PagedAttentionMetadata,
@@ -88,6 +82,10 @@ def _attend(
     scale: float,
     soft_cap: float | None,
 ) -> Float[Array, "T N _value"]:
+    """Attend to the blocks of each query's request, within the two ends of what is visible.
+
+    Keys and values are in `cache` already.
+    """
     scaled = pad_heads(query, cache.head_dim) * scale
     tiled = _to_tiles(scaled, cache.num_kv_heads, metadata)
     group = query.shape[1] // cache.num_kv_heads
@@ -105,10 +103,23 @@ def _attend(
     blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
     width = cache.value_dim
     attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
-    each = partial(_attend_each_tile, attend=attend, value_dim=width)
-    on_cpu = attend if is_decoding else each
-    out = jax.lax.platform_dependent(tiles, cpu=on_cpu, default=attend)
-    return _from_tiles(out[:, :, :num_rows], metadata)
+
+    def at_once(tiles: Tiles) -> Float[Array, "T N _value"]:
+        return _from_tiles(attend(tiles)[:, :, :num_rows], metadata)
+
+    def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
+        is_single = _has_one_token(visible[0])
+        out = _attend_each_tile(tiles, is_single, attend=attend, value_dim=width)
+        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend)
+        tile = metadata.row_slot // metadata.tile_rows.shape[1]
+        return jnp.where(
+            is_single[tile][:, None, None],
+            alone[metadata.tile_request[tile]],
+            _from_tiles(out, metadata),
+        )
+
+    on_cpu = at_once if is_decoding else one_by_one
+    return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 
 def _columns_alike(value_dim: int) -> int:
@@ -130,20 +141,50 @@ def _pad_single_row(tiles: Tiles) -> Tiles:
     )
 
 
+def _has_one_token(upper: Int[Array, "W Z"]) -> Bool[Array, " W"]:
+    """Return which tiles hold one token, as those of requests that decode beside a prompt."""
+    return (upper[:, 0] > 0) & (upper[:, 1:] == 0).all(1)
+
+
+def _attend_single_tokens(
+    tiles: Tiles,
+    visible: tuple[Int[Array, "W Z"], Int[Array, "W Z"]],
+    is_single: Bool[Array, " W"],
+    metadata: PagedAttentionMetadata,
+    *,
+    attend: Attend,
+) -> Float[Array, "R N _value"]:
+    """Attend with requests that have one token, all at once as in decoding; zeros for others."""
+    group = tiles.upper.shape[1] // visible[0].shape[1]
+    num_requests, num_tiles = len(metadata.block_tables), len(is_single)
+    request = jnp.where(is_single, metadata.tile_request, num_requests)
+    tile = jnp.full(num_requests, num_tiles, jnp.int32)
+    tile = tile.at[request].set(jnp.arange(num_tiles, dtype=jnp.int32), mode="drop")
+
+    def take(field: Shaped[Array, "W ..."]) -> Shaped[Array, "R ..."]:
+        return field.at[tile].get(mode="fill", fill_value=0)
+
+    query = tiles.query.reshape(*tiles.query.shape[:2], group, -1, tiles.query.shape[3])
+    of_heads = [jnp.tile(end[:, :1], (1, group)) for end in visible]
+    fields = (query[:, :, :, 0], tiles.tables, *of_heads, tiles.first, tiles.end)
+    out = attend(_pad_single_row(Tiles(*map(take, fields))))[:, :, :group]
+    return out.reshape(num_requests, -1, out.shape[3])
+
+
 def _attend_each_tile(
-    tiles: Tiles, *, attend: Callable[[Tiles], Float[Array, "W K Z _value"]], value_dim: int
+    tiles: Tiles, is_single: Bool[Array, " W"], *, attend: Attend, value_dim: int
 ) -> Float[Array, "W K Z _value"]:
     """Attend tile by tile: each over its own number of blocks; padding, which is last, over none.
 
-    The outputs, padded to their width, overwrite the queries: a further array in the loop would be
-    copied.
+    Tiles of a single token are left out. The outputs, padded to their width, overwrite the queries:
+    a further array in the loop would be copied.
     """
     num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
 
     def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
         tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
-        out = attend(tile)
+        out = attend(tile._replace(end=jnp.where(is_single[number], 0, tile.end)))
         padding = [(0, 0)] * 3 + [(0, query.shape[-1] - value_dim)]
         return jax.lax.dynamic_update_slice_in_dim(query, jnp.pad(out, padding), number, 0)
 
@@ -244,18 +285,3 @@ def _from_tiles(
     num_kv_heads, value_dim = out.shape[1], out.shape[3]
     out = out.reshape(tiles, num_kv_heads, -1, width, value_dim).transpose(0, 3, 1, 2, 4)
     return out.reshape(tiles * width, -1, value_dim)[metadata.row_slot]
-
-
-def _visible_range(
-    metadata: PagedAttentionMetadata, window: int | None
-) -> tuple[Int[Array, "W Z"], Int[Array, "W Z"]]:
-    """Return `Tiles.upper` and `Tiles.lower`."""
-    end = metadata.token_index + 1
-    if metadata.span_end is not None:
-        end = jnp.maximum(end, metadata.span_end)
-    upper = end.at[metadata.tile_rows].get(mode="fill", fill_value=0)
-    if window is None:
-        return upper, jnp.full_like(upper, -1)
-    return upper, (metadata.token_index - window).at[metadata.tile_rows].get(
-        mode="fill", fill_value=0
-    )

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.layers.attention.dense import dense_attention
+from mmjax.layers.attention.backend import triton_takes
+from mmjax.layers.attention.gpu_segments import Packed, gpu_segment_attention
+from mmjax.layers.attention.gpu_tiles import choose_sizes
 from mmjax.layers.attention.paged import MASKED
 
 PADDING = -1
@@ -18,8 +20,6 @@ PADDING = -1
 
 BLOCK_SIZE = 256
 """Rows of a block of queries, and of keys."""
-MAX_SCORES = 2**22
-"""Scores per head of one call without an online softmax: 1,024 queries on 4,096 keys."""
 
 
 def segment_attention(
@@ -36,15 +36,12 @@ def segment_attention(
     """
     # NOTE: on a TPU `pallas.ops.tpu.flash_attention` with `SegmentIds(q=ids, kv=ids)` should be
     # faster (rows and heads padded to 128, padding as a segment), but was not run on one yet.
-    # A GPU waits for the host between two iterations of a loop with a dynamic bound.
-    return jax.lax.platform_dependent(
-        query,
-        key,
-        value,
-        segment_ids,
-        cuda=partial(_masked_attention, scale=scale),
-        default=partial(_blockwise_attention, scale=scale),
-    )
+    arguments = (query, key, value, segment_ids)
+    blockwise = partial(_blockwise_attention, scale=scale)
+    if not triton_takes(query.shape[2], query.dtype):
+        return blockwise(*arguments)
+    kernel = partial(_kernel_attention, scale=scale)
+    return jax.lax.platform_dependent(*arguments, cuda=kernel, default=blockwise)
 
 
 def refine_segments(
@@ -91,7 +88,7 @@ def _blockwise_attention(
         _to_blocks(value, size),
         _pad_rows(segment_ids, size, PADDING).reshape(-1, size),
     )
-    first, end = _block_range(blocks.segment_ids)
+    first, end = _block_range(blocks.segment_ids, blocks.segment_ids)
     attend = partial(_attend_block, blocks, scale=scale)
     out = jax.lax.map(attend, (blocks.query, blocks.segment_ids, first, end))  # W N Z H
     out = out.transpose(0, 2, 1, 3).reshape(-1, *query.shape[1:])
@@ -139,44 +136,42 @@ def _fold(
     return new, total * kept + weights.sum(-1), summed * kept[..., None] + added
 
 
-def _block_range(segment_ids: Int[Array, "W Z"]) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
-    """Return the first block that may have rows of a block's segments, and the one after the last.
+def _block_range(
+    query_ids: Int[Array, "W Z"], key_ids: Int[Array, "_blocks _keys"]
+) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return the first block of keys that may be of a block's segments, and that after the last.
 
     By the minimum and maximum id of each block: exact for ascending ids, else possibly too many.
     """
-    is_row = segment_ids >= 0
-    least = jnp.where(is_row, segment_ids, jnp.iinfo(jnp.int32).max).min(1)
-    greatest = segment_ids.max(1)
-    meets = (least[:, None] <= greatest[None, :]) & (least[None, :] <= greatest[:, None])
+    (least, greatest), (least_key, greatest_key) = _extremes(query_ids), _extremes(key_ids)
+    meets = (least[:, None] <= greatest_key[None]) & (least_key[None] <= greatest[:, None])
     first = meets.argmax(1).astype(jnp.int32)
-    last = len(segment_ids) - 1 - meets[:, ::-1].argmax(1).astype(jnp.int32)
+    last = len(key_ids) - 1 - meets[:, ::-1].argmax(1).astype(jnp.int32)
     return first, jnp.where(meets.any(1), last + 1, first)
 
 
-def _masked_attention(
+def _extremes(ids: Int[Array, "W Z"]) -> tuple[Int[Array, " W"], Int[Array, " W"]]:
+    """Return each block's least and greatest segment; of padding alone none."""
+    return jnp.where(ids >= 0, ids, jnp.iinfo(jnp.int32).max).min(1), ids.max(1)
+
+
+def _kernel_attention(
     query: Float[Array, "P N H"],
     key: Float[Array, "P N H"],
     value: Float[Array, "P N H"],
     segment_ids: Int[Array, " P"],
     *,
     scale: float,
+    interpret: bool = False,
 ) -> Float[Array, "P N H"]:
-    """Attend to all keys under a mask, a block of queries at a time, by `dense_attention`."""
-    num_rows = len(query)
-    size = min(num_rows, max(BLOCK_SIZE, MAX_SCORES // num_rows))
-
-    def attend(part: tuple[Float[Array, "Z N H"], Int[Array, " Z"]]) -> Float[Array, "Z N H"]:
-        # Padding attends to padding, so that no row is fully masked.
-        mask = part[1][:, None] == segment_ids[None]
-        return dense_attention(part[0][None], key[None], value[None], mask=mask[None], scale=scale)[
-            0
-        ]
-
-    if size == num_rows:
-        return attend((query, segment_ids))
-    queries = _pad_rows(query, size, 0).reshape(-1, size, *query.shape[1:])
-    ids = _pad_rows(segment_ids, size, PADDING).reshape(-1, size)
-    return jax.lax.map(attend, (queries, ids)).reshape(-1, *query.shape[1:])[:num_rows]
+    """Attend in the kernel for CUDA, which does not wait for the host where a range ends."""
+    sizes = choose_sizes(len(query), query.shape[2], query.dtype)
+    rows, keys = (
+        _pad_rows(segment_ids, size, PADDING).reshape(-1, size)
+        for size in (sizes.num_rows, sizes.num_keys)
+    )
+    packed = Packed(query, key, value, segment_ids, *_block_range(rows, keys))
+    return gpu_segment_attention(packed, sizes=sizes, scale=scale, interpret=interpret)
 
 
 def _is_same(query_ids: Int[Array, " Z"], key_ids: Int[Array, " S"]) -> Bool[Array, "Z S"]:

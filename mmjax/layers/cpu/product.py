@@ -1,7 +1,8 @@
 """The product `x @ weight.T`, weights `[out, in]` as in checkpoints, fast on each platform."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,16 @@ def product(
     if on_cpu is by_rows:
         return by_rows(x, weight)
     return jax.lax.platform_dependent(x, weight, cpu=on_cpu, default=by_rows)
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 numbers itself (x86; others: not measured)."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text("utf-8").split())
+    except OSError:
+        return False
+    return not flags.isdisjoint(("avx512_bf16", "amx_bf16"))
 
 
 def is_small(weight: Array | jax.ShapeDtypeStruct) -> bool:

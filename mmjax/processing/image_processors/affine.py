@@ -5,7 +5,8 @@ std`, which makes four bytes of each. Here the bytes are kept, cached and sent; 
 as nine numbers, and P1 applies it in `encode`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -86,8 +87,8 @@ class _Unresized(Image.Image):
     def __init__(self, pixels: Image.Image) -> None:
         super().__init__()
         self.pixels = pixels
-        self.batch: Sequence[_Unresized] = [self]
-        """Those that HF resizes with it, by the same arguments."""
+        self.batch: Sequence[_Unresized] = ()
+        """Those that HF resizes with it, by the same arguments, while it does."""
         self.resized: np.ndarray | None = None
 
     @property
@@ -115,8 +116,9 @@ class _KeepsBytes:
         if not isinstance(image, _Unresized):
             return resize(image, *args, **kwargs)
         if image.resized is None:
-            arrays = map_in_threads(lambda one: resize(one, *args, **kwargs), image.batch)
-            for one, array in zip(image.batch, arrays, strict=True):
+            batch = image.batch or [image]
+            arrays = map_in_threads(lambda one: resize(one, *args, **kwargs), batch)
+            for one, array in zip(batch, arrays, strict=True):
                 one.resized = array
         resized, image.resized = image.resized, None
         return resized
@@ -136,20 +138,31 @@ class _KeepsBytes:
         affine = make_affine(rescale_factor=rescale_factor if do_rescale else 1.0, **normalization)
         is_resized_first = kwargs.get("do_resize") and not any(map(kwargs.get, _BEFORE_RESIZING))
         batch = [image for image in images if isinstance(image, _Unresized)]
-        for image in batch:
-            image.batch = batch
-        outputs = super()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
-            images if is_resized_first else [_as_array(image) for image in images],
-            *args,
-            do_rescale=False,
-            rescale_factor=rescale_factor,
-            do_normalize=False,
-            image_mean=image_mean,  # a colour to pad with, in some
-            image_std=image_std,
-            **kwargs,
-        )
+        with _as_batch(batch):
+            outputs = super()._preprocess(  # pyright: ignore[reportAttributeAccessIssue]
+                images if is_resized_first else [_as_array(image) for image in images],
+                *args,
+                do_rescale=False,
+                rescale_factor=rescale_factor,
+                do_normalize=False,
+                image_mean=image_mean,  # a colour to pad with, in some
+                image_std=image_std,
+                **kwargs,
+            )
         outputs[AFFINE_KEYS["image"]] = affine
         return outputs
+
+
+@contextmanager
+def _as_batch(images: Sequence[_Unresized]) -> Iterator[None]:
+    """Let each know the others; not for longer, since they would keep each other alive."""
+    for image in images:
+        image.batch = images
+    try:
+        yield
+    finally:
+        for image in images:
+            image.batch = ()
 
 
 def _as_array(image: Any) -> Any:

@@ -94,6 +94,6 @@ FUYU = TinyFamily(
         "plain": Variant({}, 4),
         "no norms of queries and keys": Variant({"qk_layernorm": False}, 4),
         "tied": Variant({"tie_word_embeddings": True}, 4),
-        "grey images, one head": Variant({"num_channels": 1, "num_attention_heads": 1}, 4),
+        "one head": Variant({"num_attention_heads": 1}, 4),
     },
 )

@@ -1,0 +1,113 @@
+"""HTTP servers under test, each in processes of its own: mmjax, and vLLM where it is installed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+_START_S = 1800.0
+_END_S = 120.0
+
+
+class Server:
+    """Starts a command, and waits until it answers `GET ready_path` with 200."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        ready_path: str,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.port = port
+        self.log = log
+        start = time.monotonic()
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                # A group of its own, which `end` can end as a whole.
+                start_new_session=True,
+            )
+        try:
+            self._wait(f"http://127.0.0.1:{port}{ready_path}")
+        except BaseException:
+            self.end()
+            raise
+        self.start_s = time.monotonic() - start
+
+    def _wait(self, url: str) -> None:
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise SystemExit(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+            with suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                if urllib.request.urlopen(url, timeout=5.0).status == 200:
+                    return
+            time.sleep(0.1)
+        raise SystemExit(f"{url} did not answer with 200 in {_START_S:.0f} s; see {self.log}")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the process that was started, without its children."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")]
+        return int(found[0]) * 1024 if found else 0
+
+    @property
+    def log_bytes(self) -> int:
+        """How long the log is."""
+        return self.log.stat().st_size
+
+    def end(self) -> float:
+        """Send SIGTERM; return the seconds until the process is gone."""
+        start = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_S)
+        seconds = time.monotonic() - start
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return seconds
+
+
+def start_mmjax(arguments: Sequence[str], log: Path, *, model: str | None = None) -> Server:
+    """Start this checkout's server; without `model`, of the embedded default."""
+    port = _free_port()
+    chosen = [] if model is None else [model]
+    command = [sys.executable, "-m", "mmjax.serve", *chosen, "--port", str(port), *arguments]
+    return Server(command, port=port, ready_path="/ready", log=log)
+
+
+def start_vllm(peer: Path, arguments: Sequence[str], log: Path, *, model: str) -> Server:
+    """Start vLLM; `peer`: a virtual environment that has it, or that one's interpreter."""
+    port = _free_port()
+    # Not resolved: an environment's interpreter is a link out of it.
+    folder = peer.parent if peer.is_file() else peer / "bin"
+    command = [str(folder / "vllm"), "serve", model, "--port", str(port), *arguments]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "PATH": f"{folder.absolute()}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    address = ["--host", "127.0.0.1"]
+    return Server([*command, *address], port=port, ready_path="/health", log=log, env=env)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
