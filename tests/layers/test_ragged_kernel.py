@@ -40,7 +40,7 @@ from tests.layers.ragged import (
 KERNELS = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 NUM_CASES = 200
 TOLERANCE = 2e-5
-HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 64))
+HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 256))
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"window": None, "soft_cap": None},
     {"window": 9, "soft_cap": None},
