@@ -3,6 +3,7 @@
 import os
 import platform
 import stat
+from importlib.metadata import version
 from pathlib import Path
 
 # NOTE: before anything imports jax. Set in the environment, so that the processes a test starts
@@ -24,8 +25,29 @@ if FOUR_DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # on two of them takes twenty times as long as on one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import jax  # noqa: E402 (the environment comes first)
-import pytest  # noqa: E402
+
+def _share_compiled_programs() -> None:
+    """Keep compiled programs between workers, the servers that tests start, and runs.
+
+    In a folder that only this user can write: what lies there is machine code that jax loads and
+    runs. Hence its owner is checked, and its name carries the machine's kind.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmjax"
+    folder = root / f"tests-{version('jax')}-{platform.machine()}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+_share_compiled_programs()
+
+import pytest  # noqa: E402 (the environment comes first)
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.kit import tiny_gemma3_checkpoint  # noqa: E402
@@ -37,28 +59,6 @@ settings.register_profile("random", PROFILE)
 # new ones.
 settings.register_profile("mmjax", PROFILE, derandomize=True)
 settings.load_profile("mmjax")
-
-
-def _share_compiled_programs() -> None:
-    """Keep compiled programs between workers and runs, in a folder that only this user can write.
-
-    What lies there is machine code that jax loads and runs: hence the folder's owner is checked,
-    and its name carries the machine's kind.
-    """
-    root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmjax"
-    folder = root / f"tests-{jax.__version__}-{platform.machine()}"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return
-    status = folder.stat()
-    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-_share_compiled_programs()
 
 
 @pytest.fixture(scope="session")

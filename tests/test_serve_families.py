@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 from openai import OpenAI
 
@@ -68,11 +67,8 @@ def ask(address: str, messages: Sequence[Any]) -> str:
 
 
 @pytest.fixture
-def served(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def served(name: str, tmp_path: Path) -> Iterator[Any]:
     """The directory, and the address of its server."""
-    # The programs are also those of `LLM`: they are compiled once.
-    compiled: Any = jax.config.values["jax_compilation_cache_dir"]
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", compiled or str(tmp_path / "compiled"))
     path = DIRECTORIES[name](tmp_path)
     flags = [
         word

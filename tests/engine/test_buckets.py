@@ -50,6 +50,12 @@ def test_a_short_prompt_alone_is_padded_little() -> None:
     assert buckets.step_bucket(20, 10) == StepBucket(64, 16, TILE_SIZE)
 
 
+def test_no_bucket_is_larger_than_a_step_can_be() -> None:
+    assert make_buckets(3, 7).mixed == (StepBucket(16, 3, 16),)
+    sizes = [(one.num_tokens, one.num_requests) for one in make_buckets(8, 20).mixed]
+    assert sizes == [(16, 4), (32, 4), (64, 8)]
+
+
 @given(st.data())
 def test_every_step_within_the_limits_has_a_bucket_that_holds_it(data: st.DataObject) -> None:
     max_num_seqs = data.draw(st.integers(1, 40))

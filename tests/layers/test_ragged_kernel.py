@@ -40,7 +40,7 @@ from tests.layers.ragged import (
 KERNELS = "jax.experimental.pallas.ops.tpu.ragged_paged_attention"
 NUM_CASES = 200
 TOLERANCE = 2e-5
-HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 64))
+HEADS = (Heads(4, 2, 64), Heads(4, 1, 128), Heads(2, 2, 256), Heads(6, 2, 256))
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"window": None, "soft_cap": None},
     {"window": 9, "soft_cap": None},
@@ -68,7 +68,8 @@ def draw_case(seed: int) -> tuple[Batch, list[Chunk], dict[str, Any]]:
     ]
     shape = {"num_tokens": 4, "tile": 1} if is_decoding else {"num_tokens": 192, "tile": 64}
     batch = lay_out(chunks, **shape, num_requests=4, seed=seed)
-    options = OPTIONS[int(generator.integers(len(OPTIONS)))]
+    # Two options for each shape of heads: every pair of them is a program to compile.
+    options = OPTIONS[(seed + seed // len(HEADS) % 2) % len(OPTIONS)]
     return batch, chunks, {"scale": heads.width**-0.5, **options}
 
 

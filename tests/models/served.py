@@ -48,7 +48,8 @@ def start_model(
         "encoder_cache_size": largest,
     }
     config = engine_config(**{**sizes, **settings})
-    width = model_class(hf_config, dtype="float32").kv_cache_spec.width
+    layers = model_class(hf_config, dtype="float32").kv_cache_spec.layers
+    width = sum(layer.width // min(size, layer.num_kv_heads) for layer in layers)
     block_bytes = config.cache.block_size * width * 4
     config = replace(
         config,

@@ -103,11 +103,13 @@ def test_answers_depend_on_all_that_is_read(name: str):
     assert len({tuple(answer) for answer in answers}) == len(answers)
 
 
+CRAMPED = {"max_num_batched_tokens": 7, "is_cramped": True}
 ENGINES = [
-    pytest.param({"max_num_batched_tokens": 7, "is_cramped": True}, id="chunks, preempted"),
+    pytest.param({**CRAMPED, "size": 4}, id="chunks, preempted, four devices"),
+    pytest.param(CRAMPED, id="chunks, preempted", marks=pytest.mark.slow),
     pytest.param({"is_cramped": True}, id="whole prompts, preempted", marks=pytest.mark.slow),
     pytest.param({"size": 2}, id="two devices", marks=pytest.mark.slow),
-    pytest.param({"size": 4, "max_num_seqs": 1}, id="four devices"),
+    pytest.param({"size": 4, "max_num_seqs": 1}, id="four devices", marks=pytest.mark.slow),
 ]
 
 

@@ -30,12 +30,8 @@ PROBED = {
     "Qwen2_5_VLForConditionalGeneration": ("visual.blocks.1",),
 }
 """Modules of towers and connectors that are compared too."""
-IN_DEFAULT_RUN = {
-    "Florence2ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-}
-"""The least alike; the laws run for every family in any case, over arrays and over four devices."""
+IN_DEFAULT_RUN = {"Qwen2_5_VLForConditionalGeneration"}
+"""The laws run for every family in any case, over arrays and over four devices."""
 CASES = [
     pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
     for name in DIRECTORIES

@@ -118,6 +118,7 @@ class Buckets:
         mixed = [
             StepBucket(num_tokens, num_requests, min(TILE_SIZE, num_tokens), has_spans, num_states)
             for num_tokens, num_requests in sorted(sizes)
+            if not _holds_any_step(sizes, max_num_batched_tokens, num_tokens, num_requests)
             for has_spans in sorted(span_variants)
         ]
         return cls(
@@ -184,6 +185,16 @@ def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
         calls.append((size, min(number, size)))
         number -= calls[-1][1]
     return calls
+
+
+def _holds_any_step(
+    sizes: Sequence[tuple[int, int]], max_num_batched_tokens: int, below: int, num_requests: int
+) -> bool:
+    """Return whether a bucket of fewer than `below` tokens has room for the largest step."""
+    return any(
+        max_num_batched_tokens <= tokens < below and requests >= num_requests
+        for tokens, requests in sizes
+    )
 
 
 def _write_sizes(max_written: int) -> tuple[int, ...]:

@@ -108,17 +108,18 @@ def walk_blocks(
         return _from_tiles(attend(tiles)[:, :, :num_rows], metadata)
 
     def one_by_one(tiles: Tiles) -> Float[Array, "T N _value"]:
-        is_single = _has_one_token(visible[0])
-        out = _attend_each_tile(tiles, is_single, attend=attend, value_dim=width)
-        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend)
-        tile = metadata.row_slot // metadata.tile_rows.shape[1]
-        return jnp.where(
-            is_single[tile][:, None, None],
-            alone[metadata.tile_request[tile]],
-            _from_tiles(out, metadata),
-        )
+        return _from_tiles(_attend_each_tile(tiles, attend=attend, value_dim=width), metadata)
 
-    on_cpu = at_once if is_decoding else one_by_one
+    def beside_single_tokens(tiles: Tiles) -> Float[Array, "T N _value"]:
+        is_single = _has_one_token(visible[0])
+        alone = _attend_single_tokens(tiles, visible, is_single, metadata, attend=attend)
+        out = one_by_one(tiles._replace(end=jnp.where(is_single, 0, tiles.end)))
+        tile = metadata.row_slot // metadata.tile_rows.shape[1]
+        is_alone = is_single[tile][:, None, None]
+        return jnp.where(is_alone, alone[metadata.tile_request[tile]], out)
+
+    # Of small blocks a second loop saves less than it takes to compile.
+    on_cpu = at_once if is_decoding else beside_single_tokens if is_large else one_by_one
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 
@@ -172,19 +173,20 @@ def _attend_single_tokens(
 
 
 def _attend_each_tile(
-    tiles: Tiles, is_single: Bool[Array, " W"], *, attend: Attend, value_dim: int
+    tiles: Tiles, *, attend: Attend, value_dim: int
 ) -> Float[Array, "W K Z _value"]:
-    """Attend tile by tile: each over its own number of blocks; padding, which is last, over none.
+    """Attend tile by tile, each over its own number of blocks.
 
-    Tiles of a single token are left out. The outputs, padded to their width, overwrite the queries:
-    a further array in the loop would be copied.
+    The outputs, padded to their width, overwrite the queries: a further array in the loop would be
+    copied.
     """
-    num_tiles = (tiles.end > 0).sum(dtype=jnp.int32)
+    numbers = jnp.arange(1, len(tiles.end) + 1, dtype=jnp.int32)
+    num_tiles = jnp.where(tiles.end > 0, numbers, 0).max()  # without the padding, which is last
 
     def body(number: Array, query: Float[Array, "W K Z H"]) -> Float[Array, "W K Z H"]:
         fields = tiles._replace(query=query)
         tile = Tiles(*(jax.lax.dynamic_slice_in_dim(field, number, 1) for field in fields))
-        out = attend(tile._replace(end=jnp.where(is_single[number], 0, tile.end)))
+        out = attend(tile)
         padding = [(0, 0)] * 3 + [(0, query.shape[-1] - value_dim)]
         return jax.lax.dynamic_update_slice_in_dim(query, jnp.pad(out, padding), number, 0)
 
