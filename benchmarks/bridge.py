@@ -61,7 +61,7 @@ def measure_shm(repeats: int) -> Iterator[str]:
 def measure_bridge() -> Iterator[str]:
     """Send a request with a picture of 896x896 twice; count the bytes of both messages."""
     cache = MultiModalProcessorSenderCache(2**30)
-    item = _item("pixel_values", np.zeros((1, 3, 896, 896), np.float32))
+    item = _item("pixel_values", np.zeros((1, 3, 896, 896), np.uint8))
     sizes = []
     for processed in ((item, []), None):
         sent, _ = cache.get_and_update_item(processed, "a" * 64)

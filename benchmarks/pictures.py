@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-_TINY = Path(__file__).parent.parent / "tests" / "golden" / "llava"
+_GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
 
 
 def photographs(
@@ -30,7 +30,7 @@ def photographs(
 
 def write_llava(path: Path, *, side: int = 336, max_model_len: int = 8192) -> Path:
     """Write the prompt side of a LLaVA-1.5 directory (no weights) with pictures of `side`."""
-    shutil.copytree(_TINY, path, dirs_exist_ok=True)
+    shutil.copytree(_GOLDEN / "llava", path, dirs_exist_ok=True)
     config_file, processor_file = path / "config.json", path / "processor_config.json"
     config = json.loads(config_file.read_text())
     config["vision_config"]["image_size"] = side
@@ -43,5 +43,18 @@ def write_llava(path: Path, *, side: int = 336, max_model_len: int = 8192) -> Pa
     processor = json.loads(processor_file.read_text())
     processor["image_processor"]["size"] = {"shortest_edge": side}
     processor["image_processor"]["crop_size"] = {"height": side, "width": side}
+    processor_file.write_text(json.dumps(processor))
+    return path
+
+
+def write_gemma3(path: Path, *, side: int) -> Path:
+    """Write the prompt side of a Gemma 3 directory (no weights) with pictures of `side`."""
+    shutil.copytree(_GOLDEN / "gemma3", path, dirs_exist_ok=True)
+    config_file, processor_file = path / "config.json", path / "processor_config.json"
+    config = json.loads(config_file.read_text())
+    config["vision_config"]["image_size"] = side
+    config_file.write_text(json.dumps(config))
+    processor = json.loads(processor_file.read_text())
+    processor["image_processor"]["size"] = {"height": side, "width": side}
     processor_file.write_text(json.dumps(processor))
     return path

@@ -240,10 +240,7 @@ class EngineCore:
         assert item is not None, "resolved already"
         spec = self._host_inputs.encoder_spec
         try:
-            units = self._host_inputs.units(item.get_data())
-            arrays = {
-                name: np.asarray(units[name], dtype) for name, (_, dtype) in spec.inputs.items()
-            }
+            arrays = self._host_inputs.encoder_inputs(item.get_data())
             rows = self._host_inputs.embed_rows(item.get_data())
         except (KeyError, TypeError, ValueError) as error:
             raise RequestRuntimeError(

@@ -11,7 +11,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmjax.errors import CheckpointError
+from mmjax.processing.image_processors.affine import AFFINE_KEYS
 from mmjax.processing.tensors.inputs import PlaceholderRange
+
+AFFINE = "affine"
+"""The input of `encode` that makes float32 pixels of bytes; no input of `embed_multimodal`."""
+_NUM_COLOURS = 3
+
+
+def byte_pixels(
+    name: str, shape: tuple[int, ...], *, colours_last: bool = False
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return the inputs of an encoder that takes pixels, which stay bytes until `encode`.
+
+    `embed_multimodal` is given them rescaled and normalised, float32. The processor gives uint8
+    and what `make_affine` returns. `shape`: of a unit's or a patch's; colours come first in it,
+    or last. CheckpointError where the config's images have other colours than red, green, blue.
+    """
+    if shape[-1 if colours_last else 0] % _NUM_COLOURS:
+        raise CheckpointError(
+            f"the config's images give `{name}` of {list(shape)}, whose colours are not "
+            f"{_NUM_COLOURS}; images are red, green and blue: set `num_channels` to 3"
+        )
+    colours = (1, _NUM_COLOURS) if colours_last else (_NUM_COLOURS, 1)
+    return {name: (shape, "uint8"), AFFINE: ((3, *colours), "float32")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +114,19 @@ class HostInputs(ABC):
         A packed encoder's are `[patches, ...]`: its places and windows are computed here.
         """
 
+    def encoder_inputs(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return an item's units as `encode` takes them: of the spec's dtypes, with its affine map.
+
+        KeyError, TypeError, ValueError where they are none.
+        """
+        inputs = self.encoder_spec.inputs
+        units = dict(self.units(item))
+        if AFFINE in inputs:
+            shape, _ = inputs[AFFINE]
+            num_units = len(next(iter(units.values())))
+            units[AFFINE] = np.broadcast_to(_find_affine(item).reshape(shape), (num_units, *shape))
+        return {name: _as_dtype(units[name], dtype) for name, (_, dtype) in inputs.items()}
+
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return int32[num_embeds]: which of the encoder's rows an item's embeddings are, in order.
 
@@ -105,3 +142,16 @@ class HostInputs(ABC):
         `items` are in the order of the prompt.
         """
         return None
+
+
+def _find_affine(item: Mapping[str, np.ndarray]) -> np.ndarray:
+    for key in AFFINE_KEYS.values():
+        if key in item:
+            return item[key]
+    raise KeyError(f"none of {', '.join(AFFINE_KEYS.values())} comes beside the pixels")
+
+
+def _as_dtype(array: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "uint8" and np.asarray(array).dtype != np.uint8:
+        raise TypeError(f"pixels are {np.asarray(array).dtype}; the model takes them as uint8")
+    return np.asarray(array, dtype)

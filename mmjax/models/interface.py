@@ -1,6 +1,6 @@
 """What the engine asks of every model's array half."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -13,7 +13,8 @@ from mmjax.config import MultiModalConfig
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
-from mmjax.models.host_inputs import HostInputs
+from mmjax.models.host_inputs import AFFINE, HostInputs
+from mmjax.processing.image_processors.affine import apply_affine
 from mmjax.weights.rules import RuleTypes
 
 MultiModalEmbeddings = Array | Sequence[Array]
@@ -144,6 +145,19 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""
         return self.language_model.compute_logits(hidden_states)
+
+
+def embed_units(model: Any, inputs: Mapping[str, Array]) -> Float[Array, "... D"]:
+    """Return the rows of a call's units, whose bytes become the pixels that the model takes."""
+    given = dict(inputs)
+    affine = given.pop(AFFINE, None)
+    if affine is not None:
+        with jax.named_scope("pixels"):
+            given = {
+                name: apply_affine(array, affine) if array.dtype == jnp.uint8 else array
+                for name, array in given.items()
+            }
+    return join_embeds(model.embed_multimodal(**given))
 
 
 def join_embeds(embeds: MultiModalEmbeddings | Any) -> Float[Array, "... D"]:

@@ -21,7 +21,7 @@ from mmjax.models.host_inputs import (
     PromptItem,
     RotaryPositions,
 )
-from mmjax.models.interface import join_embeds
+from mmjax.models.interface import embed_units
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
@@ -219,8 +219,7 @@ class PagedModel:
     def _units(self, tensors: Mapping[str, np.ndarray]) -> Iterator[Mapping[str, np.ndarray]]:
         """Yield what each call of the encoder gets: a unit, or a pack of one item."""
         spec = self.host_inputs.encoder_spec
-        found = self.host_inputs.units(tensors)
-        units = {name: np.asarray(found[name], dtype) for name, (_, dtype) in spec.inputs.items()}
+        units = self.host_inputs.encoder_inputs(tensors)
         count = len(next(iter(units.values())))
         if isinstance(spec, PackedEncoderSpec):
             yield units | {"segment_ids": np.zeros(count, np.int32)}
@@ -330,7 +329,7 @@ class PagedModel:
 def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:
     module = bind(graphdef, params)
     with record(module) as outputs:
-        embeds = join_embeds(module.embed_multimodal(**unit))
+        embeds = embed_units(module, unit)
     return outputs | {"": embeds}
 
 

@@ -11,14 +11,17 @@ from transformers import ProcessorMixin
 
 from mmjax.config import ModelConfig
 from mmjax.errors import ConfigError
+from mmjax.models.host_inputs import AFFINE
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.reference import (
     generate_reference,
     load_reference,
+    make_pixels,
     make_reference_inputs,
     run_reference,
+    with_float_pixels,
 )
 
 DEFAULT_MAX_TOKENS = 32
@@ -113,8 +116,7 @@ class Parity:
         text = case.prompt
         if not isinstance(text, str):
             text = self.processor.info.get_tokenizer().decode(text)
-        hf_processor: Any = self.hf_processor
-        return hf_processor(
+        return with_float_pixels(self.hf_processor)(
             text=[text],
             images=[list(case.images)] if case.images else None,
             return_tensors="pt",
@@ -123,7 +125,9 @@ class Parity:
 
     def _as_reference(self, inputs: Any) -> dict[str, Any]:
         """Return what our processor gave, of it what HF's model takes."""
-        tensors = make_reference_inputs(inputs.prompt_token_ids, inputs.mm_kwargs.get_data())
+        shape, _ = self.ours.host_inputs.encoder_spec.inputs.get(AFFINE, ((3, 3, 1), ""))
+        data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
+        tensors = make_reference_inputs(inputs.prompt_token_ids, data)
         known = signature(self.reference.forward).parameters
         if "mm_token_type_ids" in known:
             kinds = (self.config.image_token_id, self.config.video_token_id)

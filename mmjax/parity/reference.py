@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from mmjax.errors import ConfigError
 from mmjax.parity.compare import LOGITS
+from mmjax.processing.image_processors.affine import AFFINE_KEYS, apply_affine
 from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
@@ -104,6 +106,39 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
     return {
         name: value[0] if name.startswith("language_model.") else value
         for name, value in outputs.items()
+    }
+
+
+def with_float_pixels(hf_processor: Any) -> Any:
+    """Return HF's processor as HF has it, where ours keeps bytes."""
+    image_processor = copy(hf_processor.image_processor)
+    image_processor.__class__ = getattr(image_processor, "hf_class", type(image_processor))
+    plain = copy(hf_processor)
+    plain.image_processor = image_processor
+    return plain
+
+
+def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> dict[str, Any]:
+    """Return tensors as HF's processor gives them: float32 pixels in place of bytes.
+
+    An item's, or those of items that share an affine map.
+    """
+    shape = (1, 3, 1, 3) if colours_last else (1, 3, 3, 1)
+
+    def restore(name: str, data: Any) -> Any:
+        if isinstance(data, list):
+            return [restore(name, one) for one in data]
+        if data.dtype != np.uint8:
+            return data
+        affine = tensors[AFFINE_KEYS["video" if "video" in name else "image"]]
+        # `[..., C, height, width]`, or a row for each patch.
+        units = data.reshape(-1, *data.shape[-3:]) if data.ndim > 2 else data
+        return apply_affine(units, affine.reshape(shape)).reshape(data.shape)
+
+    return {
+        name: restore(name, data)
+        for name, data in tensors.items()
+        if name not in AFFINE_KEYS.values()
     }
 
 

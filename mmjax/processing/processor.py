@@ -28,6 +28,7 @@ from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.faults import process_and_blame
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.hf_call import get_only_row
+from mmjax.processing.image_processors.affine import AFFINE_KEYS
 from mmjax.processing.items.embeddings import DictEmbeddingItems, EmbeddingItems
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.items.parse import MultiModalDataDict
@@ -504,7 +505,10 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         if not counts:
             return {modality: [] for modality in mm_items}
         features = BatchFeature(dict(hf_inputs))
-        fields = self._get_mm_fields_config(features, mm_kwargs)
+        fields = {
+            **self._get_mm_fields_config(features, mm_kwargs),
+            **{AFFINE_KEYS[m]: MultiModalFieldConfig.shared(m, n) for m, n in counts.items()},
+        }
         kwargs = MultiModalKwargsItems.from_hf_inputs(features, fields)
         validate_mm_kwargs(kwargs, counts)
         updates = resolve_updates(self._get_prompt_updates(mm_items, mm_kwargs, kwargs), counts)

@@ -17,6 +17,8 @@ from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.parity.reference import make_pixels
+from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
@@ -31,6 +33,8 @@ IMAGE_TOKEN = 95
 BOI, EOI, EOS = 94, 93, 1
 TOKENS_PER_IMAGE = 4
 IMAGE_SIZE = 28
+AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.25, 0.3, 0.35))
+"""What pixels are made with."""
 DENSE_LENGTH = 192
 """Tokens of the oracle's only shape."""
 
@@ -98,17 +102,20 @@ def loud_params(config: Any, seed: int = 0) -> tuple[Any, Any]:
 
 
 def picture(seed: int, units: int = 1) -> np.ndarray:
-    """Return the processed tensors of a picture, float32[units, 3, Y, X]."""
+    """Return the processed bytes of a picture, uint8[units, 3, Y, X]."""
     shape = (units, 3, IMAGE_SIZE, IMAGE_SIZE)
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def image_feature(seed: int, offset: int, units: int = 1) -> MultiModalFeatureSpec:
     """Return a picture of `units` crops, each `boi, 4 embeddings, eoi`, at a place."""
-    elem = MultiModalFieldElem(data=picture(seed, units), field=MultiModalBatchedField())
+    tensors = {"pixel_values": picture(seed, units), "image_affine": AFFINE}
+    field = MultiModalBatchedField()
     mask = np.tile([False, *[True] * TOKENS_PER_IMAGE, False], units)
     return MultiModalFeatureSpec(
-        data=MultiModalKwargsItem({"pixel_values": elem}),
+        data=MultiModalKwargsItem(
+            {name: MultiModalFieldElem(data=data, field=field) for name, data in tensors.items()}
+        ),
         modality="image",
         identifier=f"picture-{seed}-{units}",
         mm_position=PlaceholderRange(offset=offset, length=len(mask), is_embed=mask),
@@ -252,7 +259,8 @@ def dense_logits(token_ids: Sequence[int], features: Sequence[MultiModalFeatureS
     is_embed = np.zeros(DENSE_LENGTH, bool)
     for feature in features:
         assert feature.tensors is not None
-        encoded = np.asarray(_encode(feature.tensors.get_data()["pixel_values"]))
+        pixels = make_pixels(feature.tensors.get_data())["pixel_values"]
+        encoded = np.asarray(_encode(pixels))
         encoded = encoded.reshape(-1, 32)
         for first, last in feature.mm_position.extract_embeds_range():
             run = slice(first, last + 1)

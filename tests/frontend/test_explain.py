@@ -42,7 +42,7 @@ def test_everything_that_processing_decided_is_there(explanation: Explanation):
         assert item.mm_hash == item.identifier == inputs.mm_hashes["image"][index]
         assert item.tensors is not None
         assert item.tensors["pixel_values"].shapes == [[1, 3, 56, 56]]
-        assert item.tensors["pixel_values"].dtype == "float32"
+        assert item.tensors["pixel_values"].dtype == "uint8"
         assert item.tensors["num_patches"].field == "batched"
     assert [item.cache for item in explanation.items] == ["hit", "miss"]
 

@@ -10,7 +10,7 @@ from transformers import Blip2Config, T5Config
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
 from mmjax.models.blip2.model import Blip2ForConditionalGeneration as Model
-from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.weights.rules import apply_rules
 from tests.models.families.blip2 import tiny_config
 
@@ -38,7 +38,7 @@ def test_what_the_engine_must_know_is_said():
     }
     host_inputs = model.host_inputs(config)
     assert host_inputs.encoder_spec == EncoderSpec(
-        inputs={"pixel_values": ((3, 32, 32), "float32")}, tokens_per_unit=5
+        inputs=byte_pixels("pixel_values", (3, 32, 32)), tokens_per_unit=5
     )
     units = host_inputs.units({"pixel_values": np.zeros((3, 32, 32), np.float32)})
     assert units["pixel_values"].shape == (1, 3, 32, 32)

@@ -19,7 +19,7 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
-from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
 from mmjax.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ def test_what_the_engine_must_know_is_said():
     config = tiny_config(num_key_value_heads=2)
     host_inputs = Model.host_inputs(config)
     assert host_inputs.encoder_spec == EncoderSpec(
-        inputs={"pixel_values": ((3, 8, 8), "float32")}, tokens_per_unit=TOKENS_PER_IMAGE
+        inputs=byte_pixels("pixel_values", (3, 8, 8)), tokens_per_unit=TOKENS_PER_IMAGE
     )
     item = draw_item(config, Media(0)).tensors
     assert host_inputs.units(item)["pixel_values"].shape == (1, 3, 8, 8)

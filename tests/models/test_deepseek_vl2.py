@@ -24,6 +24,7 @@ from mmjax.models.deepseek_vl2.processor import CHAT_TEMPLATE
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import LOGITS
+from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor
 from tests.kit import draw
 from tests.models.served import make_request, serve, start_model
@@ -96,7 +97,7 @@ def test_ids_ranges_and_tiles_are_the_published_ones(size: str, name: str):
         if bytes_ is not None:
             pixels = (bytes_.astype(np.float32) / 255 - np.float32(0.5)) / np.float32(0.5)
         if pixels is not None:
-            ours = np.concatenate([item["pixel_values"] for item in items])
+            ours = np.concatenate([make_pixels(item)["pixel_values"] for item in items])
             np.testing.assert_allclose(ours, pixels, rtol=0, atol=1e-6)
 
 

@@ -15,6 +15,7 @@ from transformers import Florence2Config, Florence2ForConditionalGeneration
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
+from mmjax.models.interface import embed_units
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
 
@@ -106,7 +107,7 @@ def test_a_prompt_and_a_step_have_their_shapes(size: str):
         name: jax.ShapeDtypeStruct((2, *shape), dtype)
         for name, (shape, dtype) in host_inputs.encoder_spec.inputs.items()
     }
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, units)
+    rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, units)
     assert (rows.shape, rows.dtype) == ((2, 577, width), jnp.bfloat16)
     prompts = jax.ShapeDtypeStruct((2, 1024, width), jnp.bfloat16)
     is_token = jax.ShapeDtypeStruct((2, 1024), jnp.bool)

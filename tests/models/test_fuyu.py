@@ -18,9 +18,9 @@ from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.llm import LLM
 from mmjax.models.fuyu.model import FuyuForCausalLM
-from mmjax.models.host_inputs import PackedEncoderSpec
+from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel
-from mmjax.parity.reference import generate_reference
+from mmjax.parity.reference import generate_reference, make_pixels
 from mmjax.sampling_params import SamplingParams
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
@@ -37,7 +37,8 @@ from tests.processing.families.family import golden_processor
 def test_embeddings_are_hfs():
     model = served_model("fuyu")
     reference = model.reference
-    patches = draw_item(model.config, Media(0)).tensors["image_patches"]
+    item = draw_item(model.config, Media(0)).tensors
+    patches = make_pixels(item, colours_last=True)["image_patches"]
     with torch.no_grad():
         expected = reference.model.get_image_features(torch.tensor(patches)[None])
     graphdef, _ = build_abstract(FuyuForCausalLM, reference.config, dtype=jnp.float32)
@@ -51,7 +52,7 @@ def test_what_the_engine_must_know_is_said():
     config = tiny_config()
     host_inputs = FuyuForCausalLM.host_inputs(config)
     assert host_inputs.encoder_spec == PackedEncoderSpec(
-        inputs={"image_patches": ((75,), "float32")}, patches_per_token=1
+        inputs=byte_pixels("image_patches", (75,), colours_last=True), patches_per_token=1
     )
     item = draw_item(config, Media(0)).tensors
     assert host_inputs.units(item)["image_patches"].shape == (15, 75)
@@ -184,8 +185,8 @@ def test_the_directory_is_served_and_answers_as_hf(checkpoint: Path):
         inputs = {"input_ids": torch.tensor([made.prompt_token_ids])}
         assert output.prompt_token_ids == made.prompt_token_ids
         if made.mm_kwargs:
-            patches = made.mm_kwargs.get_data()["image_patches"]
-            inputs["pixel_values"] = torch.tensor(np.asarray(patches))[None]
+            data = make_pixels(made.mm_kwargs.get_data(), colours_last=True)
+            inputs["pixel_values"] = torch.tensor(data["image_patches"])[None]
         expected = generate_reference(reference, inputs, 12)
         assert tuple(output.outputs[0].token_ids) == expected
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
-from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel
-from mmjax.parity.reference import run_reference
+from mmjax.parity.reference import make_pixels, run_reference
 from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import open_safetensors
 from tests.kit import fill_by_name, tiny_gemma3_checkpoint
@@ -47,7 +47,7 @@ def test_dense_attention_is_hfs_too(window: int):
         hidden, _ = model(hidden, jnp.stack([index] * 3), None, metadata)
         return model.compute_logits(hidden)
 
-    pixels = np.concatenate([item.tensors["pixel_values"] for item in sample.items])
+    pixels = np.concatenate([make_pixels(item.tensors)["pixel_values"] for item in sample.items])
     logits = run(ours.params, sample.token_ids, pixels, sample.is_embed, mask)
     np.testing.assert_allclose(logits, expected, atol=TOLERANCE)
 
@@ -109,7 +109,7 @@ def test_what_the_engine_must_know_is_said():
     assert len(model.kv_cache_spec.layers) == 3
     host_inputs = model.host_inputs(config)
     assert host_inputs.encoder_spec == EncoderSpec(
-        inputs={"pixel_values": ((3, 56, 56), "float32")}, tokens_per_unit=16
+        inputs=byte_pixels("pixel_values", (3, 56, 56)), tokens_per_unit=16
     )
     assert model.has_bidirectional_spans
     units = host_inputs.units({"pixel_values": np.zeros((2, 3, 56, 56), np.float32)})

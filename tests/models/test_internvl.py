@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract, flatten_params
-from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.models.internvl.host_inputs import InternVLHostInputs
 from mmjax.models.internvl.model import InternVLForConditionalGeneration
 from mmjax.weights.sharding import param_sharding
@@ -83,7 +83,7 @@ def test_what_the_engine_must_know_is_said():
     assert model.modalities == ("image", "video")
     host_inputs = InternVLHostInputs(tiny_config(downsample_ratio=0.25))
     assert host_inputs.encoder_spec == EncoderSpec(
-        inputs={"pixel_values": ((3, SIDE, SIDE), "float32")}, tokens_per_unit=1
+        inputs=byte_pixels("pixel_values", (3, SIDE, SIDE)), tokens_per_unit=1
     )
     for name in ("pixel_values", "pixel_values_videos"):
         units = host_inputs.units({name: np.zeros((2, 3, SIDE, SIDE), np.float32)})

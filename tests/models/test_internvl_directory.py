@@ -10,7 +10,7 @@ import torch
 from mmjax import LLM, SamplingParams
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
-from mmjax.parity.reference import generate_reference, load_reference
+from mmjax.parity.reference import generate_reference, load_reference, make_pixels
 from tests.kit import draw
 from tests.models.directories import write_internvl, write_internvl_original
 from tests.processing.families.internvl import hf_processor
@@ -97,7 +97,7 @@ def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path
     processor = create_processor(load_model_config(str(original)))
     inputs = processor.apply(video, {"video": [frames]})
     assert list(ids[1]) == inputs.prompt_token_ids
-    pixels: Any = inputs.mm_kwargs.get_data()["pixel_values_flat_video"]
+    pixels: Any = make_pixels(inputs.mm_kwargs.get_data())["pixel_values_flat_video"]
     assert len(pixels) == 3
     tensors = {"input_ids": torch.tensor([ids[1]]), "pixel_values": torch.tensor(pixels)}
     assert tuple(tokens[1]) == generate_reference(reference, tensors, GREEDY.max_tokens)

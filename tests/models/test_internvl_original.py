@@ -62,7 +62,8 @@ def test_states_logits_and_tokens_are_hfs(tmp_path: Path, name: str):
     parts = (Words(0, 20), Media(0), Words(1, 1), Media(1), Words(2, 7))
     sample = INTERNVL.draw_sample(config, parts)
     inputs = INTERNVL.torch_inputs(reference, sample)
-    flat = [PromptItem(p, {"pixel_values_flat": t["pixel_values"]}) for p, t in sample.items]
+    names = {"pixel_values": "pixel_values_flat", "image_affine": "image_affine"}
+    flat = [PromptItem(p, {names[name]: t[name] for name in t}) for p, t in sample.items]
     sample = replace(sample, items=flat)
     rules = InternVLForConditionalGeneration.rules(config)
     expected = run_reference(reference, inputs, rules)

@@ -12,6 +12,7 @@ from PIL import Image
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.models.registry import MODELS
+from mmjax.parity.reference import make_pixels
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.prepared import PreparedInputs
@@ -109,8 +110,11 @@ def test_prompts_and_pixels_equal_hf(family: Family, kwargs: dict[str, Any], num
 
 
 def assert_tensors_equal(family: Family, ours: MultiModalInputs, theirs: Any) -> None:
-    data = ours.mm_kwargs.get_data()
+    sent = ours.mm_kwargs.get_data()
+    data = make_pixels(sent, colours_last=family.colours_last)
     for key, tolerance in family.tensors.items():
+        if "pixel_values" in key or key in ("images", "image_patches"):
+            assert np.asarray(sent[key]).dtype == family.pixels_dtype
         assert np.shape(data[key]) == np.shape(theirs[key])
         np.testing.assert_allclose(data[key], theirs[key], rtol=0, atol=tolerance)
 

@@ -8,7 +8,7 @@ import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract, flatten_params
-from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, byte_pixels
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from tests.models.families.llava import PIXTRAL_SETTINGS, tiny_config
 
@@ -27,7 +27,7 @@ def test_what_the_engine_must_know_is_said():
     config = tiny_config()
     host_inputs = Model.host_inputs(config)
     assert host_inputs.encoder_spec == EncoderSpec(
-        inputs={"pixel_values": ((3, 28, 28), "float32")}, tokens_per_unit=16
+        inputs=byte_pixels("pixel_values", (3, 28, 28)), tokens_per_unit=16
     )
     units = host_inputs.units({"pixel_values": np.zeros((3, 28, 28), np.float32)})
     assert units["pixel_values"].shape == (1, 3, 28, 28)
@@ -37,7 +37,7 @@ def test_what_the_engine_must_know_is_said():
 def test_pixtrals_patches_are_packed():
     host_inputs = Model.host_inputs(tiny_config(**PIXTRAL_SETTINGS))
     assert host_inputs.encoder_spec == PackedEncoderSpec(
-        inputs={"pixel_values": ((3 * 7 * 7,), "float32"), "places": ((2,), "int32")},
+        inputs={**byte_pixels("pixel_values", (3 * 7 * 7,)), "places": ((2,), "int32")},
         patches_per_token=1,
     )
     pixels = np.arange(3 * 14 * 21, dtype=np.float32).reshape(3, 14, 21)

@@ -14,6 +14,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.interface import embed_units
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
@@ -250,7 +251,7 @@ def test_a_picture_and_a_step_have_their_shapes(name: str):
         key: jax.ShapeDtypeStruct((size, *shape), dtype)
         for key, (shape, dtype) in spec.inputs.items()
     }
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, inputs)
+    rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
     assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
     hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)

@@ -13,6 +13,7 @@ import torch
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.models.interface import embed_units
 from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
 from mmjax.weights.load import match_tensors
 from mmjax.weights.safetensors import StoredTensor
@@ -138,13 +139,13 @@ def test_every_tensor_is_used_once_and_none_is_left_over(name: str):
     assert total == pytest.approx(size, rel=0.01)
 
     spec = model_class.host_inputs(config).encoder_spec
-    assert spec.inputs["pixel_values"] == ((1176,), "float32")
+    assert spec.inputs["pixel_values"] == ((1176,), "uint8")
     inputs = {
         key: jax.ShapeDtypeStruct((128, *shape), dtype)
         for key, (shape, dtype) in spec.inputs.items()
     }
     inputs["segment_ids"] = jax.ShapeDtypeStruct((128,), "int32")
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(**x), params, inputs)
+    rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
     assert (rows.shape, rows.dtype) == ((32, text["hidden_size"]), jnp.bfloat16)
     hidden = jax.ShapeDtypeStruct((4, text["hidden_size"]), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.config import MultiModalConfig
@@ -122,6 +123,25 @@ def test_no_family_looks_at_an_items_neighbours(
     for one, other in zip(parts.mm_kwargs["image"], whole.mm_kwargs["image"], strict=True):
         assert one is not None
         assert one == other
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llava", "qwen2_vl"])
+@pytest.mark.parametrize("place", [(encoded, "load_image_bytes"), (Image.Image, "resize")])
+def test_pictures_are_decoded_and_resized_side_by_side(
+    name: str, place: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Each waits for the other: one after the other, neither would come to its end."""
+    owner, attribute = place
+    family, original, both = FAMILIES[name], getattr(owner, attribute), threading.Barrier(2)
+
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        both.wait(timeout=20)
+        return original(*args, **kwargs)
+
+    data = [encode(draw(90 + i, 70, seed=i)) for i in range(2)]
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(owner, attribute, meet)
+    family.make_processor().apply(family.placeholder * 2, {"image": data})
 
 
 def test_one_picture_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch, decoded: list[int]):

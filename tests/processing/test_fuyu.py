@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.fuyu.processor import FuyuImageProcessor
+from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
 from tests.kit import draw
 from tests.processing.families import fuyu
@@ -68,8 +69,10 @@ def test_patches_of_any_picture_are_hfs(width: int, height: int):
     hf = fuyu.call_hf("what", [image], {})
     inputs = golden_processor("fuyu").apply("what", {"image": image})
     assert inputs.prompt_token_ids == hf.input_ids
-    data = inputs.mm_kwargs.get_data()
-    np.testing.assert_array_equal(data["image_patches"], hf.tensors["image_patches"])
+    data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=True)
+    np.testing.assert_allclose(
+        data["image_patches"], hf.tensors["image_patches"], rtol=0, atol=1e-6
+    )
     num_rows, num_columns = data["image_grid_hw"][0]
     assert hf.input_ids[: num_rows * (num_columns + 1)] == rows(num_rows, num_columns)
 
@@ -231,11 +234,10 @@ def test_settings_are_the_checkpoints(tmp_path: Path):
     hf = hf_processor([[image]], return_tensors="np")
     (pixels,) = hf["images"][0]
     inputs = golden_processor("fuyu", path=path).apply("a", {"image": image})
-    patches = inputs.mm_kwargs.get_data()["image_patches"]
-    np.testing.assert_array_equal(patches[0].reshape(10, 10, 3), pixels.T[:10, :10].swapaxes(0, 1))
-    np.testing.assert_array_equal(
-        patches[-1].reshape(10, 10, 3), pixels.T[80:90, 40:50].swapaxes(0, 1)
-    )
+    patches = make_pixels(inputs.mm_kwargs.get_data(), colours_last=True)["image_patches"]
+    first, last = (pixels.T[:10, :10].swapaxes(0, 1), pixels.T[80:90, 40:50].swapaxes(0, 1))
+    np.testing.assert_allclose(patches[0].reshape(10, 10, 3), first, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(patches[-1].reshape(10, 10, 3), last, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

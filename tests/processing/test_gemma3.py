@@ -159,7 +159,7 @@ def test_transparency_is_white_before_hf_sees_it(processor: Any):
     clear = draw(20, 20).copy()
     clear.putalpha(0)
     inputs = processor.apply(BOI, {"image": clear})
-    assert np.all(inputs.mm_kwargs.get_data()["pixel_values"] == 1.0)
+    assert np.all(inputs.mm_kwargs.get_data()["pixel_values"] == 255)
 
 
 def test_a_checkpoint_that_contradicts_itself_is_named():

@@ -12,9 +12,7 @@ from mmjax.processing.image_processors.image import (
     check_resized_pixels,
     check_squared_pixels,
     fit_within,
-    normalize,
     patchify,
-    rescale,
     to_pixels,
 )
 from tests.kit import draw
@@ -43,17 +41,6 @@ def test_pixels_are_channels_first():
     assert pixels.shape == (3, 3, 5)
     assert pixels.dtype == np.uint8
     assert tuple(pixels[:, 2, 4]) == image.getpixel((4, 2))
-
-
-@pytest.mark.parametrize(("mean", "std"), [(0.5, 0.25), ([0.5, 0.25, 1.0], [1.0, 2.0, 4.0])])
-def test_pixels_are_rescaled_and_normalized(mean: float | list[float], std: float | list[float]):
-    pixels = to_pixels(draw(7, 4))
-    ours = normalize(rescale(pixels, 1 / 255), mean, std)
-    assert ours.dtype == np.float32
-    for channel in range(3):
-        one_mean, one_std = np.broadcast_to(mean, 3)[channel], np.broadcast_to(std, 3)[channel]
-        wanted = (pixels[channel] / 255 - one_mean) / one_std
-        np.testing.assert_allclose(ours[channel], wanted, rtol=0, atol=1e-6)
 
 
 def test_patches_come_row_by_row_with_channels_last():

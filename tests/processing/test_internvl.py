@@ -22,6 +22,7 @@ from mmjax.config import MultiModalConfig
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.model_source import load_model_config
 from mmjax.models.registry import create_processor
+from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize, PromptUpdateError
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
@@ -91,7 +92,7 @@ def test_prompts_are_those_of_the_original(processor: Any, prompt: str):
         inputs = processor.apply(given_prompt, {"image": images})
         assert inputs.prompt_token_ids == wanted
         check_soft_places(inputs, "image")
-        data = inputs.mm_kwargs.get_data()
+        data = make_pixels(inputs.mm_kwargs.get_data())
         pixels = np.concatenate([normalize_as_original(one) for one in tiles])
         np.testing.assert_allclose(data["pixel_values_flat"], pixels, rtol=0, atol=1e-6)
         assert data["image_num_patches"].tolist() == [len(one) for one in tiles]
@@ -311,7 +312,8 @@ def test_hfs_frames_are_resized_and_normalized_as_hf_does(hf_layout: Any, size: 
     mean = torch.tensor((0.48145466, 0.4578275, 0.40821073)).view(3, 1, 1)
     std = torch.tensor((0.26862954, 0.26130258, 0.27577711)).view(3, 1, 1)
     wanted = ((frames.float() / 255 - mean) / std).numpy()
-    difference = np.abs(inputs.mm_kwargs["video"][0].get_data()["pixel_values_videos"] - wanted)
+    item = make_pixels(inputs.mm_kwargs["video"][0].get_data())
+    difference = np.abs(item["pixel_values_videos"] - wanted)
     assert difference.max() < 2 / 255 / 0.26
 
 
@@ -329,7 +331,7 @@ def test_the_original_layout_takes_videos(processor: Any, prompt: str):
             text = processor.info.get_tokenizer().decode(ids)
             assert text == "".join(f"Frame{i + 1}: {tile}" for i in range(len(video)))
         tiles = [Image.fromarray(frame).resize((56, 56)) for video in videos for frame in video]
-        data = inputs.mm_kwargs.get_data()
+        data = make_pixels(inputs.mm_kwargs.get_data())
         pixels = normalize_as_original(tiles)
         np.testing.assert_allclose(data["pixel_values_flat_video"], pixels, rtol=0, atol=1e-6)
 

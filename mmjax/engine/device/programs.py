@@ -35,7 +35,7 @@ from mmjax.layers.cpu.storage import from_storage, storage_dtype, to_storage
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, bind
 from mmjax.models.host_inputs import HostInputs
-from mmjax.models.interface import join_embeds
+from mmjax.models.interface import embed_units
 from mmjax.rounding import cdiv
 
 Gather = Callable[[Array, int], Array]
@@ -89,7 +89,7 @@ def encode(
 ) -> Shaped[Array, "rows D"]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
     model = bind(graphdef, params)
-    embeds = join_embeds(model.embed_multimodal(**inputs))
+    embeds = embed_units(model, inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
     if flat.shape != (len(dst_rows), pool.shape[-1]):
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 
 
 def check_language_model(hf_config: Any) -> None:
@@ -25,7 +25,7 @@ class Blip2HostInputs(HostInputs):
         super().__init__(hf_config)
         side = hf_config.vision_config.image_size
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": ((3, side, side), "float32")},
+            inputs=byte_pixels("pixel_values", (3, side, side)),
             tokens_per_unit=hf_config.num_query_tokens,
         )
 

@@ -13,6 +13,7 @@ from mmjax.models.blip2.host_inputs import check_language_model
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
@@ -86,7 +87,7 @@ class Blip2ProcessingInfo(BaseProcessingInfo):
             )
         # It adds `<image>` to tokenizers of older checkpoints, which lack it.
         processor = Blip2Processor(
-            image_processor=BlipImageProcessorPil.from_pretrained(path),
+            image_processor=keep_bytes(BlipImageProcessorPil).from_pretrained(path),
             tokenizer=self.get_tokenizer(),
             num_query_tokens=num_query_tokens,
         )

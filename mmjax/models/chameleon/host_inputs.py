@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 
 
 def count_codes(vq_config: Any) -> int:
@@ -22,7 +22,7 @@ class ChameleonHostInputs(HostInputs):
         vq_config = hf_config.vq_config
         shape = (vq_config.in_channels, vq_config.resolution, vq_config.resolution)
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": (shape, "float32")}, tokens_per_unit=count_codes(vq_config)
+            inputs=byte_pixels("pixel_values", shape), tokens_per_unit=count_codes(vq_config)
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from mmjax.models.chameleon.host_inputs import count_codes
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -65,7 +66,7 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
                 f"but `vq_config` of config.json gives {num_image_tokens}; make them equal"
             )
         processor = ChameleonProcessor(
-            image_processor=ChameleonImageProcessorPil.from_pretrained(path),
+            image_processor=keep_bytes(ChameleonImageProcessorPil).from_pretrained(path),
             tokenizer=self.get_tokenizer(),
             image_seq_length=num_image_tokens,
             image_token=settings.get("image_token", "<image>"),

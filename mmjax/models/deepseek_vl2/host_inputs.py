@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 from mmjax.rounding import cdiv
 
 NEWLINE, SEPARATOR = -1, -2
@@ -83,7 +83,7 @@ class DeepseekVLV2HostInputs(HostInputs):
         side = read_part(hf_config, "vision_config")["image_size"]
         self._side = count_side_tokens(hf_config)
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": ((3, side, side), "float32")}, tokens_per_unit=self._side**2
+            inputs=byte_pixels("pixel_values", (3, side, side)), tokens_per_unit=self._side**2
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

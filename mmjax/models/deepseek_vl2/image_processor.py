@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.processing.image_processors.image import normalize, to_pixels
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.items.items import ImageSize
 
 _LEFT_OUT: Mapping[str, Any] = {
@@ -62,13 +63,14 @@ class DeepseekVLV2ImageProcessor:
         values = {key: settings.get(key, value) for key, value in _LEFT_OUT.items()}
         if not values["normalize"]:
             raise CheckpointError("`normalize` of processor_config.json is false; it must be true")
-        self.mean, self.std = values["image_mean"], values["image_std"]
-        self._background = tuple(int(channel * 255) for channel in self.mean)
+        mean, std = values["image_mean"], values["image_std"]
+        self.affine = make_affine(rescale_factor=1 / 255, mean=mean, std=std)
+        self._background = tuple(int(channel * 255) for channel in mean)
 
     def __call__(
         self, images: Sequence[Image.Image], *, return_tensors: str, cropping: Any = None
     ) -> dict[str, np.ndarray]:
-        """Return `pixel_values` float32[tiles, 3, S, S], `images_spatial_crop` int64[images, 2].
+        """Return `pixel_values` uint8[tiles, 3, S, S], `images_spatial_crop` int64[images, 2].
 
         The latter is how many tiles stand side by side, and one above the other. `cropping` false:
         each image is one tile beside its view.
@@ -83,7 +85,8 @@ class DeepseekVLV2ImageProcessor:
         ]
         counts = [[side // self.tile_size for side in canvas] for canvas in arranged]
         return {
-            "pixel_values": np.stack([self._to_array(tile) for tile in tiles]),
+            "pixel_values": np.stack([to_pixels(tile) for tile in tiles]),
+            "image_affine": self.affine,
             "images_spatial_crop": np.array(counts, np.int64),
         }
 
@@ -127,7 +130,3 @@ class DeepseekVLV2ImageProcessor:
         method = Image.Resampling.BICUBIC
         canvas = (size.width, size.height)
         return ImageOps.pad(image, canvas, method=method, color=self._background)
-
-    def _to_array(self, tile: Image.Image) -> np.ndarray:
-        pixels = to_pixels(tile).astype(np.float32) / np.float32(255)
-        return normalize(pixels, self.mean, self.std)

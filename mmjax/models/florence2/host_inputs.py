@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 
 MAX_ENCODER_LEN = 1024
 """Tokens of the longest encoder prompt: a published model's 577 of a picture, and 447 of text.
@@ -40,13 +40,13 @@ class Florence2HostInputs(HostInputs):
                 f"{positions}); set a smaller size in the image processor's configuration"
             )
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": ((vision.in_channels, height, width), "float32")},
+            inputs=byte_pixels("pixel_values", (vision.in_channels, height, width)),
             tokens_per_unit=self.num_image_rows,
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Return one unit: the image's pixels."""
-        return {"pixel_values": np.asarray(item["pixel_values"], np.float32)[None]}
+        return {"pixel_values": item["pixel_values"][None]}
 
 
 def read_image_size(hf_config: Any) -> tuple[int, int]:

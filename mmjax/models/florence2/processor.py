@@ -17,6 +17,7 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.encdec import EncDecMultiModalProcessor
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
@@ -69,7 +70,7 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
 
         path, hf_config = self.ctx.model_config.path, self.get_hf_config()
         settings, _ = Florence2Processor.get_processor_dict(path)
-        image_processor = CLIPImageProcessorPil.from_pretrained(path)
+        image_processor = keep_bytes(CLIPImageProcessorPil).from_pretrained(path)
         if not getattr(image_processor, "image_seq_length", None):
             raise CheckpointError(
                 "the image processor's configuration has no `image_seq_length`: the number of "

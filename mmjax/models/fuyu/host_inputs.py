@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
+from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, byte_pixels
 
 
 class FuyuHostInputs(HostInputs):
@@ -15,7 +15,7 @@ class FuyuHostInputs(HostInputs):
         super().__init__(hf_config)
         width = hf_config.patch_size**2 * hf_config.num_channels
         self.encoder_spec = PackedEncoderSpec(
-            inputs={"image_patches": ((width,), "float32")}, patches_per_token=1
+            inputs=byte_pixels("image_patches", (width,), colours_last=True), patches_per_token=1
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

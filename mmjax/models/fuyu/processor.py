@@ -18,13 +18,8 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.hf_call import KnownKwargs
-from mmjax.processing.image_processors.image import (
-    fit_within,
-    normalize,
-    patchify,
-    rescale,
-    to_pixels,
-)
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import fit_within, patchify, to_pixels
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
@@ -79,7 +74,7 @@ class FuyuImageProcessor:
         return math.ceil(fitted.height / patch["height"]), math.ceil(fitted.width / patch["width"])
 
     def make_patches(self, image: Image.Image) -> np.ndarray:
-        """Return float32[rows * columns, patch_height * patch_width * 3]."""
+        """Return uint8[rows * columns, patch_height * patch_width * 3]."""
         size = ImageSize(*image.size)
         fitted = self.fit(size)
         if fitted != size:
@@ -89,8 +84,13 @@ class FuyuImageProcessor:
         missing = (rows * patch_height - fitted.height, columns * patch_width - fitted.width)
         widths = ((0, 0), (0, missing[0]), (0, missing[1]))
         pixels = np.pad(to_pixels(image), widths, constant_values=self.padding_value)
-        pixels = normalize(rescale(pixels, self.rescale_factor), self.image_mean, self.image_std)
         return patchify(pixels, patch_height, patch_width)
+
+    def make_affine(self) -> np.ndarray:
+        """Return what makes pixels of the patches' bytes."""
+        return make_affine(
+            rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
+        )
 
 
 _FIXED_SETTINGS = dict.fromkeys(("do_resize", "do_pad", "do_rescale", "do_normalize"), True)
@@ -132,6 +132,7 @@ class FuyuProcessor:
             sizes = [ImageSize(*image.size) for image in images]
             outputs["image_grid_hw"] = np.array([*map(image_processor.get_grid, sizes)], np.int64)
             outputs["image_patches"] = np.concatenate([*map(image_processor.make_patches, images)])
+            outputs["image_affine"] = image_processor.make_affine()
         return BatchFeature(outputs, tensor_type=return_tensors)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 
 
 class Gemma3HostInputs(HostInputs):
@@ -17,7 +17,7 @@ class Gemma3HostInputs(HostInputs):
         vision = hf_config.vision_config
         shape = (vision.num_channels, vision.image_size, vision.image_size)
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": (shape, "float32")},
+            inputs=byte_pixels("pixel_values", shape),
             tokens_per_unit=math.isqrt(hf_config.mm_tokens_per_image) ** 2,
         )
 

@@ -18,6 +18,7 @@ from mmjax.errors import CheckpointError, RequestRuntimeError, RequestValueError
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
     ImageProcessorItems,
@@ -151,7 +152,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
                 f"`image_token_index` of config.json is {hf_config.image_token_id}"
             )
         return Gemma3Processor(
-            image_processor=Gemma3ImageProcessorPil.from_pretrained(path),
+            image_processor=keep_bytes(Gemma3ImageProcessorPil).from_pretrained(path),
             tokenizer=tokenizer,
             chat_template=self.ctx.model_config.chat_template,
             image_seq_length=num_soft_tokens,

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
 
 PIXEL_KEYS: Mapping[str, Mapping[str, str]] = {
     "original": {"image": "pixel_values_flat", "video": "pixel_values_flat_video"},
     "hf": {"image": "pixel_values", "video": "pixel_values_videos"},
 }
-"""By layout and modality, the name of an item's tiles, float32[tiles, C, Y, X]."""
+"""By layout and modality, the name of an item's tiles, uint8[tiles, C, Y, X]."""
 
 
 def only_side(size: Any, name: str) -> int:
@@ -53,7 +53,7 @@ class InternVLHostInputs(HostInputs):
         side = only_side(vision.image_size, "image_size")
         shape = (getattr(vision, "num_channels", 3), side, side)
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": (shape, "float32")},
+            inputs=byte_pixels("pixel_values", shape),
             tokens_per_unit=(patches_per_side(hf_config) // shuffle_factor(hf_config)) ** 2,
         )
 

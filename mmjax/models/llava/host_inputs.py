@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, byte_pixels
 
 _NUM_EXTRA_FEATURES: Mapping[str, int] = MappingProxyType(
     {"clip_vision_model": 1, "siglip_vision_model": 0}
@@ -65,13 +65,13 @@ class LlavaHostInputs(HostInputs):
             check_whole_pictures(hf_config)
             width = vision.num_channels * vision.patch_size**2
             self.encoder_spec = PackedEncoderSpec(
-                inputs={"pixel_values": ((width,), "float32"), "places": ((2,), "int32")},
+                inputs={**byte_pixels("pixel_values", (width,)), "places": ((2,), "int32")},
                 patches_per_token=1,
             )
             return
         shape = (vision.num_channels, vision.image_size, vision.image_size)
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": (shape, "float32")},
+            inputs=byte_pixels("pixel_values", shape),
             tokens_per_unit=count_image_tokens(hf_config),
         )
 
@@ -99,10 +99,10 @@ def check_whole_pictures(hf_config: Any) -> None:
 
 
 def cut_patches(pixels: np.ndarray, patch_size: int) -> dict[str, np.ndarray]:
-    """Cut a picture, float32[C, height, width], row by row.
+    """Cut a picture, uint8[C, height, width], row by row.
 
     Returns:
-        `pixel_values` float32[P, C * patch_size**2]: a patch's pixels by channel, row and column;
+        `pixel_values` uint8[P, C * patch_size**2]: a patch's pixels by channel, row and column;
         `places` int32[P, 2]: the row and the column of each patch.
     """
     channels, height, width = pixels.shape

@@ -15,6 +15,7 @@ from mmjax.models.llava.host_inputs import check_whole_pictures
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -72,7 +73,7 @@ class PixtralImageScaler:
         return frozenset(self.hf.valid_kwargs.__annotations__) - _FIXED
 
     def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
-        """Return `pixel_values`, a list of float32[C, height, width]."""
+        """Return `pixel_values`, a list of uint8[C, height, width], and `image_affine`."""
         longest = self.get_longest_edge(kwargs)
         for image in images:
             _check_sliver(ImageSize(*image.size), longest)
@@ -84,7 +85,8 @@ class PixtralImageScaler:
             "do_pad": False,
             "return_tensors": None,
         }
-        return {"pixel_values": list(self.hf(list(images), **{**kwargs, **fixed})["pixel_values"])}
+        outputs = dict(self.hf(list(images), **{**kwargs, **fixed}))
+        return {**outputs, "pixel_values": list(outputs["pixel_values"])}
 
     def get_longest_edge(self, kwargs: Mapping[str, Any]) -> int:
         """Return the pixels of the longer side, at most, under an HF call's kwargs."""
@@ -173,7 +175,7 @@ class PixtralProcessingInfo(BaseProcessingInfo):
                 f"patches of {self.patch_size}, which are not merged; make them equal"
             )
         _ = self.token_ids
-        own = PixtralImageProcessorPil.from_pretrained(self.ctx.model_config.path)
+        own = keep_bytes(PixtralImageProcessorPil).from_pretrained(self.ctx.model_config.path)
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=PixtralImageScaler(own, self.patch_size),

@@ -21,6 +21,7 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import (
     check_pixel_size,
     check_resized_pixels,
@@ -133,7 +134,7 @@ def load_image_processor(path: Path) -> Any:
         raise CheckpointError(
             f"`image_processor_type` of the checkpoint is `{name}`; LLaVA is served with {known}"
         )
-    return classes[kind].from_pretrained(path)
+    return keep_bytes(classes[kind]).from_pretrained(path)
 
 
 class LlavaDummyInputsBuilder(ImageDummyInputsBuilder[LlavaProcessingInfo]):

@@ -15,6 +15,7 @@ from mmjax.models.host_inputs import (
     PackedEncoderSpec,
     PromptItem,
     RotaryPositions,
+    byte_pixels,
 )
 
 Grid = tuple[int, int, int]
@@ -31,7 +32,7 @@ class Qwen2VLHostInputs(HostInputs):
         width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         self.encoder_spec = PackedEncoderSpec(
             inputs={
-                "pixel_values": ((width,), "float32"),
+                **byte_pixels("pixel_values", (width,)),
                 "places": ((2,), "int32"),
                 "frame_ids": ((), "int32"),
             },

@@ -25,6 +25,7 @@ from mmjax.processing.image_processors.patches import (
     TimedVideoPatcher,
     VideoPatcher,
     find_sampled_fps,
+    keep_bytes_of_patches,
 )
 from mmjax.processing.items.parse import (
     ImageSize,
@@ -184,15 +185,16 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         path = self.ctx.model_config.path
         max_pixels_resized = self.ctx.model_config.mm.max_image_pixels
         settings = {"size": dict(_VIDEO_SIZE), **load_video_settings(path)}  # HF writes to it
-        known = Qwen2VLImageProcessorPil.valid_kwargs.__annotations__
+        processor_class = keep_bytes_of_patches(Qwen2VLImageProcessorPil)
+        known = processor_class.valid_kwargs.__annotations__
         parts = ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=ImagePatcher(
-                Qwen2VLImageProcessorPil.from_pretrained(path),
+                processor_class.from_pretrained(path),
                 max_pixels_resized=max_pixels_resized,
             ),
             video_processor=self.video_patcher(
-                Qwen2VLImageProcessorPil(**{key: settings[key] for key in settings.keys() & known}),
+                processor_class(**{key: settings[key] for key in settings.keys() & known}),
                 max_pixels_resized=max_pixels_resized,
                 cap_pixels_per_frame=bool(settings.get("cap_pixels_per_frame")),
                 max_video_tokens=settings.get("max_video_tokens", 128_000),

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem, RotaryPositions
+from mmjax.models.host_inputs import (
+    EncoderSpec,
+    HostInputs,
+    PromptItem,
+    RotaryPositions,
+    byte_pixels,
+)
 from mmjax.rounding import count_halvings
 
 NUM_QUERIES = 256
@@ -31,7 +37,7 @@ class QwenVLHostInputs(HostInputs):
         super().__init__(hf_config)
         side = visual_config(hf_config)["image_size"]
         self.encoder_spec = EncoderSpec(
-            inputs={"pixel_values": ((3, side, side), "float32")}, tokens_per_unit=NUM_QUERIES
+            inputs=byte_pixels("pixel_values", (3, side, side)), tokens_per_unit=NUM_QUERIES
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -23,7 +23,8 @@ from mmjax.models.qwen_vl.tokenizer import (
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.image_processors.image import normalize, rescale, to_pixels
+from mmjax.processing.image_processors.affine import make_affine
+from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import (
     ImageEmbeddingItems,
@@ -41,8 +42,11 @@ from mmjax.processing.prompt_updates.updates import (
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
-_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_STD = (0.26862954, 0.26130258, 0.27577711)
+_AFFINE = make_affine(
+    rescale_factor=1 / 255,
+    mean=(0.48145466, 0.4578275, 0.40821073),
+    std=(0.26862954, 0.26130258, 0.27577711),
+)
 """CLIP's, of red, green and blue (visual.py of the published code)."""
 _PATH = re.compile(r"<img>.*?</img>", re.DOTALL)
 
@@ -71,12 +75,13 @@ class QwenVLImageProcessor:
     def __call__(
         self, images: Sequence[Image.Image], *, return_tensors: str = "np"
     ) -> dict[str, np.ndarray]:
-        """Return `pixel_values`, float32[images, 3, side, side]."""
-        return {"pixel_values": np.stack([self._process(image) for image in images])}
+        """Return `pixel_values`, uint8[images, 3, side, side], and `image_affine`."""
+        pixels = np.stack([self._process(image) for image in images])
+        return {"pixel_values": pixels, "image_affine": _AFFINE}
 
     def _process(self, image: Image.Image) -> np.ndarray:
         square = image.convert("RGB").resize((self.side, self.side), Image.Resampling.BICUBIC)
-        return normalize(rescale(to_pixels(square), 1 / 255), _MEAN, _STD)
+        return to_pixels(square)
 
 
 class QwenVLProcessingInfo(BaseProcessingInfo):

@@ -3,7 +3,6 @@
 For families whose HF class needs torch, and checks that several families share.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ from mmjax.processing.items.items import ImageSize
 
 def to_pixels(image: Image.Image) -> np.ndarray:
     """Return an RGB image as uint8[3, height, width]."""
-    return np.moveaxis(np.asarray(image.convert("RGB")), -1, 0)
+    rgb = image if image.mode == "RGB" else image.convert("RGB")
+    return np.moveaxis(np.asarray(rgb), -1, 0)
 
 
 def fit_within(size: ImageSize, limit: ImageSize) -> ImageSize:
@@ -24,21 +24,6 @@ def fit_within(size: ImageSize, limit: ImageSize) -> ImageSize:
         return size
     scale = min(limit.height / size.height, limit.width / size.width)
     return ImageSize(width=int(size.width * scale), height=int(size.height * scale))
-
-
-def rescale(pixels: np.ndarray, factor: float) -> np.ndarray:
-    """Return `pixels * factor` in float32, rounded once."""
-    return (pixels.astype(np.float64) * factor).astype(np.float32)
-
-
-def normalize(
-    pixels: np.ndarray, mean: float | Sequence[float], std: float | Sequence[float]
-) -> np.ndarray:
-    """Return `(pixels - mean) / std` of float[C, height, width]; mean and std per channel."""
-    dtype = pixels.dtype if pixels.dtype.kind == "f" else np.dtype(np.float32)
-    mean_by_channel = np.asarray(mean, dtype).reshape(-1, 1, 1)
-    std_by_channel = np.asarray(std, dtype).reshape(-1, 1, 1)
-    return (pixels.astype(dtype) - mean_by_channel) / std_by_channel
 
 
 def patchify(pixels: np.ndarray, patch_height: int, patch_width: int) -> np.ndarray:

@@ -6,12 +6,13 @@ A patch is `temporal_patch_size` frames deep. Within a frame, patches stand in b
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from mmjax.errors import RequestValueError
+from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.items.items import ImageSize
 from mmjax.rounding import cdiv
 
@@ -25,6 +26,28 @@ MIN_FPS = 1e-3
 """Slower videos are refused: their positions would leave the range of whole numbers in float32."""
 
 _FIXED = ("patch_size", "merge_size", "temporal_patch_size")
+
+
+def keep_bytes_of_patches(hf_class: Any) -> Any:
+    """Return a subclass of Qwen2-VL's image processor whose patches are bytes; see `keep_bytes`."""
+    return type(hf_class.__name__, (_BytePatches, keep_bytes(hf_class)), {})
+
+
+class _BytePatches:
+    def patchify(
+        self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+    ) -> tuple[np.ndarray, int, int]:
+        """Cut an image as HF, which makes float32 of it."""
+        channels, height, width = image.shape
+        rows, columns = height // patch_size, width // patch_size
+        squares = image.reshape(
+            channels,
+            *(rows // merge_size, merge_size, patch_size),
+            *(columns // merge_size, merge_size, patch_size),
+        )
+        patches = squares.transpose(1, 4, 2, 5, 0, 3, 6)  # squares, patches in them, C, pixels
+        deep = np.repeat(patches[..., None, :, :], temporal_patch_size, axis=-3)
+        return deep.reshape(rows * columns, -1), rows, columns
 
 
 class ImagePatcher:
@@ -45,7 +68,7 @@ class ImagePatcher:
         return self.hf.patch_size * self.hf.merge_size
 
     def __call__(self, images: Sequence[Any], **kwargs: Any) -> dict[str, Any]:
-        """Return `pixel_values` float[patches, values], `image_grid_thw` int64[images, 3]."""
+        """Return `pixel_values` uint8[patches, values], `image_grid_thw` int64[images, 3]."""
         for image in images:
             check_aspect_ratio(ImageSize(*image.size), "image")
         return dict(self.hf(list(images), **self.resolve_kwargs(kwargs)))
@@ -101,6 +124,17 @@ class ImagePatcher:
         return ImageSize(width=1, height=1)
 
 
+class CutVideo(NamedTuple):
+    """One video's patches."""
+
+    patches: np.ndarray
+    """uint8[patches, values]."""
+    grid: list[int]
+    """Time, rows, columns."""
+    affine: np.ndarray
+    """What makes pixels of its bytes."""
+
+
 class VideoPatcher(ImagePatcher):
     """Frames, each cut as an image is, then gathered into patches that span several frames."""
 
@@ -122,17 +156,18 @@ class VideoPatcher(ImagePatcher):
         return super().valid_kwargs | {"cap_pixels_per_frame"}
 
     def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, Any]:
-        """Return `pixel_values_videos` float[patches, values], `video_grid_thw` int64[videos, 3].
+        """Return `pixel_values_videos` uint8[patches, values], `video_grid_thw` int64[videos, 3].
 
         A video is uint8[frames, height, width, 3].
         """
-        patches, grids = zip(*(self._cut(video, kwargs) for video in videos), strict=True)
+        cut = [self._cut(video, kwargs) for video in videos]
         return {
-            "pixel_values_videos": np.concatenate(patches),
-            "video_grid_thw": np.array(grids, dtype=np.int64),
+            "pixel_values_videos": np.concatenate([video.patches for video in cut]),
+            "video_grid_thw": np.array([video.grid for video in cut], dtype=np.int64),
+            "video_affine": cut[0].affine,
         }
 
-    def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> tuple[np.ndarray, list[int]]:
+    def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> "CutVideo":
         check_aspect_ratio(ImageSize(width=video.shape[2], height=video.shape[1]), "video")
         resolved = self.resolve_kwargs(kwargs)
         is_capped = resolved.pop("cap_pixels_per_frame", None)
@@ -143,7 +178,8 @@ class VideoPatcher(ImagePatcher):
         frames = self.hf(images, **{**resolved, "temporal_patch_size": 1})
         _, rows, columns = frames["image_grid_thw"][0].tolist()
         pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
-        return self._join_frames(pixels), [self.count_steps(len(video)), rows, columns]
+        grid = [self.count_steps(len(video)), rows, columns]
+        return CutVideo(self._join_frames(pixels), grid, frames["image_affine"])
 
     def count_steps(self, num_frames: int) -> int:
         """Return how many patches deep a video is."""

@@ -13,14 +13,16 @@ import numpy as np
 from PIL import Image
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.processing.image_processors.affine import keep_bytes, make_affine
+from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.items.items import ImageSize
 
 MAX_TILES = 128
 """No model has seen as many, and the time to list arrangements grows with their number."""
 
-_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
-_STD = np.array([0.229, 0.224, 0.225], np.float32)
+_AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""As the original normalises what it cuts."""
 
 
 @runtime_checkable
@@ -114,12 +116,13 @@ class OriginalTileCutter:
     def __call__(
         self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
     ) -> dict[str, np.ndarray]:
-        """Return `pixel_values_flat` float32[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        """Return `pixel_values_flat` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
         arrangements = list_arrangements(*self.get_limits(kwargs))
         tiles = [self._cut(image, arrangements) for image in images]
         return {
             "pixel_values_flat": np.stack([to_pixels(tile) for one in tiles for tile in one]),
             "image_num_patches": np.array([len(one) for one in tiles], dtype=np.int64),
+            "image_affine": _AFFINE,
         }
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -174,13 +177,8 @@ class OriginalFrameCutter:
         return {
             "pixel_values_flat_video": np.stack([to_pixels(tile) for tile in tiles]),
             "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
+            "video_affine": _AFFINE,
         }
-
-
-def to_pixels(tile: Image.Image) -> np.ndarray:
-    """Return a tile as the original normalises it: float32[3, height, width]."""
-    pixels = np.asarray(tile.convert("RGB"), dtype=np.float32) / 255
-    return ((pixels - _MEAN) / _STD).transpose(2, 0, 1)
 
 
 class HFTileCutter:
@@ -207,13 +205,14 @@ class HFTileCutter:
         return frozenset(self.hf.valid_kwargs.__annotations__)
 
     def __call__(self, images: Sequence[Image.Image], **kwargs: Any) -> dict[str, np.ndarray]:
-        """Return `pixel_values` float32[tiles, 3, S, S], `image_num_patches` int64[images]."""
+        """Return `pixel_values` uint8[tiles, 3, S, S], `image_num_patches` int64[images]."""
         self.get_limits(kwargs)
         outputs = self.hf(list(images), **kwargs)
         _check_tiles(outputs["pixel_values"], self.tile_size)
         return {
             "pixel_values": outputs["pixel_values"],
             "image_num_patches": np.asarray(outputs["num_patches"], dtype=np.int64),
+            "image_affine": outputs["image_affine"],
         }
 
     def get_limits(self, kwargs: Mapping[str, Any]) -> tuple[int, int]:
@@ -253,11 +252,12 @@ class HFFrameCutter:
     def __call__(self, videos: Sequence[np.ndarray], **kwargs: Any) -> dict[str, np.ndarray]:
         """Return `pixel_values_videos`, `video_num_patches` int64[videos]."""
         frames = [Image.fromarray(frame) for video in videos for frame in video]
-        pixels = self.hf(frames, **kwargs, crop_to_patches=False)["pixel_values"]
-        _check_tiles(pixels, self.tile_size)
+        outputs = self.hf(frames, **kwargs, crop_to_patches=False)
+        _check_tiles(outputs["pixel_values"], self.tile_size)
         return {
-            "pixel_values_videos": pixels,
+            "pixel_values_videos": outputs["pixel_values"],
             "video_num_patches": np.array([len(video) for video in videos], dtype=np.int64),
+            "video_affine": outputs["image_affine"],
         }
 
 
@@ -265,7 +265,7 @@ def _got_ocr2() -> Any:
     # On use only: it brings an installed torch along.
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    return GotOcr2ImageProcessorPil
+    return keep_bytes(GotOcr2ImageProcessorPil)
 
 
 def _check_tiles(pixel_values: Any, tile_size: int) -> None:

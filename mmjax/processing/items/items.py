@@ -11,6 +11,7 @@ from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, video_as_uint8
 from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.parallel import map_in_threads
 
 
 class ImageSize(NamedTuple):
@@ -107,7 +108,7 @@ class ProcessorBatchItems(ModalityDataItems):
         return type(self)([self.data[index] for index in indices], self.modality)
 
     def get_processor_data(self) -> Mapping[str, Any]:
-        return {f"{self.modality}s": self.get_all()}
+        return {f"{self.modality}s": map_in_threads(self.get, range(self.get_count()))}
 
     def get_passthrough_data(self) -> Mapping[str, Any]:
         return {}

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoConfig, Blip2Config, OPTConfig
 from transformers import Blip2ForConditionalGeneration as HFModel
@@ -12,7 +11,16 @@ from transformers import Blip2ForConditionalGeneration as HFModel
 from mmjax.models.blip2.model import Blip2ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, Part, TinyFamily, Variant, listed
+from tests.models.families.family import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    Part,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    listed,
+)
 from tests.processing.families.family import edit_golden
 
 IMAGE_TOKEN, NUM_QUERIES = 120, 5
@@ -60,8 +68,7 @@ def tiny_config(
 def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image."""
     side = config.vision_config.image_size
-    pixels = np.random.default_rng(media.seed).normal(size=(3, side, side))
-    tensors = {"pixel_values": pixels.astype(np.float32)}
+    tensors = {"pixel_values": draw_bytes(media.seed, (3, side, side)), "image_affine": AFFINE}
     return DrawnItem(tensors, [IMAGE_TOKEN] * config.num_query_tokens)
 
 
@@ -116,7 +123,7 @@ BLIP2 = Blip2Family(
     served={},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
-    word_ids=range(3, IMAGE_TOKEN),
+    word_ids=range(8, IMAGE_TOKEN),
     published_head_dim=80,
     max_embeds={"image": NUM_QUERIES},
     max_items=1,

@@ -9,7 +9,15 @@ from transformers import ChameleonForConditionalGeneration as HFModel
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant, listed
+from tests.models.families.family import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    listed,
+)
 
 VOCAB_SIZE, NUM_CODES, TOKENS_PER_IMAGE = 160, 40, 16
 IMAGE, BEGIN, END = 2, 3, 4
@@ -57,8 +65,8 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     vq = config.vq_config
     tokens = [BEGIN, *[IMAGE] * TOKENS_PER_IMAGE, END]
     shape = (vq.in_channels, vq.resolution, vq.resolution)
-    pixels = np.random.default_rng(media.seed).uniform(-1, 1, shape).astype(np.float32)
-    return DrawnItem({"pixel_values": pixels}, tokens, np.equal(tokens, IMAGE))
+    tensors = {"pixel_values": draw_bytes(media.seed, shape), "image_affine": AFFINE}
+    return DrawnItem(tensors, tokens, np.equal(tokens, IMAGE))
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:

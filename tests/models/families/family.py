@@ -11,6 +11,8 @@ import numpy as np
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import PagedModel, Sample
+from mmjax.parity.reference import make_pixels
+from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from tests.oracle import fill_with_unit_norms, params_of
 
@@ -55,25 +57,32 @@ class Variant(NamedTuple):
     """Outputs that are compared for a prompt with images, so that none is lost by its name."""
 
 
+AFFINE = make_affine(rescale_factor=1 / 255, mean=(0.4, 0.5, 0.6), std=(0.25, 0.3, 0.35))
+"""What pixels are made with: each colour otherwise."""
+
+
+def draw_bytes(seed: Any, shape: Sequence[int]) -> np.ndarray:
+    """Return an image as its processor gives it: random bytes."""
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
 def draw_words(part: Words, ids: range) -> list[int]:
     """Return the tokens of a text."""
     generator = np.random.default_rng(part.seed)
     return generator.integers(ids.start, ids.stop, 64)[: part.length].tolist()
 
 
-def joined(sample: Sample) -> dict[str, np.ndarray]:
+def joined(sample: Sample, *, colours_last: bool = False) -> dict[str, np.ndarray]:
     """Return the tensors of all items by name, joined along the first axis."""
-    names = dict.fromkeys(name for item in sample.items for name in item.tensors)
-    return {
-        name: np.concatenate([i.tensors[name] for i in sample.items if name in i.tensors])
-        for name in names
-    }
+    items = [make_pixels(item.tensors, colours_last=colours_last) for item in sample.items]
+    names = dict.fromkeys(name for item in items for name in item)
+    return {name: np.concatenate([i[name] for i in items if name in i]) for name in names}
 
 
 def listed(sample: Sample) -> dict[str, list[np.ndarray]]:
     """Return the tensors of all items by name, which `make_reference_inputs` stacks."""
-    names = sample.items[0].tensors if sample.items else ()
-    return {name: [item.tensors[name] for item in sample.items] for name in names}
+    items = [make_pixels(item.tensors) for item in sample.items]
+    return {name: [item[name] for item in items] for name in (items[0] if items else ())}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -18,12 +18,14 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from tests.models.families.family import (
+    AFFINE,
     DrawnItem,
     Media,
     Part,
     TinyFamily,
     Variant,
     Words,
+    draw_bytes,
     draw_words,
     listed,
 )
@@ -99,9 +101,8 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image."""
     size = config.vision_config.image_size
     shape = (3, size, size) if isinstance(size, int) else (3, *size)
-    pixels = np.random.default_rng(media.seed).standard_normal(shape).astype(np.float32)
-    num_rows = Florence2HostInputs(config).num_image_rows
-    return DrawnItem({"pixel_values": pixels}, [IMAGE_TOKEN] * num_rows)
+    tensors = {"pixel_values": draw_bytes(media.seed, shape), "image_affine": AFFINE}
+    return DrawnItem(tensors, [IMAGE_TOKEN] * Florence2HostInputs(config).num_image_rows)
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:

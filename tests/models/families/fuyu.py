@@ -9,7 +9,15 @@ from transformers import FuyuForCausalLM as HFModel
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant, joined
+from tests.models.families.family import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    joined,
+)
 
 IMAGE, NEWLINE, START = 126, 127, 1
 GRIDS = [(3, 5), (1, 1), (4, 1), (2, 7)]
@@ -47,14 +55,19 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     rows, columns = grid = GRIDS[media.seed % len(GRIDS)]
     tokens = [*[*[IMAGE] * columns, NEWLINE] * rows, START]
     width = config.patch_size**2 * config.num_channels
-    pixels = np.random.default_rng(media.seed).normal(size=(rows * columns, width))
-    tensors = {"image_patches": pixels.astype(np.float32), "image_grid_hw": np.array(grid)}
+    tensors = {
+        "image_patches": draw_bytes(media.seed, (rows * columns, width)),
+        "image_affine": AFFINE,
+        "image_grid_hw": np.array(grid),
+    }
     return DrawnItem(tensors, tokens, np.equal(tokens, IMAGE))
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     """Return the sample as HF's processor would give it."""
-    data = {"pixel_values": joined(sample)["image_patches"][None]} if sample.items else {}
+    data = {}
+    if sample.items:
+        data = {"pixel_values": joined(sample, colours_last=True)["image_patches"][None]}
     return make_reference_inputs(sample.token_ids, data)
 
 
@@ -81,6 +94,6 @@ FUYU = TinyFamily(
         "plain": Variant({}, 4),
         "no norms of queries and keys": Variant({"qk_layernorm": False}, 4),
         "tied": Variant({"tie_word_embeddings": True}, 4),
-        "grey images, one head": Variant({"num_channels": 1, "num_attention_heads": 1}, 4),
+        "one head": Variant({"num_attention_heads": 1}, 4),
     },
 )

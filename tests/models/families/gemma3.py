@@ -12,7 +12,15 @@ from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from tests.kit import fill_by_name, gemma_tokenizer, tiny_gemma3_config
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant, joined
+from tests.models.families.family import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    joined,
+)
 
 SHORT: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -63,8 +71,8 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     soft = config.image_token_index
     one = [config.boi_token_index, *[soft] * config.mm_tokens_per_image, config.eoi_token_index]
     ids = one * crops
-    pixels = np.random.default_rng(media.seed).normal(size=(crops, 3, side, side))
-    return DrawnItem({"pixel_values": pixels.astype(np.float32)}, ids, np.equal(ids, soft))
+    pixels = draw_bytes(media.seed, (crops, 3, side, side))
+    return DrawnItem({"pixel_values": pixels, "image_affine": AFFINE}, ids, np.equal(ids, soft))
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:

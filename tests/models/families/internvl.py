@@ -10,8 +10,8 @@ from transformers import InternVLForConditionalGeneration as HFModel
 
 from mmjax.models.internvl.model import InternVLForConditionalGeneration
 from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant
+from mmjax.parity.reference import make_pixels, make_reference_inputs
+from tests.models.families.family import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
 
 SIDE, CONTEXT, START, END = 32, 125, 126, 127
@@ -59,10 +59,9 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     num_patches = side // config.vision_config.patch_size[0]
     per_tile = int((num_patches * config.downsample_ratio) ** 2)
     tiles = NUM_TILES[media.modality][media.seed % 3]
-    rng = np.random.default_rng([media.seed, tiles])
-    pixels = rng.normal(size=(tiles, 3, side, side)).astype(np.float32)
+    pixels = draw_bytes([media.seed, tiles], (tiles, 3, side, side))
     return DrawnItem(
-        {NAMES[media.modality]: pixels},
+        {NAMES[media.modality]: pixels, f"{media.modality}_affine": AFFINE},
         [CONTEXT] * tiles * per_tile,
         before=[START],
         after=[END],
@@ -71,7 +70,7 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     """Return the sample as HF's processor would give it: videos are images there."""
-    pixels = [value for item in sample.items for value in item.tensors.values()]
+    pixels = [value for item in sample.items for value in make_pixels(item.tensors).values()]
     data = {"pixel_values": np.concatenate(pixels)} if pixels else {}
     return make_reference_inputs(sample.token_ids, data)
 

@@ -22,7 +22,15 @@ from mmjax.models.llava.host_inputs import count_image_tokens, has_pixtral_tower
 from mmjax.models.llava.model import LlavaForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant, listed
+from tests.models.families.family import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    listed,
+)
 
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
 TEXT: dict[str, Any] = {
@@ -91,8 +99,8 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     else:
         ids = [IMAGE_TOKEN] * count_image_tokens(config)
         shape = (3, vision.image_size, vision.image_size)
-    pixels = np.random.default_rng(media.seed).normal(size=shape).astype(np.float32)
-    return DrawnItem({"pixel_values": pixels}, ids, np.equal(ids, IMAGE_TOKEN))
+    tensors = {"pixel_values": draw_bytes(media.seed, shape), "image_affine": AFFINE}
+    return DrawnItem(tensors, ids, np.equal(ids, IMAGE_TOKEN))
 
 
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from transformers import (
 
 from mmjax.models.qwen2_vl import model as ours
 from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import DrawnItem, Media, TinyFamily, Variant
+from mmjax.parity.reference import make_pixels, make_reference_inputs
+from tests.models.families.family import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
 
 VOCAB_SIZE = 96
@@ -89,10 +89,10 @@ def draw_grid(config: Any, modality: str, seed: int, grid: Grid, seconds: float)
     """Return a processed image or video of a grid."""
     vision = config.vision_config
     width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    pixels = np.random.default_rng(seed).normal(size=(int(np.prod(grid)), width))
     name = "pixel_values" if modality == "image" else "pixel_values_videos"
     tensors = {
-        name: pixels.astype(np.float32),
+        name: draw_bytes(seed, (int(np.prod(grid)), width)),
+        f"{modality}_affine": AFFINE,
         f"{modality}_grid_thw": np.array(grid, np.int64),
     }
     if seconds:
@@ -111,10 +111,11 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
 def torch_inputs(reference: Any, sample: Sample) -> dict[str, torch.Tensor]:
     """Return the sample as HF's processor would give it to HF's model `reference`."""
     known = signature(reference.forward).parameters
-    names = dict.fromkeys(name for item in sample.items for name in item.tensors)
+    items = [make_pixels(item.tensors) for item in sample.items]
+    names = dict.fromkeys(name for item in items for name in item)
     data = {}
     for name in names.keys() & known.keys():  # Qwen2-VL knows no seconds
-        rows = [item.tensors[name] for item in sample.items if name in item.tensors]
+        rows = [item[name] for item in items if name in item]
         data[name] = np.concatenate(rows) if name.startswith("pixel_values") else np.stack(rows)
     inputs = make_reference_inputs(sample.token_ids, data)
     ids = inputs["input_ids"]

@@ -56,8 +56,12 @@ class Family:
     """Operators' settings under which the dummy inputs have the declared maximum."""
     lowering_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """An operator's kwargs under which an item has fewer embeddings; empty where none can."""
-    tensors: Mapping[str, float] = field(default_factory=lambda: {"pixel_values": 0.0})
+    tensors: Mapping[str, float] = field(default_factory=lambda: {"pixel_values": 1e-6})
     """Tensors that equal HF's, each with its largest absolute difference."""
+    colours_last: bool = False
+    """Whether a patch's pixels have their three colours side by side."""
+    pixels_dtype: str = "uint8"
+    """Of what crosses to P1, before rescaling and normalising."""
     updates_encoder_prompt: bool = False
     """Whether images stand in the encoder's prompt (encoder-decoder models)."""
     takes_size: Callable[[int, int], bool] = lambda width, height: True

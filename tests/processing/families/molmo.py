@@ -152,6 +152,7 @@ FAMILY = Family(
     max_images=1,
     extra_kwargs=({}, {"max_crops": 3}),
     lowering_kwargs={"max_crops": 2},
+    pixels_dtype="float32",
     tensors={"images": 1e-4, "image_masks": 1e-6, "image_input_idx": 0.0},
     takes_size=takes_size,
     words=(*Family.words, "User:", " User: it", "Assistant:", "<|endoftext|>", "<im_start>"),
