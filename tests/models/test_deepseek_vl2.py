@@ -199,7 +199,10 @@ def check_answers(core: EngineCore, size: str) -> None:
     assert core.compilations == 0
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(size, marks=() if size == "small" else pytest.mark.slow) for size in SIZES],
+)
 def test_the_engine_answers_as_published(size: str):
     core = start(size)
     check_answers(core, size)
@@ -217,11 +220,11 @@ def test_preempted_requests_answer_as_published():
     assert core.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("size", [pytest.param("small", marks=pytest.mark.slow), "base"])
 def test_more_devices_answer_as_one(size: str, num_devices: int):
     """Query heads and every expert's width are cut; the latent is on all devices."""
-    core = start(size, num_devices=num_devices)
+    core = start(size, num_devices=num_devices, max_num_batched_tokens=16)
     layer = core._runner._params["language_model"]["layers"][1]
     cut = {
         "experts.up_proj": layer["mlp"]["experts"]["up_proj"],
