@@ -20,7 +20,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest, EngineMessage
 from tests.echo_engine import DEATH_TOKEN, FORGET_TOKEN
-from tests.frontend.test_drift import ITEM_BYTES, Oracle
+from tests.frontend.test_drift import ITEM_BYTES, MESSAGE_BYTES, Oracle
 
 MAIN = "tests.echo_engine:run_item_engine"
 CONFIGS = {
@@ -166,7 +166,7 @@ def test_a_picture_crosses_once_and_malformed_frames_are_refused(
         first, second, third = service.num_bytes
         assert first > 3 * ITEM_BYTES
         assert second == third
-        assert second < 0.02 * first, "a tiny picture: hashes, places, token ids, settings"
+        assert second < MESSAGE_BYTES, "hashes, places, token ids, settings"
         sender = service.supervisor._engine.sender
         assert sender is not None
         good = [bytes(frame) for frame in encode(service.sent[0])]
