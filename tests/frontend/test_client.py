@@ -134,8 +134,6 @@ def test_a_fault_in_one_text_is_that_requests_alone(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         params = SamplingParams(max_tokens=64)
-        bad = await client.add_request("bad", "red", params)
-        good = await client.add_request("good", "circle", params)
         process = client._output_processor.process
 
         def fail_on_bad(deltas: Any) -> Any:
@@ -144,6 +142,8 @@ def test_a_fault_in_one_text_is_that_requests_alone(
             return process(deltas)
 
         monkeypatch.setattr(client._output_processor, "process", fail_on_bad)
+        bad = await client.add_request("bad", "red", params)
+        good = await client.add_request("good", "circle", params)
         with pytest.raises(RequestError) as caught:
             await text_of(bad)
         assert caught.value.status == 500
