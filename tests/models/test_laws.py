@@ -159,7 +159,7 @@ def test_images_of_any_mode_are_hfs_of_the_image_on_white(family: Family):
 
 
 @pytest.mark.parametrize(("family", "kwargs"), CASES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), seed=st.integers(0, 3))
 def test_any_words_around_pictures_give_hf_tokens(
     family: Family, kwargs: dict[str, Any], data: st.DataObject, seed: int
