@@ -31,7 +31,7 @@ PROBED = {
 }
 """Modules of towers and connectors that are compared too."""
 IN_DEFAULT_RUN = {"Qwen2_5_VLForConditionalGeneration"}
-"""The laws run for every family in any case, over arrays and over four devices."""
+"""The laws of arrays run for every family in any case, and `test_schedules.py` an engine."""
 CASES = [
     pytest.param(name, marks=() if name in IN_DEFAULT_RUN else pytest.mark.slow)
     for name in DIRECTORIES
