@@ -201,9 +201,8 @@ def expected_answers() -> list[list[int]]:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="whole prompts"),
-        pytest.param({"max_num_batched_tokens": 7}, id="chunks of seven"),
-        pytest.param({"num_blocks": 12}, id="preempted"),
+        pytest.param({}, id="whole prompts", marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 7, "num_blocks": 12}, id="chunks, preempted"),
     ],
 )
 def test_answers_are_those_of_one_pass(settings: dict[str, Any]):

@@ -42,11 +42,10 @@ def answer(core: EngineCore, samples: list[Sample], prefix: str) -> list[list[in
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("molmo_7b_d", {"max_num_batched_tokens": 7, "num_blocks": 15}),
-        ("molmo_7b_d", {"size": 2}),
-        ("molmo_7b_o", {}),
+        ("molmo_7b_d", {"max_num_batched_tokens": 7, "num_blocks": 15, "size": 2}),
+        pytest.param("molmo_7b_o", {}, marks=pytest.mark.slow),
     ],
-    ids=["chunks, preempted", "two devices", "7b-o"],
+    ids=["chunks, preempted, two devices", "7b-o"],
 )
 def test_the_engine_answers_as_published(name: str, settings: dict[str, Any]):
     golden = MODELS[name]
