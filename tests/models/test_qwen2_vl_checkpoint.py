@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from mmjax import LLM, SamplingParams
-from mmjax.parity.reference import load_reference
+from mmjax.parity.reference import load_reference, make_pixels
 from tests.kit import draw
 from tests.models.directories import write_qwen2_vl
 from tests.processing.families.qwen2_vl import VIDEO, hf_processor, make_processor
@@ -44,7 +44,8 @@ def test_the_engine_says_what_hf_says(tmp_path: Path):
 
     # HF processes no videos without torchvision: our processor's patches, for HF's model.
     found = make_processor().apply(video["prompt"], video["multi_modal_data"])
-    tensors = {name: torch.tensor(value) for name, value in found.mm_kwargs.get_data().items()}
+    data = make_pixels(found.mm_kwargs.get_data())
+    tensors = {name: torch.tensor(value) for name, value in data.items()}
     ids = torch.tensor([video_output.prompt_token_ids])
     tensors |= {"input_ids": ids, "mm_token_type_ids": (ids == 999).int() * 2}
     assert video_output.outputs[0].token_ids == answer(tensors)
