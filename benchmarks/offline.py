@@ -74,6 +74,7 @@ def main() -> None:
             flags.model,
             max_num_seqs=max_num_seqs,
             max_model_len=flags.max_model_len,
+            precompile="all",
             use_tqdm_on_load=False,
         ) as llm:
             seconds = time.perf_counter() - start

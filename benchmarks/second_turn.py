@@ -26,7 +26,12 @@ from tests.kit import IMAGE_START, draw, tiny_gemma3_checkpoint
 QUESTIONS = (16, 48, 96, 160)
 """Tokens of the second question."""
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1)
-SETTINGS = {"max_model_len": 2048, "max_num_seqs": 4, "use_tqdm_on_load": False}
+SETTINGS: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "precompile": "all",
+    "use_tqdm_on_load": False,
+}
 SHAPE_4B = {
     "hidden_size": 2560,
     "intermediate_size": 10240,

@@ -85,10 +85,12 @@ class Server:
 
 
 def start_mmjax(arguments: Sequence[str], log: Path, *, model: str | None = None) -> Server:
-    """Start this checkout's server; without `model`, of the embedded default."""
+    """Start this checkout's server with all programs; without `model`, of the embedded default."""
     port = _free_port()
     chosen = [] if model is None else [model]
-    command = [sys.executable, "-m", "mmjax.serve", *chosen, "--port", str(port), *arguments]
+    # Else it would be measured while it compiles.
+    settings = ["--port", str(port), "--precompile", "all", *arguments]
+    command = [sys.executable, "-m", "mmjax.serve", *chosen, *settings]
     return Server(command, port=port, ready_path="/ready", log=log)
 
 

@@ -94,6 +94,7 @@ def make_engine(
         ),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(**scheduler),
+        precompile="all",
         use_tqdm=False,
     )
     params = unflatten_params(leaves)

@@ -16,6 +16,8 @@ from mmjax.settings import Setting, check_settings, setting, settings_of
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+Quantization = Literal["int8", "int8-weights"]
+Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -174,6 +176,13 @@ class ModelConfig:
         "auto",
         "Of weights and activations. auto: bfloat16 on GPU and TPU, and on a CPU that multiplies "
         "it itself, of weights stored in 16 bits; else float32.",
+    )
+    quantization: Quantization | None = setting(
+        None,
+        """Of the language model's weights, but for embeddings, head and experts, while they are
+        loaded. int8: to 8 bits for each output channel, and what they are multiplied with to 8
+        bits for each token; int8-weights: the weights alone.""",
+        unset="none",
     )
     served_model_name: str = setting(
         "", "Name of the model in requests and `/v1/models`.", unset="`model`, as given"
@@ -359,6 +368,14 @@ class EngineConfig:
         "Programs that are compiled in parallel.",
         unset="one per core, at most 8",
         minimum=1,
+    )
+    precompile: Precompile | None = setting(
+        None,
+        """What is compiled before the first request. "all": every program. "smallest": the smallest
+        sizes; a thread compiles the rest, and until then requests run in smaller steps, and what no
+        step can hold yet waits. "none": nothing; a request waits for each program that nothing has
+        needed before.""",
+        unset="smallest in a server of one process, all in one of several, none in `LLM`",
     )
     use_tqdm: bool = setting(
         True, "Whether to show progress bars while the model loads.", name="use_tqdm_on_load"

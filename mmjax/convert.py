@@ -16,11 +16,12 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from mmjax.config import DtypeName, ModelConfig
+from mmjax.config import DtypeName, ModelConfig, Quantization
 from mmjax.errors import CheckpointError, MMJaxError
 from mmjax.layers.module import Params, build_abstract
 from mmjax.logger import configure_logging, get_logger
 from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config, stored_dtype
+from mmjax.models.interface import build_model
 from mmjax.models.registry import load_model_class
 from mmjax.weights.load import load_params
 from mmjax.weights.snapshot import is_snapshot, save_snapshot
@@ -33,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     configure_logging()
     try:
-        config = load_model_config(options.model, revision=options.revision, dtype=options.dtype)
+        config = load_model_config(
+            options.model,
+            revision=options.revision,
+            dtype=options.dtype,
+            quantization=options.quantization,
+        )
         convert(config, options.out)
     except MMJaxError as error:
         print(f"mmjax.convert: {error}", file=sys.stderr)
@@ -73,7 +79,8 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
 def _load(config: ModelConfig, *, use_tqdm: bool) -> Params:
     dtype = _resolve_dtype(config)
     model_class: Any = load_model_class(config.architecture)
-    _, abstract = build_abstract(model_class, config.hf_config, dtype=dtype)
+    parts = (config.hf_config, None, config.quantization)
+    _, abstract = build_abstract(build_model, model_class, *parts, dtype=dtype)
     return load_params(
         config.path, abstract, model_class.rules(config.hf_config), use_tqdm=use_tqdm
     )
@@ -103,6 +110,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("out", type=Path, help="a directory that does not exist, or is empty")
     add("--revision", help="of a hub id")
     add("--dtype", choices=get_args(DtypeName), default="auto", help="auto: as config.json says")
+    add("--quantization", choices=get_args(Quantization), help="as the server's flag")
     return parser.parse_args(arguments)
 
 

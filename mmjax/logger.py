@@ -2,7 +2,10 @@
 
 import logging
 import sys
-from collections.abc import Collection
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
 from typing import TypeAlias
@@ -40,6 +43,35 @@ def configure_http_logging(*, process: str = "", quiet_paths: Collection[str] = 
     _send_to_stderr("uvicorn", process)
     access = logging.getLogger("uvicorn.access")
     access.filters = [_AccessFilter(quiet_paths)]
+
+
+@contextmanager
+def reporting(
+    logger: logging.Logger, describe: Callable[[], str], *, interval_s: float = 2.5
+) -> Iterator[None]:
+    """Until the block ends, log what goes on whenever `logger` was silent for `interval_s`."""
+    start = last = time.monotonic()
+    is_over = threading.Event()
+
+    def note(record: logging.LogRecord) -> bool:
+        nonlocal last
+        last = time.monotonic()
+        return True
+
+    def report() -> None:
+        while not is_over.wait(last + interval_s - time.monotonic()):
+            if time.monotonic() - last >= interval_s:
+                logger.info("%s; %.0f s so far", describe(), time.monotonic() - start)
+
+    thread = threading.Thread(target=report, name="report", daemon=True)
+    logger.addFilter(note)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        logger.removeFilter(note)
 
 
 def _send_to_stderr(name: str, process: str) -> logging.Logger:

@@ -160,7 +160,8 @@ async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.soc
         print(f"mmjax.serve: {error}", file=sys.stderr)
         server.should_exit = True
         raise
-    logger.info("compiled %d programs", ready.num_programs)
+    num_compiled = ready.num_programs - ready.num_programs_left
+    logger.info("serving: %d of %d programs are compiled", num_compiled, ready.num_programs)
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     print(f"mmjax serving {app.state.model_name} at http://{host}:{port}", flush=True)

@@ -181,6 +181,7 @@ class EchoSupervisor:
     health: bool = True
     pid: int | None = None
     num_restarts: int = 0
+    ready: Ready | None = None
     heartbeat: Heartbeat | None = None
     mm: MultiModalConfig | None = None
     """The engine's, which then has a cache, and gets its messages as the bridge carries them."""

@@ -40,7 +40,7 @@ def run(name: str, *arguments: str) -> str:
 def serving() -> Iterator[str]:
     """Serve the default on a free port; yield the address of its API."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "mmjax.serve", "--port", "0", "--max-num-seqs", "2"],
+        [sys.executable, "-m", "mmjax.serve", "--port", "0", "--precompile", "none"],
         cwd=EXAMPLES.parent,
         env=example_environment(),
         stdout=subprocess.PIPE,

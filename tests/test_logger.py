@@ -2,11 +2,12 @@
 
 import io
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from mmjax.logger import REQUEST_ID, configure_http_logging, configure_logging
+from mmjax.logger import REQUEST_ID, configure_http_logging, configure_logging, reporting
 
 
 @pytest.fixture
@@ -24,6 +25,21 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     for item, (handlers, filters, propagate, level) in zip(loggers, before, strict=True):
         item.handlers, item.filters, item.propagate = handlers, filters, propagate
         item.setLevel(level)
+
+
+def test_silence_is_reported_and_nothing_else(
+    stream: io.StringIO,
+) -> None:
+    logger = logging.getLogger("mmjax.slow")
+    with reporting(logger, lambda: "busy", interval_s=0.2):
+        for _ in range(8):
+            time.sleep(0.05)
+            logger.info("a line")
+        assert "busy" not in stream.getvalue()
+        time.sleep(0.5)
+    written = stream.getvalue()
+    assert 1 <= written.count("busy; 1 s so far") + written.count("busy; 0 s so far") <= 2
+    assert not logger.filters
 
 
 def test_one_form_for_all(stream: io.StringIO) -> None:

@@ -31,11 +31,10 @@ from tests.kit import IMAGE_START, draw
 
 ROOT = Path(__file__).parents[1]
 START_S = 240.0
-SMALL = (
-    *("--served-model-name", "tiny", "--max-model-len", "256"),
-    *("--max-num-seqs", "2", "--max-num-batched-tokens", "64"),
-)
-"""Few programs to compile; the second start finds them in the compile cache."""
+FEW = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+"""Few programs to compile."""
+SMALL = ("--served-model-name", "tiny", *FEW, "--precompile", "none")
+"""Only those that a test needs; the second start finds them in the compile cache."""
 
 
 class Served:
@@ -244,7 +243,7 @@ def test_sigterm_drains(tiny_gemma3: Path) -> None:
     ("argv", "match"),
     [
         (["./no/such/model"], "does not exist"),
-        (["--quantization", "awq"], "flag of vLLM's"),
+        (["--kv-cache-dtype", "fp8"], "flag of vLLM's"),
     ],
 )
 def test_starts_that_fail_say_why(argv: list[str], match: str) -> None:
@@ -295,7 +294,7 @@ def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:
 def test_the_embedded_default_reads_a_picture() -> None:
     picture = Image.new("RGB", (320, 240), "white")
     ImageDraw.Draw(picture).ellipse((90, 60, 210, 180), fill="red")
-    server = Served("--max-model-len", "256", *SMALL[-4:])
+    server = Served(*FEW)
     try:
         address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
         client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

@@ -75,7 +75,7 @@ def served(name: str, tmp_path: Path) -> Iterator[Any]:
         for key, value in small_settings(name).items()
         for word in (f"--{key.replace('_', '-')}", str(value))
     ]
-    server = Served(str(path), *flags, "--served-model-name", "tiny")
+    server = Served(str(path), *flags, "--served-model-name", "tiny", "--precompile", "none")
     try:
         found = server.wait_for(r"mmjax serving tiny at (http://127\.0\.0\.1:\d+)\n")
         assert "started the engine process" in server.output

@@ -74,7 +74,10 @@ def test_two_processes_serve_as_one_device(tiny_gemma3: Path):
         second.end()
     kwargs = json.loads(CROPS[1])
     with LLM(
-        str(tiny_gemma3), **SETTINGS, mm_processor_kwargs=kwargs, use_tqdm_on_load=False
+        str(tiny_gemma3),
+        **SETTINGS,
+        mm_processor_kwargs=kwargs,
+        use_tqdm_on_load=False,
     ) as alone:
         greedy = SamplingParams(temperature=0.0, max_tokens=8)
         outputs = alone.chat([[image_message(seed)] for seed in range(3)], greedy, use_tqdm=False)
@@ -100,7 +103,10 @@ def test_one_process_spreads_over_its_devices(tiny_gemma3: Path):
     texts = []
     for size in (1, 2):
         with LLM(
-            str(tiny_gemma3), **SETTINGS, tensor_parallel_size=size, use_tqdm_on_load=False
+            str(tiny_gemma3),
+            **SETTINGS,
+            tensor_parallel_size=size,
+            use_tqdm_on_load=False,
         ) as llm:
             texts.append(llm.generate(prompt, greedy, use_tqdm=False)[0].outputs[0].text)
             assert llm.engine.compilations == 0

@@ -1,6 +1,7 @@
 """Ask the trained checkpoint about freshly drawn scenes, through mmjax's own serving path.
 
     python checkpoints/tiny_scenes/evaluate.py [--questions 2000] [--seed 1] [--model FOLDER]
+        [--quantization int8]
 
 Every question has scenes of its own, and every kind is asked equally often, so the overall numbers
 are also means over kinds. Beside each accuracy stand what the most frequent answer to a question of
@@ -157,11 +158,11 @@ def find_misses(lines: Sequence[Line]) -> list[str]:
     return misses
 
 
-def serve_answers(model: Path | None) -> Answerer:
+def serve_answers(model: Path | None, **settings: Any) -> Answerer:
     """Answer through `mmjax.LLM`, greedily."""
     from mmjax import LLM, SamplingParams
 
-    llm = LLM(model, max_model_len=512, use_tqdm_on_load=False)
+    llm = LLM(model, max_model_len=512, use_tqdm_on_load=False, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=48)
 
     def answer(prompts: Sequence[Prompt]) -> list[str]:
@@ -179,9 +180,11 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=None, help="default: the embedded one")
     parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtype", default="auto", help="as the server's flag")
+    parser.add_argument("--quantization", default=None, help="as the server's flag")
     args = parser.parse_args()
     items = draw_items(args.questions, args.seed)
-    answer = serve_answers(args.model)
+    answer = serve_answers(args.model, dtype=args.dtype, quantization=args.quantization)
     right = ask_items(answer, items, [item.scenes for item in items])
     shuffled = ask_items(answer, items, shuffle_scenes(items, args.seed))
     lines = report(items, right, shuffled)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
 
 
@@ -148,5 +149,5 @@ class QFormerModel(nnx.Module):
         """Return what each query has read of its image's features."""
         hidden = self.layernorm(query_embeds)
         for layer in self.encoder.layer:
-            hidden = layer(hidden, images)
+            hidden = call_block(layer, hidden, images)
         return hidden

@@ -28,6 +28,8 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 
 logger = get_logger(__name__)
 
+_PROGRAM_WAIT_S = 0.05
+
 
 class EngineCore:
     """One model, its caches, and all unfinished requests."""
@@ -39,7 +41,7 @@ class EngineCore:
         model_class: Any = None,
         params: Params | None = None,
     ) -> None:
-        """Load the model, allocate the caches, compile all programs.
+        """Load the model, allocate the caches, compile programs as `config.precompile` says.
 
         `model_class` and `params` replace the registry's class and the checkpoint's weights.
         """
@@ -52,8 +54,10 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self.num_kv_blocks = parts.limits.num_blocks
-        self.num_programs = parts.num_programs
-        """Compiled programs: `encode`, `step` and `sample` over all buckets."""
+        self._programs = parts.programs
+        self._limits_of = parts.limits_of
+        self.num_programs = parts.programs.num_programs
+        """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.startup_seconds = parts.seconds
         """Seconds that the start took, by phase."""
         self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
@@ -73,6 +77,8 @@ class EngineCore:
         self._counter = CompilationCounter()
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._deadlines = Deadlines()
+        if self._runner.ready != self._runner.buckets:
+            self._scheduler.limit_steps(self._limits_of(self._runner.ready))
 
     @classmethod
     def from_model(
@@ -149,14 +155,25 @@ class EngineCore:
             self._in_flight = None
             self._runner.wait()
             return []
+        self._use_compiled()
         with self._counter.watching():
             before, self._in_flight = self._in_flight, self._dispatch()
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
+                if self._in_flight is None:
+                    # What waits needs a larger program than there is yet.
+                    self._programs.wait(_PROGRAM_WAIT_S)
+                    self._programs.check()
                 return []
             output, in_flight = before
             return self._scheduler.update_from_output(output, self._runner.read(in_flight))
+
+    def _use_compiled(self) -> None:
+        """Use the programs that were compiled since the last step."""
+        if self._programs.ready != self._runner.ready:
+            self._runner.ready = self._programs.ready
+            self._scheduler.limit_steps(self._limits_of(self._runner.ready))
 
     def _dispatch(self) -> tuple[SchedulerOutput, InFlight] | None:
         output = self._scheduler.schedule()
@@ -175,6 +192,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Free resources outside of Python. Idempotent."""
+        self._programs.close()
         self._runner.end()
         if self._receiver_cache is not None:
             self._receiver_cache.close()
@@ -191,8 +209,13 @@ class EngineCore:
         return request_ids
 
     @property
+    def num_programs_left(self) -> int:
+        """Programs that are not compiled yet. Thread-safe."""
+        return self._programs.num_left
+
+    @property
     def compilations(self) -> int:
-        """Programs compiled since warm-up: 0 unless something is wrong."""
+        """Programs that a step had to wait for since warm-up: 0 unless something is wrong."""
         return self._counter.count
 
     def reset_prefix_cache(self) -> None:
@@ -213,6 +236,7 @@ class EngineCore:
             num_waiting=len(scheduler.waiting),
             kv_cache_usage=scheduler.kv_cache.usage,
             num_compilations=self.compilations,
+            num_programs_left=self.num_programs_left,
             time_s=time.monotonic(),
             num_prompt_tokens=scheduler.num_prompt_tokens,
             num_generation_tokens=scheduler.num_generation_tokens,

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
@@ -49,6 +50,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
             Ready(
                 num_kv_blocks=core.num_kv_blocks,
                 num_programs=core.num_programs,
+                num_programs_left=core.num_programs_left,
                 startup_seconds=core.startup_seconds,
             )
         )
@@ -63,6 +65,9 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
 def _start(config: EngineConfig) -> EngineCore:
     """Return the engine; on a configuration's error, log it and exit with status 1."""
     try:
+        if config.precompile is None:
+            is_alone = config.parallel.num_processes == 1
+            config = replace(config, precompile="smallest" if is_alone else "all")
         return EngineCore(config)
     except MMJaxError as error:
         logger.error("the engine cannot start: %s", error)

@@ -1,7 +1,7 @@
 """Start an engine from a configuration: weights, memory, programs."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,23 +12,25 @@ import jax.numpy as jnp
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
-from mmjax.engine.device.compilation import compile_programs, enable_persistent_cache
+from mmjax.engine.device.compilation import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_patches, count_units, largest_items
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.programs import ModelShape, Programs
 from mmjax.engine.device.runner import ModelRunner
+from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.buckets import Buckets
-from mmjax.engine.scheduling.scheduler import Scheduler
+from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
+from mmjax.engine.scheduling.scheduler import Scheduler, StepLimits
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract
-from mmjax.logger import get_logger
+from mmjax.layers.quantization import quantize_params
+from mmjax.logger import get_logger, reporting
 from mmjax.model_source import stored_dtype
-from mmjax.models.host_inputs import HostInputs
+from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
 from mmjax.models.interface import build_model, left_out_names
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
@@ -48,7 +50,9 @@ class EngineParts(NamedTuple):
     limits: AdmissionLimits
     scheduler: Scheduler
     runner: ModelRunner
-    num_programs: int
+    programs: StagedPrograms
+    limits_of: Callable[[Buckets], StepLimits]
+    """What a step may hold that has no other buckets."""
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
 
@@ -60,6 +64,7 @@ class EngineStart:
         """`model_class` replaces the registry's class."""
         _check_config(config)
         self.config = config
+        self._precompile = config.precompile or "none"
         self.seconds: dict[str, float] = {}
         enable_persistent_cache(config.compilation_cache_dir)
         # Before any other use of JAX, which opens the devices.
@@ -69,7 +74,7 @@ class EngineStart:
         )
 
     def start(self, params: Params | None = None) -> EngineParts:
-        """Load the weights (unless `params` are given), allocate, compile all programs."""
+        """Load the weights (unless `params` are given), allocate, and compile programs."""
         config = self.config
         device = jax.local_devices()[0]
         dtype = resolve_dtype(
@@ -78,7 +83,7 @@ class EngineStart:
             stored_dtype(config.model.hf_config),
             cpu_has_bfloat16=has_bfloat16(),
         )
-        with self._timed("load_weights"):
+        with self._timed("load_weights"), reporting(logger, lambda: "loading the weights"):
             graphdef, params = self._load(params, dtype)
         model = bind(graphdef, params)
         self._host_inputs: HostInputs = self._model_class.host_inputs(config.model.hf_config)
@@ -89,16 +94,21 @@ class EngineStart:
             self.num_kv_blocks = self._fit_kv_cache(programs, params)
         with self._timed("allocate"):
             self._allocate(programs, params)
+        staged = self._stage(programs)
         with self._timed("compile"):
-            every = programs.all(self.num_kv_blocks)
-            compile_programs(every, num_threads=config.compile_threads, use_tqdm=config.use_tqdm)
+            staged.compile_first()
         with self._timed("warm_up"):
-            self._runner.warm_up()
+            self._runner.ready = staged.ready
+            self._warm_up(programs.buckets)
+        self._runner.lead()
+        staged.start_others()
         logger.info(
-            "ready on %s in %s: %d programs, %d KV blocks of %d slots, %d encoder rows; %s",
+            "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, "
+            "%d encoder rows; %s",
             device.device_kind,
             jnp.dtype(dtype).name,
-            len(every),
+            staged.num_programs - staged.num_left,
+            staged.num_left,
             self.num_kv_blocks,
             config.cache.block_size,
             self._encoder_cache.cache_size,
@@ -111,15 +121,55 @@ class EngineStart:
             self._limits,
             self._scheduler,
             self._runner,
-            len(every),
+            staged,
+            self._limits_of,
             self.seconds,
         )
+
+    def _stage(self, programs: Programs) -> StagedPrograms:
+        """Return what is compiled before the first request, and what meanwhile."""
+        make = partial(programs.all, self.num_kv_blocks)
+        options = {"num_threads": self.config.compile_threads, "use_tqdm": self.config.use_tqdm}
+        every = programs.buckets
+        if self._precompile == "none":
+            programs_when_needed = ProgramsWhenNeeded(every, make, **options)
+            self._runner.prepare = programs_when_needed.compile
+            return programs_when_needed
+        stages, before = [], NO_SIZES
+        is_staged = self._precompile == "smallest"
+        for buckets in every.stages(least_tokens=self._least_tokens) if is_staged else [every]:
+            stages.append(Stage(buckets, make(buckets.sizes.but_not(before))))
+            before = buckets.sizes
+        return StagedPrograms(stages, **options)
+
+    def _warm_up(self, buckets: Buckets) -> None:
+        """Run the smallest programs, which shows that each function runs.
+
+        With other processes all of them: what sends a call's arrays is compiled as it runs.
+        """
+        if self._precompile == "none":
+            return
+        if not self._placement.is_shared:
+            buckets = buckets.stages(least_tokens=self._least_tokens)[0]
+        self._runner.warm_up(buckets)
+
+    @property
+    def _least_tokens(self) -> int:
+        """Tokens of an image that cannot be divided."""
+        return self._largest_item if self._keeps_runs_whole else 1
+
+    def _limits_of(self, buckets: Buckets) -> StepLimits:
+        spec, num_embeds = self._encoder_spec, self._encoder_budget
+        if isinstance(spec, PackedEncoderSpec) and buckets.encode:
+            # An item is not divided over calls.
+            num_embeds = buckets.encode[-1] // spec.patches_per_token
+        return StepLimits(buckets.max_num_seqs, buckets.max_num_batched_tokens, num_embeds)
 
     def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
         """Return the model's graphdef, and its sharded parameters."""
         config = self.config
-        build = partial(build_model, self._model_class, mm=config.model.mm)
-        graphdef, abstract = build_abstract(build, config.model.hf_config, dtype=dtype)
+        parts = (config.model.hf_config, config.model.mm, config.model.quantization)
+        graphdef, abstract = build_abstract(build_model, self._model_class, *parts, dtype=dtype)
         model = bind(graphdef, abstract)
         self._left_out = left_out_names(model, config.model.mm)
         self._has_tower = not self._left_out
@@ -132,6 +182,8 @@ class EngineStart:
         )
         if params is None:
             params = self._read(abstract)
+        elif config.model.quantization is not None:
+            params = quantize_params(params, abstract)
         given = {name: part for name, part in params.items() if name not in self._left_out}
         return graphdef, self._placement.place_params(given)
 
@@ -231,6 +283,7 @@ class EngineStart:
             self._placement,
             weights=shard_bytes(params),
             num_threads=self.config.compile_threads,
+            is_hurried=self._precompile != "all",
         )
 
     def _allocate(self, programs: Programs, params: Params) -> None:
@@ -308,6 +361,11 @@ def _check_config(config: EngineConfig) -> None:
             f"`max_num_batched_tokens` is {schedule.max_num_batched_tokens}, below `max_num_seqs` "
             f"({schedule.max_num_seqs}); every running request gets a token a step: raise the "
             "first or lower the second"
+        )
+    if config.precompile == "smallest" and config.parallel.num_processes > 1:
+        raise ConfigError(
+            f"`precompile` is 'smallest' with {config.parallel.num_processes} processes; they make "
+            "the same calls, and so need the same programs: give `--precompile all` or none"
         )
     max_model_len = config.model.max_model_len
     if not schedule.enable_chunked_prefill and schedule.max_num_batched_tokens < max_model_len:

@@ -22,6 +22,7 @@ from mmjax.layers.attention.api import (
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.decoder import Decoder
 from mmjax.layers.linear import Linear
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
 
 _EPS = 1e-5
@@ -177,7 +178,7 @@ class BartEncoder(nnx.Module):
         hidden = self.layernorm_embedding(hidden)
         mask = jnp.broadcast_to(is_token[:, None, :], (*is_token.shape, is_token.shape[1]))
         for layer in self.layers:
-            hidden = layer(hidden, mask)
+            hidden = call_block(layer, hidden, mask)
         return hidden
 
 

@@ -199,6 +199,10 @@ def _read_router(hf_config: Any, values: Mapping[str, Any]) -> RouterConfig:
     )
 
 
+class _Absorbed(Linear):
+    """Weights that attention multiplies itself: `quantize_linears` leaves them as they are."""
+
+
 class LatentAttention(nnx.Module):
     """Attention whose heads share one latent, from which each has its keys and values.
 
@@ -214,8 +218,8 @@ class LatentAttention(nnx.Module):
         self.q_proj = Linear(width, num_heads * (latent.nope_dim + rope_dim), **options)
         self.kv_a_proj_with_mqa = Linear(width, rank + rope_dim, **options)
         self.kv_a_layernorm = RMSNorm(rank, eps=eps, dtype=dtype)
-        self.k_b_proj = Linear(rank, num_heads * latent.nope_dim, **options)
-        self.v_b_proj = Linear(rank, num_heads * latent.value_dim, **options)
+        self.k_b_proj = _Absorbed(rank, num_heads * latent.nope_dim, **options)
+        self.v_b_proj = _Absorbed(rank, num_heads * latent.value_dim, **options)
         self.o_proj = Linear(num_heads * latent.value_dim, width, **options)
         self.num_heads = num_heads
         self.latent = latent

@@ -12,6 +12,7 @@ from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
+from mmjax.layers.module import call_block
 from mmjax.layers.rope import apply_rotary, text_angles
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
@@ -212,7 +213,7 @@ class Decoder(nnx.Module):
         caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
         hidden, written = inputs_embeds, []
         for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
-            hidden, cache = layer(hidden, layer_input, cache, metadata)
+            hidden, cache = call_block(layer, hidden, layer_input, cache, metadata)
             written.append(cache)
         hidden = hidden if self.norm is None else self.norm(hidden)
         return hidden, None if kv_cache is None else tuple(written)

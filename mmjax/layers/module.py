@@ -5,7 +5,10 @@ A module is never initialised. `build_abstract` returns its graphdef and its par
 Python takes milliseconds a step.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,6 +28,36 @@ def build_abstract(build: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
 def bind(graphdef: Any, params: Params) -> Any:
     """Return the module of `graphdef` with `params`; call it under jit."""
     return nnx.merge(graphdef, params)
+
+
+_traces_every_block = ContextVar("traces_every_block", default=False)
+
+
+def call_block(block: nnx.Module, *args: Any) -> Any:
+    """Return `block(*args)`; blocks that are alike are traced and lowered only once.
+
+    Tracing a block takes as long as loading its compiled code. XLA inlines the calls: what it
+    compiles is the same. Arguments are pytrees of arrays.
+    """
+    if _traces_every_block.get():
+        return block(*args)
+    graphdef, state = nnx.split(block)
+    return _call_block(graphdef, nnx.to_pure_dict(state), *args)
+
+
+@partial(jax.jit, static_argnums=0)
+def _call_block(graphdef: Any, params: Params, *args: Any) -> Any:
+    return bind(graphdef, params)(*args)
+
+
+@contextmanager
+def tracing_every_block() -> Iterator[None]:
+    """Let `call_block` call the blocks themselves, as what looks into them needs."""
+    token = _traces_every_block.set(True)
+    try:
+        yield
+    finally:
+        _traces_every_block.reset(token)
 
 
 def flatten_params(params: Params) -> dict[str, Any]:

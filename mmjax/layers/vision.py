@@ -13,6 +13,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.mlp import MLP
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
 
 
@@ -137,7 +138,7 @@ class VisionEncoder(nnx.Module):
         """
         states = [x]
         for layer in self.layers:
-            states.append(layer(states[-1]))
+            states.append(call_block(layer, states[-1]))
         return states[-1], [states[layer] for layer in feature_layers]
 
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.config import MultiModalConfig
+from mmjax.config import MultiModalConfig, Quantization
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
+from mmjax.layers.quantization import quantize_linears
 from mmjax.models.host_inputs import AFFINE, HostInputs
 from mmjax.processing.image_processors.affine import apply_affine
 from mmjax.weights.rules import RuleTypes
@@ -184,11 +185,20 @@ def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
     return () if names and any(map(mm.limit, model.modalities)) else names
 
 
-def build_model(model_class: Any, hf_config: Any, mm: MultiModalConfig, *, dtype: Any) -> Any:
-    """Build a model's structure, without its towers where no prompt needs them."""
+def build_model(
+    model_class: Any,
+    hf_config: Any,
+    mm: MultiModalConfig | None = None,
+    quantization: Quantization | None = None,
+    *,
+    dtype: Any,
+) -> Any:
+    """Build a model's structure, without its towers where, by `mm`, no prompt needs them."""
     model = model_class(hf_config, dtype=dtype)
-    for name in left_out_names(model, mm):
+    for name in () if mm is None else left_out_names(model, mm):
         setattr(model, name, None)
+    if quantization is not None:
+        quantize_linears(model, quantization)
     return model
 
 

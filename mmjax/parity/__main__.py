@@ -1,18 +1,20 @@
 """`python -m mmjax.parity [MODEL]`: compare a model with HF's, layer by layer.
 
 Runs a checkpoint in float32 with mmjax and HF, and prints each module's difference. With
-`--dtype bfloat16` it prints how far that takes each of the two from its own float32 run.
+`--dtype bfloat16` or `--quantization int8` it prints how far each of the two is then from its own
+float32 run.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from PIL import Image
 
+from mmjax.config import Quantization
 from mmjax.errors import MMJaxError
 from mmjax.model_source import load_model_config
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
@@ -39,13 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
-    if options.dtype != "float32":
-        rounded = RoundedParity(model_config, dtype=options.dtype, max_len=options.max_len)
+    if options.dtype != "float32" or options.quantization is not None:
+        rounded = RoundedParity(
+            model_config,
+            dtype=options.dtype,
+            quantization=options.quantization,
+            max_len=options.max_len,
+        )
         rounded_reports = [
             rounded.run(case, max_tokens=options.max_tokens)
             for case in _make_cases(options, rounded.exact)
         ]
-        print(format_rounded(rounded_reports, options.dtype))
+        kind = " and ".join(filter(None, (options.dtype, options.quantization)))
+        print(format_rounded(rounded_reports, kind))
         return 0 if all(report.is_good for report in rounded_reports) else 1
     parity = Parity(model_config, max_len=options.max_len)
     reports = []
@@ -80,6 +88,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
+    add("--quantization", choices=get_args(Quantization), help="of mmjax's weights")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
 

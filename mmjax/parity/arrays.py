@@ -1,7 +1,7 @@
 """Run the model as the engine does (paged, tiled), recording every block's output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmjax.config import Quantization
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
-from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.layers.module import Params, bind, build_abstract, tracing_every_block
 from mmjax.models.host_inputs import (
     HostInputs,
     PackedEncoderSpec,
     PromptItem,
     RotaryPositions,
 )
-from mmjax.models.interface import embed_units
+from mmjax.models.interface import build_model, embed_units
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
@@ -98,8 +99,10 @@ class PagedModel:
         params: Params,
         max_len: int,
         dtype: Any = jnp.float32,
+        quantization: Quantization | None = None,
     ) -> None:
-        self.graphdef, abstract = build_abstract(model_class, hf_config, dtype=dtype)
+        parts = (model_class, hf_config, None, quantization)
+        self.graphdef, abstract = build_abstract(build_model, *parts, dtype=dtype)
         self.dtype = dtype
         structure = bind(self.graphdef, abstract)
         self.model_class: Any = model_class
@@ -112,7 +115,7 @@ class PagedModel:
         self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
         self._encode = jax.jit(partial(_encode, self.graphdef))
         self._encode_prompt = jax.jit(partial(_encode_prompt, self.graphdef))
-        self._step = jax.jit(partial(_step, self.graphdef))
+        self._step = jax.jit(partial(_step, self.graphdef), static_argnames="is_probed")
 
     @classmethod
     def from_directory(
@@ -123,11 +126,13 @@ class PagedModel:
         *,
         max_len: int,
         dtype: Any = jnp.float32,
+        quantization: Quantization | None = None,
     ) -> "PagedModel":
         """Load a checkpoint, to compute in `dtype`."""
-        _, abstract = build_abstract(model_class, hf_config, dtype=dtype)
+        parts = (model_class, hf_config, None, quantization)
+        _, abstract = build_abstract(build_model, *parts, dtype=dtype)
         params = load_params(path, abstract, model_class.rules(hf_config), use_tqdm=False)
-        return cls(model_class, hf_config, params, max_len, dtype)
+        return cls(model_class, hf_config, params, max_len, dtype, quantization)
 
     def run(self, sample: Sample) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position."""
@@ -270,7 +275,13 @@ class PagedModel:
     ) -> tuple[dict[str, np.ndarray], KVCache]:
         with jax.default_matmul_precision("highest"):
             outputs, cache = self._step(
-                self.params, token_ids, embeds, cache, metadata=metadata, positions=positions
+                self.params,
+                token_ids,
+                embeds,
+                cache,
+                metadata=metadata,
+                positions=positions,
+                is_probed=len(token_ids) > 1,
             )
         return jax.device_get(outputs), cache
 
@@ -353,13 +364,15 @@ def _step(
     *,
     metadata: PagedAttentionMetadata,
     positions: Any,
+    is_probed: bool,
 ) -> tuple[dict[str, Any], KVCache | None]:
+    """Return the logits, and of a prompt what every probed module gave."""
     module = bind(graphdef, params)
     hidden = module.embed_input_ids(token_ids)
     if embeds is not None:
         is_embed, rows = embeds
         hidden = jnp.where(is_embed[:, None], rows, hidden)
-    with record(module) as outputs:
+    with record(module) if is_probed else nullcontext({}) as outputs:
         hidden, cache = module(hidden, positions, cache, metadata)
     return outputs | {LOGITS: module.compute_logits(hidden)}, cache
 
@@ -381,7 +394,8 @@ def record(module: nnx.Module) -> Iterator[dict[str, Any]]:
     for cls, original in originals.items():
         cls.__call__ = _recording(original, names, outputs)
     try:
-        yield outputs
+        with tracing_every_block():
+            yield outputs
     finally:
         for cls, original in originals.items():
             cls.__call__ = original

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.config import ModelConfig
+from mmjax.config import ModelConfig, Quantization
 from mmjax.models.registry import load_model_class
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.case import Case, Parity
@@ -41,7 +41,15 @@ class RoundedReport:
 class RoundedParity:
     """A checkpoint loaded by mmjax and by HF, in float32 and in another dtype."""
 
-    def __init__(self, model_config: ModelConfig, *, dtype: str, max_len: int) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        *,
+        dtype: str,
+        quantization: Quantization | None = None,
+        max_len: int,
+    ) -> None:
+        """`quantization`: of mmjax's weights; HF's stay whole."""
         self.exact = Parity(model_config, max_len=max_len)
         self.ours = PagedModel.from_directory(
             model_config.path,
@@ -49,6 +57,7 @@ class RoundedParity:
             model_config.hf_config,
             max_len=max_len,
             dtype=jnp.dtype(dtype),
+            quantization=quantization,
         )
         self.reference = load_reference(model_config.path, model_config.architecture, dtype)
 

@@ -16,6 +16,7 @@ from mmjax import __version__
 from mmjax.config import ServerConfig
 from mmjax.errors import ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
@@ -127,12 +128,12 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/health")
     async def health() -> Response:
         status = 200 if supervisor.is_healthy else 503
-        return json_response({"status": supervisor.state}, status)
+        return json_response({"status": supervisor.state, **_programs_left(supervisor)}, status)
 
     @app.get("/ready")
     async def ready() -> Response:
         is_ready = supervisor.state == "ready" and supervisor.is_healthy
-        body: dict[str, Any] = {"status": supervisor.state}
+        body: dict[str, Any] = {"status": supervisor.state, **_programs_left(supervisor)}
         heartbeat = supervisor.heartbeat
         if heartbeat is not None:
             body["num_running"] = heartbeat.num_running
@@ -142,6 +143,12 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
+
+
+def _programs_left(supervisor: EngineLink) -> dict[str, int]:
+    """Return how many programs are compiled while others serve; nothing before the first do."""
+    latest = supervisor.heartbeat or supervisor.ready
+    return {} if latest is None else {"num_programs_left": latest.num_programs_left}
 
 
 def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:

@@ -30,7 +30,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
         "--language-model-only --allowed-local-media-path "
         "--allowed-media-domains "
-        "--enable-prompt-tokens-details --quantization -q"
+        "--enable-prompt-tokens-details -q"
     ).split()
 )
 """Flags of vLLM that mmjax refuses with a message of their own."""

@@ -13,6 +13,7 @@ from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.conv import Conv2d, DepthwiseConv2d
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
 
 _EPS = 1e-5
@@ -211,5 +212,5 @@ class DavitVisionTower(nnx.Module):
         for conv, blocks in zip(self.convs, self.blocks, strict=True):
             hidden = conv(hidden)
             for block in blocks:
-                hidden = block(hidden)
+                hidden = call_block(block, hidden)
         return hidden

@@ -14,6 +14,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import RMSNorm
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, multimodal_angles
 from mmjax.layers.vision import PatchEmbedding
@@ -151,7 +152,7 @@ class PixtralVisionTower(nnx.Module):
         angles = self._angles(places)
         states = [self.ln_pre(self.patch_conv.project(pixel_values))]
         for layer in self.transformer.layers:
-            states.append(layer(states[-1], angles, segment_ids))
+            states.append(call_block(layer, states[-1], angles, segment_ids))
         return states[-1], [states[layer] for layer in feature_layers]
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:

@@ -18,6 +18,7 @@ from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.mlp import MLP, GatedMLP
+from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
 
@@ -199,7 +200,7 @@ class Qwen2VisionTransformer(nnx.Module):
         full = self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
             sees_frame = full is None or number in full
-            x = block(x, angles, segments[0 if sees_frame else 1])
+            x = call_block(block, x, angles, segments[0 if sees_frame else 1])
         return self.merger(x)
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:

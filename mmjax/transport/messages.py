@@ -117,11 +117,13 @@ class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
-    """P1 has warmed up, and accepts requests."""
+    """P1 accepts requests; programs that are left are compiled meanwhile."""
 
     num_kv_blocks: int
     num_programs: int
-    """Compiled XLA programs: `encode`, `step` and `sample` over all buckets."""
+    """XLA programs: `encode`, `step` and `sample` over all buckets."""
+    num_programs_left: int = 0
+    """Of them, those that are not compiled yet."""
     startup_seconds: dict[str, float] = {}
 
 
@@ -132,7 +134,9 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     num_waiting: int
     kv_cache_usage: float
     num_compilations: int
-    """Compilations since warm-up: 0 unless something is wrong."""
+    """Compilations that a step waited for since warm-up: 0 unless something is wrong."""
+    num_programs_left: int = 0
+    """Programs that are not compiled yet."""
     time_s: float = 0.0
     """Time of the statistics, in P1's `time.monotonic()` seconds."""
     num_prompt_tokens: int = 0

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.quantization import find_quantized, quantize_rows
 from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
@@ -70,6 +71,7 @@ def load_params(
     Args:
         path: The directory.
         abstract_params: The tree, with `ShapeDtypeStruct`s for leaves: each array gets its dtype.
+            Weights in 8 bits are quantised here, one whole matrix at a time.
         rules: From names in the files to dotted names in the tree.
         mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
         left_out: Attributes of the model that the tree lacks: their tensors are not read.
@@ -80,6 +82,9 @@ def load_params(
     """
     path = Path(path)
     expected = flatten_params(abstract_params)
+    quantized = find_quantized(expected)
+    for scales in quantized.values():
+        del expected[scales]  # made here
     with open_safetensors(path) as tensors:
         sources = match_tensors(
             tensors.values(), expected, rules, source=str(path), left_out=left_out
@@ -90,7 +95,12 @@ def load_params(
             total=total, unit="B", unit_scale=True, desc="loading weights", disable=not use_tqdm
         ) as progress:
             for name, tensor in sources.items():
-                leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
+                if name in quantized:
+                    whole = tensor.read((slice(None), slice(None)))
+                    pair = zip((name, quantized[name]), quantize_rows(whole), strict=True)
+                    leaves |= {one: _place_array(one, array, mesh) for one, array in pair}
+                else:
+                    leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
                 progress.update(tensor.num_bytes)
     return unflatten_params(leaves)
 
@@ -268,3 +278,8 @@ def _place(name: str, tensor: StoredTensor, dtype: Any, mesh: Mesh | None) -> ja
     array = jax.make_array_from_callback(tensor.shape, sharding, read)
     # Else reading would run ahead of the transfer, and slices would accumulate in host memory.
     return jax.block_until_ready(array)
+
+
+def _place_array(name: str, array: np.ndarray, mesh: Mesh | None) -> jax.Array:
+    sharding = param_sharding(name, array.shape, mesh)
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)

@@ -24,15 +24,15 @@ _Axes = tuple[str, ...] | None
 
 _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.(k_proj|v_proj)\.weight$", (_HEADS, None)),
-    (r"\.(k_proj|v_proj)\.bias$", (_HEADS,)),
+    (r"\.(k_proj|v_proj)\.(bias|weight_scale)$", (_HEADS,)),
     (r"\.(q_proj|gate_proj|up_proj|fc1)\.weight$", (_ALL, None)),
-    (r"\.(q_proj|gate_proj|up_proj|fc1)\.bias$", (_ALL,)),
+    (r"\.(q_proj|gate_proj|up_proj|fc1)\.(bias|weight_scale)$", (_ALL,)),
     (r"\.(o_proj|down_proj|out_proj|fc2)\.weight$", (None, _ALL)),
     (r"(^|\.)(embed_tokens|lm_head)\.weight$", (_ALL, None)),
     (r"\.dense_h_to_4h\.weight$", (_ALL, None)),
     (r"\.q_norm\.(weight|bias)$", (_ALL, None)),
     (r"\.k_norm\.(weight|bias)$", (_HEADS, None)),
-    (r"\.dense_h_to_4h\.bias$", (_ALL,)),
+    (r"\.dense_h_to_4h\.(bias|weight_scale)$", (_ALL,)),
     (r"\.(dense|dense_4h_to_h)\.weight$", (None, _ALL)),
     # The halves of `kv_b_proj`, by query heads (language/deepseek.py)
     (r"\.(k_b_proj|v_b_proj)\.weight$", (_ALL, None)),

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
+from mmjax.layers.quantization import find_quantized
 from mmjax.weights.load import TensorProblems
 from mmjax.weights.sharding import param_sharding
 
@@ -92,6 +93,7 @@ def load_snapshot(
     metadata, shapes = _read(path)
     shapes = {n: shape for n, shape in shapes.items() if n.partition(".")[0] not in left_out}
     expected = flatten_params(abstract_params)
+    _check_quantization(path, shapes, expected)
     _check(path, metadata, shapes, expected)
     targets = {
         name: jax.ShapeDtypeStruct(
@@ -140,6 +142,21 @@ def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
     return metadata, shapes
+
+
+def _check_quantization(
+    path: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, Any]
+) -> None:
+    is_stored, is_wanted = bool(find_quantized(shapes)), bool(find_quantized(expected))
+    if is_stored and not is_wanted:
+        raise CheckpointError(
+            f"snapshot `{path}` holds weights in 8 bits; give `--quantization int8` or int8-weights"
+        )
+    if is_wanted and not is_stored:
+        raise CheckpointError(
+            f"snapshot `{path}` holds weights that are not quantized, and `quantization` is set: "
+            "make it again by `python -m mmjax.convert --quantization int8`, or leave the flag out"
+        )
 
 
 def _check(

@@ -6,6 +6,7 @@ Process 0 prints its answers as JSON; process 1 computes along, and prints that 
 import contextlib
 import json
 import sys
+from dataclasses import replace
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.mesh import join_processes
@@ -23,6 +24,8 @@ def main() -> None:
         num_processes=NUM_PROCESSES,
         process_id=process_id,
     )
+    # Also what broadcasts the arrays of a call is compiled then.
+    config = replace(config, precompile="all")
     join_processes(config)  # before the parameters are made
     core = EngineCore.from_model(Gemma3ForConditionalGeneration, params_with_heads(2), config)
     if process_id:

@@ -122,3 +122,60 @@ def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_stat
     assert buckets.step_bucket(3, 3, num_states=1) == StepBucket(16, 4, 16, num_states=40)
     assert buckets.step_bucket(8, 8, num_states=40) == StepBucket(64, 8, TILE_SIZE, num_states=40)
     assert Buckets.create(**{**sizes, "max_num_seqs": 2}, max_encoder_len=10).num_states == 20
+
+
+# ---- buckets to begin with -----------------------------------------------------------------------
+
+
+def test_the_first_stage_is_few_programs_and_the_second_serves_everybody() -> None:
+    first, second, *_, last = make_buckets().stages()
+    assert first.mixed == (StepBucket(64, 4, 64),)
+    assert (first.decode, first.sample, first.encode) == ((1,), (1,), (1,))
+    assert (first.max_num_seqs, first.max_num_batched_tokens) == (1, 64)
+    assert (second.max_num_seqs, second.max_num_batched_tokens) == (16, 64)
+    assert last == make_buckets()
+
+
+def test_an_image_that_cannot_be_divided_fits_into_the_first_stage() -> None:
+    first = make_buckets().stages(least_tokens=256)[0]
+    assert first.max_num_batched_tokens == 256
+    # One that fits into no step is the admission's to refuse.
+    assert make_buckets().stages(least_tokens=10**6)[0].max_num_batched_tokens == 2048
+
+
+@given(st.data())
+def test_every_stage_serves_what_it_says(data: st.DataObject) -> None:
+    max_num_seqs = data.draw(st.integers(1, 40))
+    max_encoder_len = data.draw(st.sampled_from([0, 30]))
+    buckets = Buckets.create(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=data.draw(st.integers(max_num_seqs, 3000)),
+        max_units=data.draw(st.integers(0, 9)),
+        max_written=data.draw(st.sampled_from([0, 600])),
+        span_variants=data.draw(st.sampled_from([(True,), (False,), (False, True)])),
+        max_encoder_len=max_encoder_len,
+    )
+    before = None
+    has_spans = any(bucket.has_spans for bucket in buckets.mixed)
+    for stage in buckets.stages(least_tokens=data.draw(st.integers(1, 3000))):
+        num_seqs, num_tokens = stage.max_num_seqs, stage.max_num_batched_tokens
+        assert num_tokens >= num_seqs
+        for num_requests in {1, (num_seqs + 1) // 2, num_seqs}:
+            assert stage.step_bucket(num_requests, num_requests) in buckets.steps
+            assert next_bucket(stage.sample, num_requests) in buckets.sample
+            chosen = stage.step_bucket(
+                num_tokens,
+                num_requests,
+                has_spans=has_spans and num_tokens > num_requests,
+                num_states=buckets.num_states,
+            )
+            assert chosen in buckets.steps
+        for own, every in zip(stage.sizes, buckets.sizes, strict=True):
+            assert set(own) <= set(every)
+            assert bool(own) == bool(every)
+        if before is not None:
+            assert all(set(a) <= set(b) for a, b in zip(before.sizes, stage.sizes, strict=True))
+            assert before.max_num_seqs <= num_seqs
+            assert before.max_num_batched_tokens <= num_tokens
+        before = stage
+    assert before == buckets

@@ -412,6 +412,7 @@ def test_recovery_gives_its_memory_back_before_it_takes_new(
     core: EngineCore, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A KV cache fills the device: while the old one lives, there is no room for another."""
+    answer(core, message("first", MIXED[0]))  # what fails below is called, not compiled
     runner = core._runner
     old = jax.tree.leaves((runner._state, runner._pool))
     shapes = {(leaf.shape, leaf.dtype) for leaf in old}

@@ -188,7 +188,7 @@ def test_a_block_gets_its_name_when_its_last_token_is_known() -> None:
 
 @pytest.fixture(scope="module")
 def core() -> Iterator[EngineCore]:
-    engine = tiny_engine()
+    engine = tiny_engine(precompile="all")
     yield engine
     assert engine.compilations == 0
     assert engine.num_programs == engine._runner.buckets.num_programs

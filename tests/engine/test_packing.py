@@ -95,7 +95,7 @@ def core() -> EngineCore:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "compile_programs", record)
-        return packed_engine()
+        return packed_engine(precompile="all")
 
 
 @pytest.fixture(autouse=True)

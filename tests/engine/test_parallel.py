@@ -113,6 +113,28 @@ def _collectives(core: EngineCore) -> Iterator[tuple[str, str]]:
             yield kind, found
 
 
+def test_devices_exchange_the_best_of_their_logits_alone():
+    core = engine(2, 4)
+    programs = core._runner._programs.by_kind(core.num_kv_blocks)["sample"]
+    greedy = next(program for program in programs if program.arguments["is_plain"])
+    text = greedy.jitted.lower(**greedy.arguments).compile().as_text()
+    gathered = re.findall(r"= \(?\w+\[(\d+),(\d+)\].* all-gather(?:-start)?\(", text)
+    assert gathered
+    num_rows = greedy.arguments["num_rows"]
+    assert {tuple(map(int, shape)) for shape in gathered} == {(num_rows, 4)}
+
+
+def test_of_equal_logits_the_lowest_id_is_chosen_on_any_device():
+    placement = engine(2, 4)._placement
+    logits = np.random.default_rng(0).integers(0, 9, (200, 256)).astype(np.float32)
+    found = jax.jit(placement.argmax)(placement.put(logits))
+    np.testing.assert_array_equal(found, logits.argmax(1))
+    uneven = logits[:, :-1]
+    np.testing.assert_array_equal(
+        jax.jit(placement.argmax)(placement.put(uneven)), uneven.argmax(1)
+    )
+
+
 def test_pictures_are_spread_where_there_is_one_for_each_device():
     placement = engine(2, 4)._placement
     assert [placement.padded_units(n) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 3, 4, 8, 8]

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.config import CacheConfig, EngineConfig, ModelConfig, Precompile, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
@@ -166,6 +166,7 @@ def engine_config(
     block_size: int = 8,
     encoder_cache_size: int | None = None,
     enable_prefix_caching: bool = True,
+    precompile: Precompile | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a small engine's config; `num_blocks` None: room for all requests."""
@@ -187,6 +188,7 @@ def engine_config(
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, **scheduler
         ),
+        precompile=precompile,
         use_tqdm=False,
     )
 

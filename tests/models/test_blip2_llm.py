@@ -30,7 +30,12 @@ def test_llm_says_what_hf_says(checkpoint: Path):
     images = [*pictures, {"image_embeds": features.pooler_output.numpy()}]
 
     settings = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    with LLM(str(checkpoint), enable_mm_embeds=True, use_tqdm_on_load=False, **settings) as llm:
+    with LLM(
+        str(checkpoint),
+        enable_mm_embeds=True,
+        use_tqdm_on_load=False,
+        **settings,
+    ) as llm:
         prompts = [{"prompt": PROMPT, "multi_modal_data": {"image": one}} for one in images]
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         assert llm.engine.compilations == 0

@@ -29,7 +29,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_answers_of_a_directory_are_hfs(checkpoint: Path):
     picture = draw(90, 40)
     with LLM(
-        str(checkpoint), max_num_seqs=2, max_num_batched_tokens=8, use_tqdm_on_load=False
+        str(checkpoint),
+        max_num_seqs=2,
+        max_num_batched_tokens=8,
+        use_tqdm_on_load=False,
     ) as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
         prompts = [

@@ -156,7 +156,7 @@ class TestEmbeddings:
 
     def test_rows_that_are_missing_are_named(self):
         with pytest.raises(ValueError, match=r"`Short\.embed_multimodal` gives \d+ rows of width"):
-            core_of(Short)
+            core_of(Short, precompile="smallest")
 
     def test_parts_are_joined_in_order(self):
         rows = jnp.arange(24.0).reshape(6, 4)
@@ -171,8 +171,8 @@ class TestEmbeddings:
                 return wrong
 
         with pytest.raises(TypeError, match="embed_multimodal"):
-            core_of(Wrong)
+            core_of(Wrong, precompile="smallest")
 
 
-def core_of(model_class: type) -> EngineCore:
-    return EngineCore.from_model(model_class, tiny_params()[1], engine_config())
+def core_of(model_class: type, **settings: Any) -> EngineCore:
+    return EngineCore.from_model(model_class, tiny_params()[1], engine_config(**settings))

@@ -35,7 +35,13 @@ def llm(llava: Path) -> Iterator[LLM]:
 
 def open_llm(path: Path, **settings: Any) -> LLM:
     sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
-    return LLM(str(path), enable_mm_embeds=True, use_tqdm_on_load=False, **sizes, **settings)
+    return LLM(
+        str(path),
+        enable_mm_embeds=True,
+        use_tqdm_on_load=False,
+        **sizes,
+        **settings,
+    )
 
 
 def conversation(*parts: Any) -> list[Any]:

@@ -37,7 +37,12 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[P
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: tuple[Path, Any]) -> Iterator[LLM]:
-    with LLM(str(checkpoint[0]), enable_mm_embeds=True, use_tqdm_on_load=False, **SIZES) as llm:
+    with LLM(
+        str(checkpoint[0]),
+        enable_mm_embeds=True,
+        use_tqdm_on_load=False,
+        **SIZES,
+    ) as llm:
         yield llm
 
 

@@ -144,6 +144,18 @@ def test_the_command_says_what_bfloat16_changes(
     assert result == "greedy tokens: as sure"
 
 
+def test_the_command_says_what_eight_bits_change(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--prompts", "Which?", "--num-images", "1", "--max-tokens", "8"]
+    status = main([str(checkpoint), *arguments, "--quantization", "int8"])
+    *_, row, result = capsys.readouterr().out.splitlines()
+    ours, _, reference, _, peak = (float(cell) for cell in row.split()[3:8])
+    assert 0 < ours < 0.2 * peak
+    assert reference == 0, "HF's weights stay whole"
+    assert status == (result != "greedy tokens: as sure")
+
+
 def test_the_command_says_no(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["--prompts", "Which?", "--num-images", "0", "--max-tokens", "1"]
     assert main([str(checkpoint), *arguments, "--tolerance", "0", "--summary-only"]) == 1

@@ -3,17 +3,17 @@
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
-from mmjax.logger import get_logger
+from mmjax.logger import get_logger, reporting
 
 logger = get_logger(__name__)
 
@@ -58,26 +58,49 @@ def default_num_threads() -> int:
 
 
 def compile_programs(
-    programs: Sequence[Program], *, num_threads: int | None = None, use_tqdm: bool = False
+    programs: Sequence[Program],
+    *,
+    num_threads: int | None = None,
+    use_tqdm: bool = False,
+    when_compiled: Callable[[int], None] = lambda number: None,
 ) -> list[int]:
     """Compile all programs; return the bytes that each takes on a device, besides its arguments.
 
     A later call of the jitted function with such arguments compiles nothing: JAX keeps a program
-    by what it was lowered from. Functions are traced here, and compiled in threads.
+    by what it was lowered from. Functions are traced here, and compiled in threads, which call
+    `when_compiled` with the program's place in the list; what it raises ends the compilation.
     """
     compiled: list[Future[int]] = []
     with (
         tqdm(total=len(programs), desc="Compiling", unit="program", disable=not use_tqdm) as bar,
+        reporting(logger, partial(_describe, compiled, programs)),
         _compiling_threads(num_threads or default_num_threads()) as pool,
     ):
+
+        def compile_one(number: int, lowered: Any) -> int:
+            size = _compile(programs[number].label, lowered, f"{number + 1} of {len(programs)}")
+            bar.set_postfix_str(programs[number].label, refresh=False)
+            bar.update()
+            bar.refresh()  # the log line erased it
+            when_compiled(number)
+            return size
+
         try:
-            for program in programs:
+            for number, program in enumerate(programs):
                 lowered = program.jitted.lower(**program.arguments)
-                compiled.append(pool.submit(_compile, program.label, lowered, bar))
+                compiled.append(pool.submit(compile_one, number, lowered))
             return [future.result() for future in compiled]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _describe(compiled: Sequence["Future[int]"], programs: Sequence[Program]) -> str:
+    """Return what is compiled now, and how much there is to do."""
+    states = zip([*compiled], programs, strict=False)
+    running = [program.label for future, program in states if future.running()]
+    num_done = sum(future.done() for future in compiled)
+    return f"compiling {', '.join(running)} ({num_done} of {len(programs)} done)"
 
 
 def program_bytes(compiled: Any) -> int:
@@ -115,16 +138,13 @@ class _Events(threading.local):
         return events
 
 
-def _compile(label: str, lowered: Any, bar: "tqdm[Any]") -> int:
+def _compile(label: str, lowered: Any, place: str) -> int:
     events = _Events.listening()
     num_before, start = events.num_fetched, time.perf_counter()
     compiled = lowered.compile()
-    bar.set_postfix_str(label, refresh=False)
-    bar.update()
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
-    logger.info("%s %s in %.2f s (%d of %d)", verb, label, seconds, bar.n, bar.total)
-    bar.refresh()  # the log line erased it
+    logger.info("%s %s in %.2f s (%s)", verb, label, seconds, place)
     return program_bytes(compiled)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.scheduling.buckets import Buckets, ladder, next_bucket, split_calls
+from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
@@ -43,8 +43,7 @@ class EncoderCall(NamedTuple):
 class EncoderCalls(ABC):
     """Makes a model's encoder calls. `size`: length of the inputs' first axis."""
 
-    def __init__(self, buckets: Buckets, placement: Placement, num_rows: int) -> None:
-        self._buckets = buckets
+    def __init__(self, placement: Placement, num_rows: int) -> None:
         self._placement = placement
         self._num_rows = num_rows
 
@@ -66,9 +65,12 @@ class EncoderCalls(ABC):
 
     @abstractmethod
     def fill(
-        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
     ) -> Iterator[EncoderCall]:
-        """Yield the calls that encode items; `rows`: where each of an item's outputs goes."""
+        """Yield the calls that encode items, each of one of the `sizes`.
+
+        `rows`: where each of an item's outputs goes.
+        """
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
         """Return the inputs of a bucket's program, and its number of embeddings."""
@@ -118,7 +120,7 @@ class UnitCalls(EncoderCalls):
         return self._placement.gather(x, axis)
 
     def fill(
-        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
     ) -> Iterator[EncoderCall]:
         """Yield calls with all units of all items, in order."""
         per_unit = self._spec.tokens_per_unit
@@ -127,7 +129,7 @@ class UnitCalls(EncoderCalls):
             name: np.concatenate([item.units[name] for item in items]) for name in self._spec.inputs
         }
         start = 0
-        for bucket, count in split_calls(self._buckets.encode, len(dst_rows) // per_unit):
+        for bucket, count in split_calls(sizes, len(dst_rows) // per_unit):
             call = self.empty(bucket)
             end = start + count
             call.dst_rows[: count * per_unit] = dst_rows[start * per_unit : end * per_unit]
@@ -166,15 +168,15 @@ class PackedCalls(EncoderCalls):
         return x
 
     def fill(
-        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
     ) -> Iterator[EncoderCall]:
         """Yield calls with the items packed, the largest first."""
         per_token = self._spec.patches_per_token
-        sizes = [len(part) * per_token for part in rows]
-        for bucket, packed in plan_calls(sizes, self._buckets.encode, per_token):
+        num_patches = [len(part) * per_token for part in rows]
+        for bucket, packed in plan_calls(num_patches, sizes, per_token):
             call = self.empty(bucket)
             for segment, (number, start) in enumerate(packed):
-                end = start + sizes[number]
+                end = start + num_patches[number]
                 call.inputs["segment_ids"][start:end] = segment
                 call.dst_rows[start // per_token : end // per_token] = rows[number]
                 for name in self._spec.inputs:
@@ -198,7 +200,6 @@ def _count_first_axis(item: EncoderItem) -> int:
 
 def make_encoder_calls(
     spec: EncoderSpec | PackedEncoderSpec,
-    buckets: Buckets,
     placement: Placement,
     num_rows: int,
     *,
@@ -206,8 +207,8 @@ def make_encoder_calls(
 ) -> EncoderCalls:
     """Return the encoder calls of a model with `spec`; smaller ones are padded to `min_units`."""
     if isinstance(spec, PackedEncoderSpec):
-        return PackedCalls(spec, buckets, placement, num_rows)
-    return UnitCalls(spec, buckets, placement, num_rows, min_units=min_units)
+        return PackedCalls(spec, placement, num_rows)
+    return UnitCalls(spec, placement, num_rows, min_units=min_units)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

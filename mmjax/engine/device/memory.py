@@ -92,11 +92,13 @@ def fit_kv_cache(
     *,
     weights: int,
     num_threads: int | None = None,
+    is_hurried: bool = False,
 ) -> int:
     """Compile the largest programs, and return how many KV blocks fit besides them.
 
     They are compiled for the number of blocks that would fit without them: if that is the result
-    (usually on CPU), they need not be compiled again.
+    (usually on CPU), they need not be compiled again. `is_hurried`: they are not compiled here, if
+    as many blocks fit though the programs took half of the memory that is free.
     """
     memory = device_memory(placement, cache)
     arrays = programs.describe_arrays(demand.least)
@@ -107,12 +109,30 @@ def fit_kv_cache(
         hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
+        logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
+        return num_blocks
     largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
     # Summed, although they run in turn: a program's memory is allocated while another runs.
     fixed = replace(fixed, programs=sum(compile_programs(largest, num_threads=num_threads)))
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
     return num_blocks
+
+
+def _fits_beside(
+    program_bytes: int,
+    num_blocks: int,
+    cache: CacheConfig,
+    demand: KVDemand,
+    memory: DeviceMemory,
+    fixed: FixedMemory,
+) -> bool:
+    try:
+        found = choose_num_blocks(cache, demand, memory, replace(fixed, programs=program_bytes))
+    except ConfigError:
+        return False
+    return found == num_blocks
 
 
 def choose_num_blocks(
@@ -296,9 +316,10 @@ def memory_table(
     memory: DeviceMemory, fixed: FixedMemory, demand: KVDemand, num_blocks: int
 ) -> str:
     """Return a table of memory for the log, a line for each use."""
+    programs = "largest encode, step and sample" if fixed.programs else "not measured; may be half"
     rows = [
         ("weights", fixed.weights, ""),
-        ("programs", fixed.programs, "largest encode, step and sample"),
+        ("programs", fixed.programs, programs),
         ("encoder outputs", fixed.encoder_pool, ""),
         ("hidden states", fixed.hidden_states, ""),
         (

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import (
@@ -22,9 +23,10 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.engine.device.sampler import sample_greedy
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.kv_cache import HeadSharding
 from mmjax.layers.module import Params, flatten_params, unflatten_params
@@ -146,6 +148,24 @@ class Placement:
             x = jax.lax.with_sharding_constraint(x, self._sharding(*[None] * axis, _AXES))
         return jax.lax.with_sharding_constraint(x, self.replicated)
 
+    def argmax(self, logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+        """Return each row's highest column, the lowest of equals, under jit.
+
+        Where the columns can be cut evenly, devices exchange only the best of their own.
+        """
+        if self.mesh is None or logits.shape[1] % self.size:
+            return sample_greedy(self.gather(logits, 1))
+
+        def find(part: Float[Array, "R _part"]) -> tuple[Float[Array, "R 1"], Int[Array, "R 1"]]:
+            best = sample_greedy(part)[:, None]
+            first = jax.lax.axis_index(_AXES) * part.shape[1]
+            return jnp.take_along_axis(part, best, axis=1), best + first
+
+        columns = PartitionSpec(None, _AXES)
+        options = {"mesh": self.mesh, "in_specs": columns, "out_specs": (columns, columns)}
+        values, ids = (self.gather(x, 1) for x in jax.shard_map(find, **options)(logits))
+        return jnp.take_along_axis(ids, values.argmax(1, keepdims=True), axis=1)[:, 0]
+
     def least(self, value: int) -> int:
         """Return the smallest value of all processes."""
         if not self.is_shared:
@@ -254,9 +274,11 @@ def settings_digest(config: EngineConfig) -> int:
         jax.__version__,
         model.max_model_len,
         model.dtype,
+        model.quantization,
         model.hf_config.to_json_string(use_diff=False),
         config.cache,
         config.scheduler,
+        config.precompile,  # warming up makes calls, too
         # They decide whether there is a tower, and whether there are programs of `write_rows`.
         (model.mm.enable_mm_embeds, sorted(model.mm.limit_mm_per_prompt.items())),
         replace(config.parallel, process_id=0),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmjax.engine.scheduling.buckets import Buckets, next_bucket
+from mmjax.engine.scheduling.buckets import next_bucket
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.processing.items.embeddings import EMBEDS_DTYPES
@@ -24,9 +24,9 @@ class WriteCall(NamedTuple):
 class PrecomputedEmbeds:
     """Validates precomputed embeddings, and makes calls of `write_rows`."""
 
-    def __init__(self, buckets: Buckets, *, num_rows: int, width: int, dtype: Any) -> None:
+    def __init__(self, *, is_enabled: bool, num_rows: int, width: int, dtype: Any) -> None:
         """`num_rows`, `width` (the language model's) and `dtype` are the pool's."""
-        self._sizes = buckets.write
+        self._is_enabled = is_enabled
         self._num_rows = num_rows
         self._width = width
         self._dtype = np.dtype(dtype)
@@ -34,7 +34,7 @@ class PrecomputedEmbeds:
     def find(self, feature: MultiModalFeatureSpec) -> Any:
         """Return the embeddings of an item; None if it must be encoded."""
         name = f"{feature.modality}_embeds"
-        if not self._sizes or feature.tensors is None or name not in feature.tensors:
+        if not self._is_enabled or feature.tensors is None or name not in feature.tensors:
             return None
         return feature.tensors[name].data
 
@@ -69,14 +69,16 @@ class PrecomputedEmbeds:
             identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
         )
 
-    def fill(self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray]) -> Iterator[WriteCall]:
-        """Yield the calls that write items to their pool rows."""
+    def fill(
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
+    ) -> Iterator[WriteCall]:
+        """Yield the calls of the `sizes` that write items to their pool rows."""
         embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
         dst_rows = np.concatenate(rows)
         start = 0
         while start < len(dst_rows):
-            count = min(len(dst_rows) - start, self._sizes[-1])
-            call = self.empty(next_bucket(self._sizes, count))
+            count = min(len(dst_rows) - start, sizes[-1])
+            call = self.empty(next_bucket(sizes, count))
             call.embeds[:count] = embeds[start : start + count]
             call.dst_rows[:count] = dst_rows[start : start + count]
             yield call

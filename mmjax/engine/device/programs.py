@@ -4,7 +4,7 @@ All arguments but the parameters are given as shapes, so that programs are compi
 memory is known, before anything is allocated.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.prompt_calls import PromptCalls
-from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
-from mmjax.engine.scheduling.buckets import Buckets, StepBucket
+from mmjax.engine.device.sampler import SampleOutput, sample_full
+from mmjax.engine.scheduling.buckets import Buckets, SampleBucket, Sizes, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import KVCache, LayerCache, TransposedCache, allocate
 from mmjax.layers.cpu.product import is_small
@@ -182,7 +182,7 @@ def step(
 
 def sample(
     graphdef: Any,
-    gather: Gather,
+    placement: Placement,
     *,
     layout: Layout,
     num_rows: int,
@@ -200,10 +200,10 @@ def sample(
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
-    logits = gather(bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows])), 1)
+    logits = bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows]))
     if is_plain:
-        return _pad_tokens(sample_greedy(logits), layout)
-    drawn = sample_full(logits, batch, history, previous)
+        return _pad_tokens(placement.argmax(logits), layout)
+    drawn = sample_full(placement.gather(logits, 1), batch, history, previous)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
@@ -247,15 +247,17 @@ class Programs:
         num_rows = num_encoder_rows + host_inputs.num_extra_rows
         self.encoder_calls = make_encoder_calls(
             host_inputs.encoder_spec,
-            buckets,
             placement,
             num_rows,
             min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
         )
         self.precomputed = PrecomputedEmbeds(
-            buckets, num_rows=num_rows, width=shape.hidden_size, dtype=shape.dtype
+            is_enabled=bool(buckets.write),
+            num_rows=num_rows,
+            width=shape.hidden_size,
+            dtype=shape.dtype,
         )
-        self.prompt_calls = PromptCalls(buckets, max_len=max_encoder_len, num_rows=num_rows)
+        self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
         max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
@@ -313,7 +315,7 @@ class Programs:
             out_shardings=(self._shardings.state, whole),
         )
         self.sample = jit(
-            partial(sample, graphdef, placement.gather),
+            partial(sample, graphdef, placement),
             static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=whole,
         )
@@ -367,23 +369,27 @@ class Programs:
 
     # ---- programs ------------------------------------------------------------------------------
 
-    def all(self, num_blocks: int) -> list[Program]:
-        """Return every program that serving calls, those that compile slowly first."""
-        return [program for kind in self.by_kind(num_blocks).values() for program in kind]
+    def all(self, num_blocks: int, sizes: Sizes | None = None) -> list[Program]:
+        """Return every program that serving calls, those that compile slowly first.
 
-    def by_kind(self, num_blocks: int) -> dict[str, list[Program]]:
-        """Return the programs of each function, the largest first."""
+        `sizes`: only theirs.
+        """
+        return [program for kind in self.by_kind(num_blocks, sizes).values() for program in kind]
+
+    def by_kind(self, num_blocks: int, sizes: Sizes | None = None) -> dict[str, list[Program]]:
+        """Return the programs of each function, the largest first; `sizes`: only theirs."""
         arrays = self.describe_arrays(num_blocks)
+        chosen = sizes or self.buckets.sizes
         return {
-            "step": list(self._steps(arrays)),
-            "encode": list(self._encodes(arrays)),
-            "encode prompts": list(self._encodes_prompts(arrays)),
-            "write": list(self._writes(arrays)),
-            "sample": list(self._samples(arrays)),
+            "step": list(self._steps(arrays, chosen.steps)),
+            "encode": list(self._encodes(arrays, chosen.encode)),
+            "encode prompts": list(self._encodes_prompts(arrays, chosen.prompts)),
+            "write": list(self._writes(arrays, chosen.write)),
+            "sample": list(self._samples(arrays, chosen.sample)),
         }
 
-    def _steps(self, arrays: DeviceArrays) -> Iterator[Program]:
-        for bucket in reversed(self.buckets.steps):
+    def _steps(self, arrays: DeviceArrays, sizes: Sequence[StepBucket]) -> Iterator[Program]:
+        for bucket in reversed(sizes):
             layout = self.step_layouts[bucket]
             arguments = {
                 "layout": layout,
@@ -395,8 +401,8 @@ class Programs:
             }
             yield Program(step_label(bucket), self.step, arguments)
 
-    def _encodes(self, arrays: DeviceArrays) -> Iterator[Program]:
-        for bucket in reversed(self.buckets.encode):
+    def _encodes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
+        for bucket in reversed(sizes):
             inputs, num_outputs = self.encoder_calls.describe(bucket)
             arguments = {
                 "params": self._params,
@@ -406,8 +412,8 @@ class Programs:
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
 
-    def _encodes_prompts(self, arrays: DeviceArrays) -> Iterator[Program]:
-        for size in reversed(self.buckets.prompts):
+    def _encodes_prompts(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
+        for size in reversed(sizes):
             inputs = {
                 name: self._describe(array.shape)
                 for name, array in self.prompt_calls.empty(size)._asdict().items()
@@ -415,8 +421,8 @@ class Programs:
             arguments = {"params": self._params, "pool": arrays.pool, **inputs}
             yield Program(f"encode {size} prompts", self.encode_prompts, arguments)
 
-    def _writes(self, arrays: DeviceArrays) -> Iterator[Program]:
-        for size in reversed(self.buckets.write):
+    def _writes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
+        for size in reversed(sizes):
             embeds = jax.ShapeDtypeStruct(
                 (size, self._shape.hidden_size),
                 self._shape.dtype,
@@ -425,20 +431,19 @@ class Programs:
             arguments = {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._flat(size)}
             yield Program(f"write {size}", self.write_rows, arguments)
 
-    def _samples(self, arrays: DeviceArrays) -> Iterator[Program]:
-        for num_rows in reversed(self.buckets.sample):
-            for is_plain in (False, True):
-                arguments = {
-                    "layout": self.sample_layout,
-                    "num_rows": num_rows,
-                    "is_plain": is_plain,
-                    "params": self._params,
-                    "hidden": arrays.state.hidden,
-                    "packed": self._flat(self.sample_layout.size),
-                    "history": self._describe((num_rows, self.history_len)),
-                    "previous": arrays.previous,
-                }
-                yield Program(sample_label(num_rows, is_plain), self.sample, arguments)
+    def _samples(self, arrays: DeviceArrays, sizes: Sequence[SampleBucket]) -> Iterator[Program]:
+        for bucket in reversed(sizes):
+            arguments = {
+                "layout": self.sample_layout,
+                "num_rows": bucket.num_rows,
+                "is_plain": bucket.is_plain,
+                "params": self._params,
+                "hidden": arrays.state.hidden,
+                "packed": self._flat(self.sample_layout.size),
+                "history": self._describe((bucket.num_rows, self.history_len)),
+                "previous": arrays.previous,
+            }
+            yield Program(sample_label(bucket), self.sample, arguments)
 
     def _flat(self, size: int) -> jax.ShapeDtypeStruct:
         return self._describe((size,))
@@ -452,6 +457,6 @@ def step_label(bucket: StepBucket) -> str:
     return f"step {bucket.num_tokens} x {bucket.num_requests}"
 
 
-def sample_label(num_rows: int, is_plain: bool) -> str:
+def sample_label(bucket: SampleBucket) -> str:
     """Return the label of a sample's program in the log."""
-    return f"sample {num_rows}{' greedy' if is_plain else ''}"
+    return f"sample {bucket.num_rows}{' greedy' if bucket.is_plain else ''}"

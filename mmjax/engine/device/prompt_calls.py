@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmjax.engine.scheduling.buckets import Buckets, split_calls
+from mmjax.engine.scheduling.buckets import split_calls
 from mmjax.engine.scheduling.request import EncoderItem
 
 PADDING_ID = -1
@@ -28,21 +28,23 @@ class PromptCall(NamedTuple):
 class PromptCalls:
     """Makes the calls that compute encoders' hidden states."""
 
-    def __init__(self, buckets: Buckets, *, max_len: int, num_rows: int) -> None:
-        self._buckets = buckets
+    def __init__(self, *, max_len: int, num_rows: int) -> None:
         self._max_len = max_len
         self._num_rows = num_rows
 
     def fill(
-        self, items: Sequence[EncoderItem], rows_of: Callable[[str], np.ndarray]
+        self,
+        items: Sequence[EncoderItem],
+        rows_of: Callable[[str], np.ndarray],
+        sizes: Sequence[int],
     ) -> Iterator[PromptCall]:
-        """Yield calls with all items, which are hidden states, in order.
+        """Yield calls of the `sizes` with all items, which are hidden states, in order.
 
         `rows_of` returns the pool's rows of an item by its identifier: of the states, where they
         go, and of the prompts' own items, which are encoded already.
         """
         start = 0
-        for size, count in split_calls(self._buckets.prompts, len(items)):
+        for size, count in split_calls(sizes, len(items)):
             call = self.empty(size)
             for row, item in enumerate(items[start : start + count]):
                 self._fill_row(call, row, item, rows_of)

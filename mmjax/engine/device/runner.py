@@ -14,11 +14,18 @@ from jaxtyping import Array
 from mmjax.engine.device.batch import BatchBuilder, make_history
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement, SampleKind
+from mmjax.engine.device.padding import PaddingCounter
 from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.prompt_calls import PromptCall
 from mmjax.engine.device.sampler import SampleOutput
-from mmjax.engine.scheduling.buckets import StepBucket, next_bucket
+from mmjax.engine.scheduling.buckets import (
+    Buckets,
+    SampleBucket,
+    Sizes,
+    StepBucket,
+    next_bucket,
+)
 from mmjax.engine.scheduling.outputs import (
     ModelRunnerOutput,
     SampledToken,
@@ -58,6 +65,10 @@ class ModelRunner:
         max_encoder_blocks: int = 0,
     ) -> None:
         self.buckets = programs.buckets
+        self.ready = programs.buckets
+        """The sizes that calls may have."""
+        self.prepare: Callable[[Sizes], None] | None = None
+        """Compiles the programs of sizes that are not compiled yet; None: those of `ready` are."""
         self._steps = self.buckets.steps
         self.rows = EncoderRows(programs.num_encoder_rows, programs.num_extra_rows)
         self._programs = programs
@@ -79,6 +90,7 @@ class ModelRunner:
             for num_rows in self.buckets.sample
         }
         """For samples in which every token may be repeated; stays on the device."""
+        self._padding = PaddingCounter()
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
         self._make_arrays()
@@ -112,7 +124,7 @@ class ModelRunner:
         self._encode_items(output.encoder_items)
         if not output.requests:
             return None
-        bucket = self.buckets.step_bucket(
+        bucket = self.ready.step_bucket(
             output.num_tokens,
             len(output.requests),
             has_spans=self._builder.needs_spans(output.requests),
@@ -122,12 +134,13 @@ class ModelRunner:
             "step: %d requests in %s, %d items encoded",
             *(len(output.requests), bucket, len(output.encoder_items)),
         )
+        self._padding.add(bucket, output.num_tokens)
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
             return InFlight(sampled, rest)
-        size = next_bucket(self.buckets.sample, len(sampled))
+        size = next_bucket(self.ready.sample, len(sampled))
         history = None if is_plain else make_history(sampled, size, self._programs.history_len)
         return InFlight(sampled, self._run_sample(size, is_plain, rest, history))
 
@@ -141,6 +154,7 @@ class ModelRunner:
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
         if self._is_leading:
             self._broadcast(Call.STEP, self._steps.index(bucket))
+        self._prepare(steps=(bucket,))
         self._state, rest = self._programs.step(
             layout=self._programs.step_layouts[bucket],
             params=self._params,
@@ -157,6 +171,7 @@ class ModelRunner:
         kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
         kind = kind if history is None else SampleKind.WITH_HISTORY
         self._broadcast(Call.SAMPLE, num_rows, kind)
+        self._prepare(sample=(SampleBucket(num_rows, is_plain),))
         no_history = self._no_history[num_rows]
         drawn = self._programs.sample(
             layout=self._programs.sample_layout,
@@ -174,6 +189,7 @@ class ModelRunner:
     def _run_encode(self, call: EncoderCall) -> None:
         size = len(next(iter(call.inputs.values())))
         self._broadcast(Call.ENCODE, size)
+        self._prepare(encode=(size,))
         on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
         rows = self._placement.put(call.dst_rows)
         self._pool = self._programs.encode(
@@ -182,15 +198,21 @@ class ModelRunner:
 
     def _run_write(self, call: WriteCall) -> None:
         self._broadcast(Call.WRITE, len(call.dst_rows))
+        self._prepare(write=(len(call.dst_rows),))
         embeds, rows = self._placement.put(tuple(call))
         self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
 
     def _run_encode_prompts(self, call: PromptCall) -> None:
         self._broadcast(Call.ENCODE_PROMPTS, len(call.token_ids))
+        self._prepare(prompts=(len(call.token_ids),))
         on_device = self._placement.put(call._asdict())
         self._pool = self._programs.encode_prompts(
             params=self._params, pool=self._pool, **on_device
         )
+
+    def _prepare(self, **sizes: Any) -> None:
+        if self.prepare is not None:
+            self.prepare(Sizes(**sizes))
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
         """Encode, or write, the items that are not in the pool yet; then prompts with items."""
@@ -199,15 +221,16 @@ class ModelRunner:
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
-            for call in self._encoder_calls.fill(encoded, rows):
+            for call in self._encoder_calls.fill(encoded, rows, self.ready.encode):
                 self._run_encode(call)
         written = [item for item in new if item.embeds is not None]
         if written:
             rows = [places[item.identifier] for item in written]
-            for write in self._programs.precomputed.fill(written, rows):
+            for write in self._programs.precomputed.fill(written, rows, self.ready.write):
                 self._run_write(write)
         states = [item for item in new if item.prompt is not None]
-        for prompt_call in self._programs.prompt_calls.fill(states, self.rows.get):
+        prompt_calls = self._programs.prompt_calls
+        for prompt_call in prompt_calls.fill(states, self.rows.get, self.ready.prompts):
             self._run_encode_prompts(prompt_call)
 
     def _allocate_rows(self, item: EncoderItem) -> np.ndarray:
@@ -224,9 +247,12 @@ class ModelRunner:
         self._broadcast(Call.WAIT)
 
     def end(self) -> None:
-        """Broadcast the end to the followers."""
+        """Broadcast the end to the followers, and log what of the steps was padding."""
         self._broadcast(Call.END)
         self._is_leading = False
+        if lines := self._padding.describe():
+            logger.info("steps by their size, tokens x requests:\n%s", "\n".join(lines))
+        self._padding = PaddingCounter()
 
     def follow(self) -> None:
         """Make every call that the leader broadcasts, on its arrays, until it ends."""
@@ -258,32 +284,35 @@ class ModelRunner:
 
     # ---- warm-up -------------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Run every program on padding; compiles those that are not compiled yet."""
-        for call in self._warm_up_calls():
+    def warm_up(self, buckets: Buckets) -> None:
+        """Run the programs of `buckets` on padding; compiles those that are not compiled."""
+        for call in self._warm_up_calls(buckets):
             jax.block_until_ready(call())
+
+    def lead(self) -> None:
+        """Broadcast every call from now on, if there are processes that follow this one."""
         self._is_leading = self._placement.is_shared and self._placement.is_leader
         self.wait()
 
-    def _warm_up_calls(self) -> Iterator[Callable[[], Any]]:
-        for bucket in self.buckets.encode:
+    def _warm_up_calls(self, buckets: Buckets) -> Iterator[Callable[[], Any]]:
+        for bucket in buckets.encode:
             yield partial(self._run_encode, self._encoder_calls.empty(bucket))
-        for size in self.buckets.write:
+        for size in buckets.write:
             yield partial(self._run_write, self._programs.precomputed.empty(size))
-        for size in self.buckets.prompts:
+        for size in buckets.prompts:
             yield partial(self._run_encode_prompts, self._programs.prompt_calls.empty(size))
-        for bucket in reversed(self._steps):
+        for bucket in reversed(buckets.steps):
             yield partial(self._warm_up_step, bucket)
-        for size in self.buckets.sample:
+        for size in buckets.sample:
             for is_plain in (True, False):
-                yield partial(self._warm_up_sample, size, is_plain)
+                yield partial(self._warm_up_sample, buckets.steps[0], size, is_plain)
 
     def _warm_up_step(self, bucket: StepBucket) -> Array:
         packed, _ = self._builder.empty_step(bucket)
         return self._run_step(bucket, packed)
 
-    def _warm_up_sample(self, num_rows: int, is_plain: bool) -> Any:
-        rest = self._warm_up_step(self._steps[0])
+    def _warm_up_sample(self, bucket: StepBucket, num_rows: int, is_plain: bool) -> Any:
+        rest = self._warm_up_step(bucket)
         return jax.device_get(self._run_sample(num_rows, is_plain, rest))
 
 

@@ -1,14 +1,19 @@
 """Buckets: the padded sizes that programs are compiled for; warm-up runs each of them.
 
 The size of every step, encoder call and sample is rounded up to a bucket, so that the number of
-programs is fixed, whatever the clients send.
+programs is fixed, whatever the clients send. An engine may serve with some of them while the others
+compile: `Buckets.stages`.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
 
 from mmjax.rounding import round_up
+
+Size = TypeVar("Size", bound=Hashable)
 
 TILE_SIZE = 64
 """Queries of one request that attention computes as one tile, outside of decoding."""
@@ -59,6 +64,37 @@ def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
         sizes.append(size)
         size *= factor
     return (*sizes, last)
+
+
+class SampleBucket(NamedTuple):
+    """The size of a sample."""
+
+    num_rows: int
+    is_plain: bool
+    """Whether all rows are greedy, without masks or log-probabilities."""
+
+
+class Sizes(NamedTuple):
+    """The sizes that each function is compiled for."""
+
+    steps: tuple[StepBucket, ...] = ()
+    encode: tuple[int, ...] = ()
+    prompts: tuple[int, ...] = ()
+    write: tuple[int, ...] = ()
+    sample: tuple[SampleBucket, ...] = ()
+
+    def but_not(self, others: "Sizes") -> "Sizes":
+        """Return those that are not among others."""
+        parts: Any = map(_without, self, others)
+        return Sizes(*parts)
+
+    def __or__(self, others: "Sizes") -> "Sizes":
+        """Return these, and then those of others that are not among them."""
+        pairs: Any = zip(self, others.but_not(self), strict=True)
+        return Sizes(*(mine + new for mine, new in pairs))
+
+
+NO_SIZES = Sizes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +172,23 @@ class Buckets:
         return [*(self._decode_bucket(size) for size in self.decode), *self.mixed]
 
     @property
+    def sizes(self) -> Sizes:
+        """All sizes, by function."""
+        samples = [SampleBucket(*pair) for pair in product(self.sample, (True, False))]
+        return Sizes(tuple(self.steps), self.encode, self.prompts, self.write, tuple(samples))
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests that a step may have, whatever it computes."""
+        return min(self.decode[-1], self.sample[-1], max(one.num_requests for one in self.mixed))
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens that a step of `max_num_seqs` requests may have."""
+        most = self.max_num_seqs
+        return max(one.num_tokens for one in self.mixed if one.num_requests >= most)
+
+    @property
     def max_num_tokens(self) -> int:
         """Rows of the largest step."""
         return max(self.mixed[-1].num_tokens, self.decode[-1])
@@ -147,9 +200,47 @@ class Buckets:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs that warm-up compiles; `sample` has two variants."""
-        encoder = len(self.encode) + len(self.write) + len(self.prompts)
-        return len(self.decode) + len(self.mixed) + 2 * len(self.sample) + encoder
+        """Number of programs, one for each of the `sizes`."""
+        return sum(map(len, self.sizes))
+
+    def stages(self, *, least_tokens: int = 1) -> list["Buckets"]:
+        """Return buckets to serve with while the rest compile; each has all of the one before.
+
+        The first computes one request at a time, in chunks; the second as many requests as there
+        may be. Then come larger chunks and calls, and what spares padding. The last is all buckets.
+
+        Args:
+            least_tokens: Tokens of an image that cannot be divided; longer ones wait.
+        """
+        fewest = min(max(least_tokens, TILE_SIZE), self.mixed[-1].num_tokens)
+        many = self.mixed[-1].num_requests
+        large = [one for one in self.mixed if one.num_requests == many]
+        chunk = next(one.num_tokens for one in large if one.num_tokens >= fewest)
+        first = [one for one in self.mixed if one.num_tokens == chunk]
+        few = first[0].num_requests
+        # With spans first: such a bucket holds steps without, too.
+        later = sorted(
+            self.mixed,
+            key=lambda o: (o.num_tokens < chunk, o.num_tokens, o.num_requests, not o.has_spans),
+        )
+        parts = {
+            "mixed": _grow(
+                later,
+                [one for one in first if one.num_requests == few],
+                [one for one in first if one.num_requests == many],
+            ),
+            "decode": _grow(self.decode, self.decode[:1], self.decode[-1:]),
+            "sample": _grow(self.sample, self.sample[:1], self.sample[-1:]),
+            "encode": _grow(self.encode, self.encode[:1], ()),
+            "write": _grow(self.write, self.write[:1], ()),
+            "prompts": _grow(self.prompts, self.prompts[:1], ()),
+        }
+        number = max(map(len, parts.values()))
+        stages = [
+            replace(self, **{kind: part[min(n, len(part) - 1)] for kind, part in parts.items()})
+            for n in range(number)
+        ]
+        return list(dict.fromkeys(stages))
 
     def step_bucket(
         self, num_tokens: int, num_requests: int, *, has_spans: bool = False, num_states: int = 0
@@ -185,6 +276,24 @@ def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
         calls.append((size, min(number, size)))
         number -= calls[-1][1]
     return calls
+
+
+def _without(sizes: Sequence[Size], others: Sequence[Size]) -> tuple[Size, ...]:
+    return tuple(one for one in sizes if one not in others)
+
+
+def _grow(sizes: Sequence[Size], *first: Sequence[Size]) -> list[tuple[Size, ...]]:
+    """Return growing parts of `sizes`, sorted: with those of `first`, in turn, then one more each.
+
+    1, 2, 4, 8 and first (1,), (8,): [(1,), (1, 8), (1, 2, 8), (1, 2, 4, 8)].
+    """
+    taken: list[Size] = []
+    parts = []
+    given = {one for group in first for one in group}
+    for group in (*first, *((one,) for one in sizes if one not in given)):
+        taken += group
+        parts.append(tuple(sorted(set(taken))))  # pyright: ignore[reportArgumentType]
+    return parts
 
 
 def _holds_any_step(

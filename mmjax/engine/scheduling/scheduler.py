@@ -8,6 +8,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
@@ -65,6 +66,14 @@ class WaitingQueue:
         self._arrivals.pop(request.request_id, None)
 
 
+class StepLimits(NamedTuple):
+    """What a step may hold until all programs are compiled."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_encoder_input_tokens: int
+
+
 @dataclass(slots=True)
 class _Plan:
     """The step that is being scheduled."""
@@ -99,9 +108,9 @@ class Scheduler:
         self.running: list[Request] = []
         """In the order of the waiting queue; all hold blocks."""
         self.waiting = WaitingQueue()
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_encoder_input_tokens = max_num_encoder_input_tokens
+        self._limits = self._final_limits = StepLimits(
+            max_num_seqs, max_num_batched_tokens, max_num_encoder_input_tokens
+        )
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
         self._windows = WindowFitter(
@@ -113,6 +122,10 @@ class Scheduler:
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
         """Running requests that got no token in the last step; they go first in the next."""
+
+    def limit_steps(self, limits: StepLimits) -> None:
+        """Schedule no larger steps from now on; what does not fit waits. Limits never shrink."""
+        self._limits = StepLimits(*map(min, limits, self._final_limits))
 
     # ---- requests ------------------------------------------------------------------------------
 
@@ -216,8 +229,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Return the next step, and count its tokens as computed."""
         plan = _Plan(
-            self._max_num_batched_tokens,
-            self._max_num_encoder_input_tokens,
+            self._limits.max_num_batched_tokens,
+            self._limits.max_num_encoder_input_tokens,
             self._max_num_encoder_states,
         )
         self._schedule_running(plan)
@@ -277,7 +290,8 @@ class Scheduler:
         self.waiting.add(request)
 
     def _admit_waiting(self, plan: _Plan) -> None:
-        while self.waiting and plan.tokens_left and len(self.running) < self._max_num_seqs:
+        most = self._limits.max_num_seqs
+        while self.waiting and plan.tokens_left and len(self.running) < most:
             request = self.waiting.peek()
             num_tokens, items = 0, []
             if self._windows.start(request, plan.states_left):

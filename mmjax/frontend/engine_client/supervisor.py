@@ -63,6 +63,7 @@ class EngineLink(Protocol):
     """The client's interface to the owner of an engine, such as `Supervisor`."""
 
     state: EngineState
+    ready: Ready | None
     heartbeat: Heartbeat | None
     num_restarts: int
 

@@ -1,0 +1,204 @@
+"""Weights in 8 bits: how they are rounded, what they give, where they are, and what they save."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mmjax import LLM, SamplingParams
+from mmjax.config import ParallelConfig, Quantization
+from mmjax.convert import main as convert
+from mmjax.engine.device.mesh import settings_digest
+from mmjax.errors import CheckpointError
+from mmjax.layers.linear import Linear
+from mmjax.layers.module import bind, build_abstract, flatten_params
+from mmjax.layers.quantization import Int8Linear, find_quantized, quantize_rows
+from mmjax.model_source import load_model_config
+from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.interface import build_model
+from mmjax.weights.load import load_params
+from tests.engine.tiny import engine_config, tiny_config
+from tests.kit import draw, tiny_gemma3_checkpoint
+
+BOTH: tuple[Quantization, ...] = ("int8", "int8-weights")
+
+
+def make_layer(
+    quantization: Quantization, weight: np.ndarray, bias: np.ndarray | None = None
+) -> Int8Linear:
+    plain = Linear(weight.shape[1], len(weight), use_bias=bias is not None, dtype=jnp.float32)
+    layer = Int8Linear(plain, quantization)
+    layer.weight[...], layer.weight_scale[...] = map(jnp.asarray, quantize_rows(weight))
+    if bias is not None and layer.bias is not None:
+        layer.bias[...] = jnp.asarray(bias)
+    return layer
+
+
+# ---- rounding ------------------------------------------------------------------------------------
+
+
+def test_numbers_become_the_nearest_multiple_of_their_rows_scale():
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(40, 64)) * rng.lognormal(sigma=4, size=(40, 1))
+    rounded, scale = quantize_rows(weight.astype(np.float32))
+    assert (rounded.dtype, scale.dtype) == (np.int8, np.float32)
+    assert (np.abs(rounded).max(1) == 127).all()
+    error = np.abs(rounded * scale[:, None] - weight)
+    assert (error <= 0.5001 * scale[:, None]).all()
+
+
+def test_a_row_of_zeros_stays_zero():
+    rounded, scale = quantize_rows(np.zeros((2, 3), np.float32))
+    assert not rounded.any()
+    assert np.isfinite(scale).all()
+    assert (scale > 0).all()
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", BOTH)
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (7, 24), (2, 3, 24)])
+def test_a_layer_is_the_formula(quantization: Quantization, shape: tuple[int, ...]):
+    rng = np.random.default_rng(1)
+    weight, bias = rng.normal(size=(10, 24)), rng.normal(size=10).astype(np.float32)
+    rounded, scale = quantize_rows(weight.astype(np.float32))
+    x = rng.normal(size=shape).astype(np.float32)
+    inputs = x.astype(np.float64)
+    if quantization == "int8":
+        step = np.abs(inputs).max(-1, keepdims=True) / 127
+        inputs = np.rint(inputs / step) * step
+    expected = inputs @ (rounded * scale[:, None]).T + bias
+    got = make_layer(quantization, weight, bias)(jnp.asarray(x))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_rows_of_zeros_and_of_large_numbers_stay_apart():
+    weight = np.random.default_rng(2).normal(size=(8, 16))
+    x = np.zeros((3, 16), np.float32)
+    x[1], x[2, 0] = 1e30, 1e-30
+    got = np.asarray(make_layer("int8", weight)(jnp.asarray(x)))
+    assert np.isfinite(got).all()
+    assert not got[0].any()
+    np.testing.assert_allclose(got[2], 1e-30 * weight[:, 0], rtol=0.5, atol=2e-32)
+
+
+def test_a_row_has_the_same_bits_among_any_others():
+    rng = np.random.default_rng(3)
+    layer = make_layer("int8", rng.normal(size=(96, 640)))
+    x = jnp.asarray(rng.normal(size=(65, 640)), jnp.float32)
+    run = jax.jit(lambda x: layer(x))
+    whole = np.asarray(run(x))
+    for count in (1, 2, 3, 17, 64):
+        np.testing.assert_array_equal(run(x[:count]), whole[:count])
+
+
+def test_bfloat16_in_is_bfloat16_out():
+    layer = make_layer("int8", np.eye(8, dtype=np.float32))
+    x = jnp.arange(8, dtype=jnp.bfloat16)[None]
+    assert layer(x).dtype == jnp.bfloat16
+    np.testing.assert_allclose(layer(x).astype(jnp.float32), x.astype(jnp.float32), atol=0.05)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def test_a_model_has_them_in_its_language_model_alone():
+    graphdef, params = build_abstract(
+        build_model, Gemma3ForConditionalGeneration, tiny_config(), None, "int8", dtype=jnp.float32
+    )
+    model = bind(graphdef, params)
+    kinds = {path: type(one) for path, one in nnx.iter_modules(model)}
+    of_language = {kind for path, kind in kinds.items() if path[:1] == ("language_model",)}
+    assert Int8Linear in of_language
+    assert Linear not in of_language
+    assert Int8Linear not in {
+        kind for path, kind in kinds.items() if path[:1] != ("language_model",)
+    }
+    quantized = find_quantized(flatten_params(params))
+    assert "language_model.layers.0.mlp.down_proj.weight" in quantized
+    assert not any("embed_tokens" in name for name in quantized)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_gemma3_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def test_weights_are_rounded_as_they_are_loaded(checkpoint: Path):
+    config = load_model_config(str(checkpoint))
+    loaded = []
+    for quantization in (None, "int8"):
+        _, abstract = build_abstract(
+            build_model,
+            Gemma3ForConditionalGeneration,
+            config.hf_config,
+            None,
+            quantization,
+            dtype=jnp.float32,
+        )
+        rules = Gemma3ForConditionalGeneration.rules(config.hf_config)
+        loaded.append(flatten_params(load_params(checkpoint, abstract, rules, use_tqdm=False)))
+    plain, rounded = loaded
+    quantized = find_quantized(rounded)
+    assert rounded.keys() == plain.keys() | set(quantized.values())
+    for name, array in plain.items():
+        if name not in quantized:
+            np.testing.assert_array_equal(rounded[name], array)
+            continue
+        expected, scale = quantize_rows(np.asarray(array))
+        np.testing.assert_array_equal(rounded[name], expected)
+        np.testing.assert_array_equal(rounded[quantized[name]], scale)
+        assert 4 * rounded[name].nbytes == array.nbytes
+
+
+def ask(model: Path, **settings: Any) -> list[list[int]]:
+    """Return the tokens of two answers, asked together and each alone."""
+    picture = {
+        "prompt": "<start_of_image> What is it?",
+        "multi_modal_data": {"image": draw(60, 40)},
+    }
+    prompts: list[Any] = ["Say something.", picture]
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(model, use_tqdm_on_load=False, **sizes, **settings) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+        alone = [llm.generate([one], params, use_tqdm=False)[0] for one in prompts]
+        assert llm.engine.compilations == 0
+    answers = [output.outputs[0].token_ids for output in together]
+    assert [output.outputs[0].token_ids for output in alone] == answers
+    return answers
+
+
+@pytest.mark.parametrize("quantization", BOTH)
+def test_answers_are_the_same_from_a_snapshot_and_over_devices(
+    checkpoint: Path, tmp_path: Path, quantization: Quantization
+):
+    answers = ask(checkpoint, quantization=quantization)
+    assert all(len(tokens) == 8 for tokens in answers)
+    out = tmp_path / "snapshot"
+    assert convert([str(checkpoint), str(out), "--quantization", quantization]) == 0
+    assert ask(out, quantization=quantization) == answers
+    if quantization == "int8":
+        heads = {"tensor_parallel_size": 2}
+        assert ask(checkpoint, quantization=quantization, **heads) == answers
+    with pytest.raises(CheckpointError, match=r"holds weights in 8 bits; give `--quantization"):
+        ask(out)
+
+
+def test_a_snapshot_of_whole_weights_is_not_rounded_in_silence(checkpoint: Path, tmp_path: Path):
+    out = tmp_path / "snapshot"
+    assert convert([str(checkpoint), str(out)]) == 0
+    with pytest.raises(CheckpointError, match=r"`quantization` is set: make it again"):
+        ask(out, quantization="int8")
+
+
+def test_processes_that_serve_together_round_alike():
+    config = replace(engine_config(), parallel=ParallelConfig())
+    other = replace(config, model=replace(config.model, quantization="int8"))
+    assert settings_digest(config) != settings_digest(other)
