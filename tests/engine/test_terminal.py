@@ -13,6 +13,8 @@ import pytest
 from mmjax.engine.device.compilation import Program, compile_programs
 from mmjax.logger import configure_logging, get_logger
 
+END = "<end of the test>"
+
 
 @contextmanager
 def terminal() -> Iterator[int]:
@@ -25,6 +27,16 @@ def terminal() -> Iterator[int]:
         yield ours
     root.handlers, root.level, root.propagate = before
     os.close(ours)
+
+
+def read_all(screen: int) -> str:
+    """Return what stderr has been given: the kernel hands it over in parts, and when it likes."""
+    sys.stderr.write(END)
+    sys.stderr.flush()
+    written = b""
+    while not written.endswith(END.encode()):
+        written += os.read(screen, 2**16)
+    return written.decode().removesuffix(END)
 
 
 def show(written: str) -> list[str]:
@@ -62,8 +74,7 @@ def test_log_lines_stand_above_the_bar() -> None:
         configure_logging("info", process="P1")
         programs = [Program(f"program {n}", Lowered(), {}) for n in range(3)]
         compile_programs(programs, num_threads=1, use_tqdm=True)
-        sys.stderr.flush()
-        *lines, bar, end = show(os.read(screen, 2**16).decode())
+        *lines, bar, end = show(read_all(screen))
     assert [line.split()[0] for line in lines] == ["WARNING", "INFO"] * 3
     assert all("Compiling" not in line for line in lines)
     assert lines[-1].endswith("(3 of 3)")
