@@ -24,4 +24,9 @@ def get_activation(name: str) -> Callable[[Array], Array]:
     """Return HF's activation `name`; `CheckpointError` where mmjax does not have it."""
     if name not in _ACTIVATIONS:
         raise CheckpointError(f"activation `{name}` is unknown; known: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    return partial(_in_float32, _ACTIVATIONS[name])
+
+
+def _in_float32(activate: Callable[[Array], Array], x: Array) -> Array:
+    """Round once, at the end: each operation in bfloat16 would round, and on CPUs take longer."""
+    return activate(x.astype(jnp.float32)).astype(x.dtype)

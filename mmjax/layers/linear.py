@@ -20,9 +20,12 @@ def linear(
     three-dimensional one several times more slowly.
     """
     flat = x.reshape(-1, x.shape[-1])
-    out = product(flat, weight)
-    if bias is not None:
-        out = out + bias[None, :]
+    if bias is None:
+        out = product(flat, weight)
+    else:
+        # Rounded once, behind the bias, as torch does.
+        out = product(flat, weight, jnp.dtype(jnp.float32)) + bias.astype(jnp.float32)[None, :]
+        out = out.astype(x.dtype)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mmjax.layers.attention.api import DenseAttentionMetadata, attention, dense_attention
+from mmjax.layers.attention.dense import CACHED_SCORES, MANY_SCORES
 from mmjax.layers.attention.kv_cache import TransposedCache
 from mmjax.layers.attention.paged import SLOTS_AT_ONCE
 from tests.layers.ragged import (
@@ -187,3 +188,23 @@ def test_without_a_mask_all_see_all():
     everything = jnp.ones((2, 7, 7), bool)
     masked = dense_attention(query, query, query, mask=everything, scale=0.25)
     np.testing.assert_array_equal(out, masked)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_heads_of_a_large_picture_are_computed_one_by_one(num_kv_heads: int, soft_cap: float):
+    """1,025 rows make three chunks of a head; a mask, of everything, takes the other program."""
+    generator = np.random.default_rng(5)
+    query, key, value = (
+        jnp.asarray(generator.normal(size=(2, 1025, heads, 8)), jnp.float32)
+        for heads in (4, num_kv_heads, num_kv_heads)
+    )
+    assert MANY_SCORES <= 1025 * 1025 * 4
+    assert 2 * CACHED_SCORES < 1025 * 1025 < 3 * CACHED_SCORES
+    options: dict[str, Any] = {"scale": 0.35, "soft_cap": soft_cap}
+    out = dense_attention(query, key, value, mask=None, **options)
+    everything = jnp.ones((2, 1025, 1025), bool)
+    expected = dense_attention(query, key, value, mask=everything, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    alone = dense_attention(query[1:], key[1:], value[1:], mask=None, **options)
+    np.testing.assert_array_equal(out[1:], alone)

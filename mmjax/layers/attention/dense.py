@@ -4,11 +4,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import choose_backend
 from mmjax.layers.attention.paged import MASKED
 from mmjax.layers.embed import soft_cap as apply_soft_cap
+from mmjax.rounding import cdiv
+
+CACHED_SCORES = 2**19
+"""Scores that the CPU computes at a time, of one head: 2 MiB, which its caches hold."""
+MANY_SCORES = 2**20
+"""Scores of one sequence from which on all at once would take twice the time (docs/log.md)."""
 
 
 def dense_attention(
@@ -22,6 +28,10 @@ def dense_attention(
 ) -> Float[Array, "B T N _value"]:
     """Attend over whole sequences; the backend is chosen at lowering."""
     xla = partial(_in_xla, mask=mask, scale=scale, soft_cap=soft_cap)
+    num_scores = query.shape[1] * query.shape[2] * key.shape[1]
+    if mask is None and num_scores >= MANY_SCORES:
+        by_heads = partial(_by_heads, scale=scale, soft_cap=soft_cap)
+        xla = partial(jax.lax.platform_dependent, cpu=by_heads, default=xla)
     on_cuda = choose_backend(
         "cuda",
         is_paged=False,
@@ -60,7 +70,7 @@ def _in_xla(
     rows = query.reshape(batch, length, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     rows = rows.reshape(batch, num_kv_heads, group * length, head_dim)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)  # B K S H
-    scores = jnp.einsum("bkth,bksh->bkts", rows, key).astype(jnp.float32)
+    scores = jnp.einsum("bkth,bksh->bkts", rows, key, preferred_element_type=jnp.float32)
     scores = apply_soft_cap(scores * scale, soft_cap)
     if mask is not None:
         scores = jnp.where(jnp.tile(mask, (1, group, 1))[:, None], scores, MASKED)
@@ -68,3 +78,42 @@ def _in_xla(
     out = jnp.einsum("bkts,bksh->bkth", weights, value)
     out = out.reshape(batch, num_heads, length, -1)
     return out.transpose(0, 2, 1, 3)
+
+
+def _by_heads(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K _value"],
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "B T N _value"]:
+    """Attend head by head, and in chunks of a head's rows: as many as give `CACHED_SCORES`."""
+    batch, length, num_heads, _ = query.shape
+    num_chunks = cdiv(length * key.shape[1], CACHED_SCORES)
+    rows = cdiv(length, num_chunks)
+    padded = jnp.pad(query, ((0, 0), (0, rows * num_chunks - length), (0, 0), (0, 0)))
+    chunks = padded.transpose(0, 2, 1, 3).reshape(-1, rows, query.shape[3])
+    keys, values = (
+        heads.transpose(0, 2, 1, 3).reshape(-1, heads.shape[1], heads.shape[3])
+        for heads in (key, value)
+    )
+
+    def attend(chunk: tuple[Float[Array, "_rows H"], Int[Array, ""]]) -> Float[Array, "_rows _v"]:
+        query, head = chunk
+        scores = jnp.einsum("th,sh->ts", query, keys[head], preferred_element_type=jnp.float32)
+        scores = apply_soft_cap(scores * scale, soft_cap)
+        weights = jnp.exp(scores - scores.max(-1, keepdims=True))
+        seen = jnp.einsum(
+            "ts,sh->th",
+            weights.astype(value.dtype),
+            values[head],
+            preferred_element_type=jnp.float32,
+        )
+        return (seen / weights.sum(-1, keepdims=True)).astype(value.dtype)
+
+    chunks_per_key_head = num_chunks * num_heads // key.shape[2]
+    heads = jnp.arange(len(chunks), dtype=jnp.int32) // chunks_per_key_head
+    out = jax.lax.map(attend, (chunks, heads))
+    out = out.reshape(batch, num_heads, -1, value.shape[3]).transpose(0, 2, 1, 3)
+    return out[:, :length]
