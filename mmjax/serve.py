@@ -82,22 +82,29 @@ def _listen(config: ServerConfig) -> socket.socket:
 def _serve(
     engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
 ) -> int:
-    # P1 starts before the slow imports of transformers.
-    from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.engine_client.supervisor import Supervisor
+
+    # P1 imports JAX while this process imports transformers and reads the configuration.
+    supervisor = Supervisor()
+    logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
+    try:
+        app = _start(engine, server, supervisor)
+    except BaseException:
+        asyncio.run(supervisor.close())
+        raise
+    return asyncio.run(_run(app, server, supervisor, listener, shutdown))
+
+
+def _start(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
+    """Configure P1, and return the application."""
+    from mmjax.cache import config_with_segment, processor_cache_from_config
     from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
     engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
     cache = processor_cache_from_config(engine.model.mm)
-    supervisor = Supervisor(engine.with_mm(config_with_segment(engine.model.mm, cache)))
-    logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
-    try:
-        app = _make_app(engine, server, supervisor, cache)
-    except BaseException:
-        asyncio.run(supervisor.close())
-        raise
-    return asyncio.run(_run(app, server, supervisor, listener, shutdown))
+    supervisor.configure(engine.with_mm(config_with_segment(engine.model.mm, cache)))
+    return _make_app(engine, server, supervisor, cache)
 
 
 def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:

@@ -4,6 +4,7 @@ Knows nothing of requests: a listener is called when P1 ends and when it is read
 """
 
 import asyncio
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol, runtime_checkable
 
@@ -91,15 +93,18 @@ class _EngineProcess:
 
     directory: IpcDirectory
     process: BaseProcess
+    configs: Connection
+    """Where the process, which meanwhile imports JAX, waits for its configuration."""
     sender: AsyncSender | None = None
     receiver: AsyncReceiver | None = None
 
     @classmethod
-    def spawn(cls, config: EngineConfig, main: str) -> "_EngineProcess":
+    def spawn(cls, main: str) -> "_EngineProcess":
         directory = IpcDirectory()
+        theirs, ours = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
-            args=(main, config, directory),
+            args=(main, theirs, directory),
             name="mmjax-engine",
             daemon=True,
         )
@@ -111,7 +116,14 @@ class _EngineProcess:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return cls(directory=directory, process=process)
+        theirs.close()
+        return cls(directory=directory, process=process, configs=ours)
+
+    def configure(self, config: EngineConfig) -> None:
+        # Of a process that has ended, supervision tells.
+        with contextlib.suppress(BrokenPipeError):
+            self.configs.send(config)
+        self.configs.close()
 
     def open(self) -> None:
         self.sender = AsyncSender(self.directory.address("in"), bind=True)
@@ -121,6 +133,7 @@ class _EngineProcess:
         for pipe in (self.sender, self.receiver):
             if pipe is not None:
                 pipe.close()
+        self.configs.close()
         self.directory.close()
 
 
@@ -172,12 +185,13 @@ class Supervisor:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: EngineConfig | None = None,
         *,
         main: str = ENGINE_MAIN,
         heartbeat_timeout_s: float = 60.0,
         shutdown_timeout_s: float = 5.0,
     ) -> None:
+        """Without `config` P1 imports what it needs, and waits for `configure`."""
         self.state: EngineState = "starting"
         self.ready: Ready | None = None
         self.heartbeat: Heartbeat | None = None
@@ -191,7 +205,14 @@ class Supervisor:
         self._has_ended = asyncio.Event()
         self._has_started = asyncio.Event()
         self._is_ready = asyncio.Event()
-        self._engine = _EngineProcess.spawn(config, main)
+        self._engine = _EngineProcess.spawn(main)
+        if config is not None:
+            self._engine.configure(config)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Let P1 start, and every P1 after it."""
+        self._config = config
+        self._engine.configure(config)
 
     @property
     def pid(self) -> int | None:
@@ -243,7 +264,9 @@ class Supervisor:
         engine = self._engine
         if engine.sender is not None and engine.process.is_alive():
             await engine.sender.send(Shutdown())
-        await asyncio.to_thread(_end_process, engine.process, self._shutdown_timeout_s)
+        # One that got no sockets never starts to serve.
+        timeout_s = 0.0 if engine.sender is None else self._shutdown_timeout_s
+        await asyncio.to_thread(_end_process, engine.process, timeout_s)
         engine.close()
 
     # ---- starts and ends ------------------------------------------------------------------------
@@ -254,7 +277,9 @@ class Supervisor:
             while await self._run_engine():
                 self._close_engine("restarting")
                 self.num_restarts += 1
-                self._engine = _EngineProcess.spawn(self._config, self._main)
+                assert self._config is not None, "a P1 that was ready had one"
+                self._engine = _EngineProcess.spawn(self._main)
+                self._engine.configure(self._config)
         except Exception:
             logger.exception("the engine process can be supervised no longer; it is ended")
             self._engine.process.kill()
@@ -347,7 +372,7 @@ def _end_process(process: BaseProcess, timeout_s: float) -> None:
 # ---- in P1 -------------------------------------------------------------------------------------
 
 
-def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None:
+def _run_child(main: str, configs: Connection, directory: IpcDirectory) -> None:
     # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(
@@ -355,6 +380,12 @@ def _run_child(main: str, config: EngineConfig, directory: IpcDirectory) -> None
     ).start()
     module, _, name = main.partition(":")
     run: Callable[[EngineConfig, str, str], None] = getattr(importlib.import_module(module), name)
+    try:
+        config: EngineConfig = configs.recv()
+    except EOFError:
+        # P0 ended before it had read the configuration.
+        directory.close()
+        return
     try:
         run(config, directory.address("in"), directory.address("out"))
     except MMJaxError as error:
