@@ -19,6 +19,7 @@ class RequestItem(msgspec.Struct, frozen=True, kw_only=True):
     mm_hash: str
     offset: int
     length: int
+    num_embeds: int
     is_processed: bool
     """Whether it was processed for this request; else the processor cache had it."""
 
@@ -83,6 +84,7 @@ def _list_items(prepared: PreparedInputs) -> list[RequestItem]:
             mm_hash=prepared.mm_hashes[modality][index],
             offset=prepared.mm_placeholders[modality][index].offset,
             length=prepared.mm_placeholders[modality][index].length,
+            num_embeds=prepared.mm_placeholders[modality][index].get_num_embeds(),
             is_processed=prepared.mm_hashes[modality][index] in prepared.fresh,
         )
         for modality, index in argsort_mm_positions(prepared.mm_placeholders)

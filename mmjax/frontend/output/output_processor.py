@@ -237,6 +237,7 @@ class _Parent:
             index=item.index,
             offset=item.offset,
             length=item.length,
+            num_embeds=item.num_embeds,
             processing="computed" if item.is_processed else "processor_cache",
             encoding="computed" if item.mm_hash in self.encoded else cache,
         )

@@ -52,6 +52,7 @@ class ItemOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Index among the items of its modality, in the order given."""
     offset: int
     length: int
+    num_embeds: int
     processing: Literal["processor_cache", "computed"]
     """Where its tensors came from."""
     encoding: Literal["prefix_cache", "encoder_cache", "computed"]
