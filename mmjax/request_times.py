@@ -58,6 +58,10 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
             "generate": self.generate,
         }
 
+    def wait_until(self, now: float) -> None:
+        """Count what has passed since the arrival, and is of no stage, as `queue`."""
+        self.queue += max(0.0, now - self.arrived_at - self.total)
+
     def note_token(self, now: float) -> None:
         """Record that tokens came."""
         self.first_token_at = self.first_token_at or now

@@ -51,6 +51,13 @@ def test_outside_of_a_request_nothing_is_kept() -> None:
     assert times.total == 0.0
 
 
+def test_the_wait_for_a_thread_is_a_queue() -> None:
+    times = RequestTimes(arrived_at=10.0, fetch=2.0)
+    times.wait_until(15.0)
+    times.wait_until(15.0)
+    assert times.queue == 3.0
+
+
 def test_tokens_and_the_engines_stages() -> None:
     times = RequestTimes(queue=1.0)
     times.note_token(5.0)

@@ -304,6 +304,7 @@ class AsyncEngineClient:
     ) -> None:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
+            pending.times.wait_until(time.monotonic())
             request = prepare(prompt=make_prompt(), control=control)
             if not pending.is_cancelled:
                 self.input_processor.committer.commit(

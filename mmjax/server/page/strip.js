@@ -11,6 +11,7 @@ const STAGES = [
   ["encode", "device", "run the vision encoder"],
   ["prefill", "device", "compute the prompt"],
   ["generation", "device", "write the answer"],
+  ["other", "wait", "everything else, such as messages between processes"],
 ];
 const NAMES = { generation: "generate" };
 const MAX_CELLS = 1500;
@@ -44,6 +45,7 @@ export function summary({ usage, metrics }) {
 export function drawStages(metrics) {
   const times = STAGES.map(([stage]) => metrics[`${stage}_time_ms`] ?? 0);
   const sum = times.reduce((total, time) => total + time, 0);
+  times[times.length - 1] = Math.max(0, metrics.total_time_ms - sum);
   const whole = Math.max(metrics.total_time_ms, sum, 0.001);
   let begin = 0;
   const rows = STAGES.map(([stage, kind, meaning], index) => {
