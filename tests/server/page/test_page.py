@@ -3,7 +3,6 @@
 import re
 from typing import Any
 
-import pytest
 from playwright.sync_api import Page, expect
 
 from tests.server.page.conftest import PHONE, WAIT_S, MakePlayground, Playground, make_png
@@ -280,36 +279,3 @@ def test_the_start_is_shown(make_playground: MakePlayground) -> None:
     expect(status).to_have_text("tiny: compiling, 3 programs left")
     playground.supervisor.compile(0)
     expect(status).to_have_text("tiny")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
-        ("a **b** *c* `d<e`", "<p>a <strong>b</strong> <em>c</em> <code>d&lt;e</code></p>"),
-        ("[a](javascript:alert(1))", "<p>[a](javascript:alert(1))</p>"),
-        ("![a](https://b.c/d)", '<p>!<a href="https://b.c/d" '),
-        ("# A\n\ntext\nmore", "<h3>A</h3><p>text\nmore</p>"),
-        ("- a\n- b\n  - c", "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul>"),
-        ("3. a\n4. b", '<ol start="3"><li>a</li><li>b</li></ol>'),
-        ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
-        ("```py\n<b>\n**x**\n```", "<code>&lt;b&gt;\n**x**</code></pre>"),
-        ("```\nopen", "<code>open</code></pre>"),
-        ("|a|b|\n|-|-|\n|c|d|", "<tbody><tr><td>c</td><td>d</td></tr></tbody>"),
-        ("---", "<hr>"),
-        ("2 * 3 * 4 and snake_case_name", "<p>2 * 3 * 4 and snake_case_name</p>"),
-    ],
-)
-def test_markdown_is_nodes_and_html_is_text(
-    playground: Playground, text: str, expected: str
-) -> None:
-    drawn = playground.page.evaluate(
-        """async (text) => {
-          const { markdown } = await import("/page/markdown.js");
-          const node = document.createElement("div");
-          node.append(...markdown(text));
-          return node.innerHTML;
-        }""",
-        text,
-    )
-    assert expected in drawn
