@@ -19,9 +19,8 @@ from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
 
 HERE = Path(__file__).resolve().parent
-QUESTIONS = ("What number is written in the picture?", "Describe the picture.")
-WIDTH, HEIGHT = 1240, 800
-MAX_COLORS = 128
+WIDTH, HEIGHT = 1240, 1000
+MAX_COLORS = 256
 
 expect.set_options(timeout=120_000)
 
@@ -52,10 +51,13 @@ def ask(page: Page, scene: Image.Image) -> None:
         [{"name": "scene.png", "mimeType": "image/png", "buffer": file.getvalue()}]
     )
     expect(page.locator("#drafts img")).to_have_count(1)
-    for count, question in enumerate(QUESTIONS, start=1):
-        page.get_by_role("textbox", name="Message").fill(question)
-        page.keyboard.press("Enter")
-        expect(page.locator("details.cost")).to_have_count(count)
+    page.get_by_role("textbox", name="Message").fill("Describe the picture.")
+    page.keyboard.press("Enter")
+    expect(page.locator("details.cost")).to_have_count(1)
+    # Again, so that the caches have it.
+    with page.expect_response("**/v1/chat/completions"):
+        page.get_by_role("button", name="Answer again").click()
+    expect(page.locator("details.cost")).to_have_count(1)
     page.locator("details.cost summary").last.click()
     expect(page.locator(".strip")).to_be_visible()
     page.locator("details.cost").last.scroll_into_view_if_needed()
@@ -63,7 +65,7 @@ def ask(page: Page, scene: Image.Image) -> None:
 
 def main(argv: list[str]) -> None:
     """Write the picture."""
-    scene = find_scene(int(argv[0]) if argv else 7)
+    scene = find_scene(int(argv[0]) if argv else 15)
     path = os.environ.get("CHROMIUM") or shutil.which("chromium")
     with serving() as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
