@@ -1,6 +1,7 @@
-# Needs python3 (3.11 or newer), make and a package registry; everything else goes into .venv.
+# Needs python3 (3.11 or newer), make and a package registry; everything else goes into .venv, but
+# for Chromium, which `make test` drives (and installs where it runs as root).
 
-.PHONY: bench check docs help serve test test-slow
+.PHONY: bench check chromium docs help serve test test-slow
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -28,10 +29,10 @@ help: ## say what there is
 serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:8000 (MODEL=, PORT=, ARGS=)
 	@$(BIN)/python -m mmjax.serve $(MODEL) --port $(PORT) $(ARGS)
 
-test: lint ## run everything that CI runs
+test: chromium lint ## run everything that CI runs
 	@$(PYTEST) -m "not slow and not hub"
 
-test-slow: lint ## the same with full counts
+test-slow: chromium lint ## the same with full counts
 	@$(PYTEST) -m "not hub" --timeout 3600 --hypothesis-profile random
 
 check: lint ## format, lint, types, contracts and the tests that take seconds
@@ -43,6 +44,9 @@ bench: $(VENV)/.dev ## measure the embedded default on this machine
 docs: $(VENV)/.dev ## write docs/configuration.md, check every link of the documentation
 	@$(BIN)/python docs/make_configuration.py
 	@$(BIN)/python docs/check_links.py
+
+chromium:
+	@.ci/chromium
 
 .PHONY: lint
 lint: $(VENV)/.dev

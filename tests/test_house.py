@@ -362,6 +362,7 @@ def test_the_wheel_carries_the_default(tmp_path: Path, default_checkpoint: Path)
     carried = {f"mmjax/_checkpoints/tiny_scenes/{f.name}" for f in default_checkpoint.iterdir()}
     assert carried <= names
     assert not {name for name in names if name.startswith(("tests/", "checkpoints/"))}
-    source = {str(file.relative_to(ROOT)) for file in PACKAGE.rglob("*.py")}
+    files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "server" / "page").iterdir()]
+    source = {str(file.relative_to(ROOT)) for file in files}
     assert source <= names
     assert np.all([archive.getinfo(name).file_size < 16 * 2**20 for name in carried])

@@ -24,6 +24,7 @@ from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.responses import ModelCard, ModelList
+from mmjax.server.playground import PAGE_FILES, serve_page
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -57,6 +58,8 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     _add_generation_routes(app, GenerationService(client, chat, config), reader)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
+    for path in PAGE_FILES:
+        app.add_api_route(path, serve_page, include_in_schema=False)
     # The last one added is outermost: ids, then CORS, then keys, then the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:

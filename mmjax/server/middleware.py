@@ -17,10 +17,11 @@ from mmjax.server.openai.errors import (
     json_response,
     plain_error_response,
 )
+from mmjax.server.playground import PAGE_FILES
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 """Paths that need no API key."""
 
 

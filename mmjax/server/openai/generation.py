@@ -28,6 +28,7 @@ from mmjax.server.openai.responses import (
     ChatChunkChoice,
     ChatDelta,
     ChoiceOptions,
+    RequestMetrics,
     UsageCounter,
     chat_choice,
     chat_chunk_choice,
@@ -78,6 +79,7 @@ class GenerationService:
             choices=[chat_choice(item, options) for item in outputs[0].outputs],
             usage=usage.usage(),
             prompt_token_ids=_prompt_token_ids(body, outputs[0]),
+            metrics=self._metrics(body, usage),
         )
         return json_response(answer)
 
@@ -89,7 +91,7 @@ class GenerationService:
                 partial(self._chat_prompt, body), id_domain=self._id_domain(request)
             )
             explanation = await while_connected(request, explaining)
-        if len(self._config.api_keys) > 1:
+        if self._hides_caches:
             explanation = explanation.without_cache_states()
         head = {"object": "chat.completion.render", "model": self._model_name}
         return json_response({**head, **explanation.to_dict()})
@@ -116,8 +118,8 @@ class GenerationService:
                 )
         finally:
             await outputs.aclose()
-        if stream_options and stream_options.include_usage:
-            yield new_answer(choices=[], usage=usage.usage())
+        for answer in self._closing(body, usage, new_answer):
+            yield answer
 
     def _chat_prompt(self, body: ChatCompletionRequest) -> PromptDict:
         """Render the template and decode the images, outside of the event loop."""
@@ -162,7 +164,8 @@ class GenerationService:
             for number, output in enumerate(outputs)
             for item in output.outputs
         ]
-        return json_response(new_answer(choices=choices, usage=usage.usage()))
+        metrics = self._metrics(body, usage)
+        return json_response(new_answer(choices=choices, usage=usage.usage(), metrics=metrics))
 
     async def _text_events(
         self,
@@ -190,8 +193,8 @@ class GenerationService:
                 )
         finally:
             await outputs.aclose()
-        if stream_options and stream_options.include_usage:
-            yield new_answer(choices=[], usage=usage.usage())
+        for answer in self._closing(body, usage, new_answer):
+            yield answer
 
     # ---- both -----------------------------------------------------------------------------------
 
@@ -218,6 +221,30 @@ class GenerationService:
             )
         if len(self._config.api_keys) > 1 and not self._are_media_ids_trusted:
             body.cache_salt = body.cache_salt or _default_salt(request)
+
+    @property
+    def _hides_caches(self) -> bool:
+        # Clients share the caches, and none may learn what others have sent.
+        return len(self._config.api_keys) > 1
+
+    def _metrics(
+        self, body: GenerationRequest, usage: UsageCounter
+    ) -> RequestMetrics | msgspec.UnsetType:
+        if not body.return_metrics:
+            return msgspec.UNSET
+        return usage.metrics(n=body.n, hides_caches=self._hides_caches)
+
+    def _closing(
+        self, body: GenerationRequest, usage: UsageCounter, new_answer: Callable[..., Answer]
+    ) -> Iterator[Answer]:
+        """Yield a stream's last chunk, if the request wants usage or metrics."""
+        has_usage = body.stream_options is not None and body.stream_options.include_usage
+        if has_usage or body.return_metrics:
+            yield new_answer(
+                choices=[],
+                usage=usage.usage() if has_usage else msgspec.UNSET,
+                metrics=self._metrics(body, usage),
+            )
 
     def _id_domain(self, request: Request) -> str | None:
         """Return the namespace of a request's media ids; None: the global one, for trusted ids."""

@@ -156,6 +156,8 @@ class GenerationRequest(_Strict):
     session_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: StrictBool | None = False
+    return_metrics: StrictBool | None = False
+    """Whether the answer tells its times and caches; vLLM has a flag of the server for it."""
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
     mm_processor_kwargs: (
@@ -361,6 +363,12 @@ class CompletionRequest(GenerationRequest):
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support, and too many completions."""
         super().check_supported()
+        if self.return_metrics and len(self.prompts()) > 1:
+            raise RequestValueError(
+                "`return_metrics` is about one prompt; send the prompts one by one, or leave it "
+                "out",
+                param="return_metrics",
+            )
         if len(self.prompts()) * self.n > MAX_N:
             raise RequestValueError(
                 f"`n` times the number of prompts is above {MAX_N}; send fewer at once",

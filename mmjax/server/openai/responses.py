@@ -5,7 +5,13 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from mmjax.frontend.output.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
+from mmjax.frontend.output.outputs import (
+    CompletionOutput,
+    ItemOutput,
+    Logprob,
+    RequestOutput,
+    SampleLogprobs,
+)
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -107,6 +113,43 @@ class TextChoice(msgspec.Struct, kw_only=True):
     """As `ChatAnswer.parsed`; of a stream, in the last chunk."""
 
 
+class ItemMetrics(msgspec.Struct, kw_only=True):
+    """One item of `metrics`: its placeholder, and which caches had it."""
+
+    modality: str
+    index: int
+    offset: int
+    length: int
+    num_embeds: int
+    processing: str
+    """processor_cache or computed; "hidden" where clients share the caches."""
+    encoding: str
+    """prefix_cache, encoder_cache or computed; or "hidden"."""
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """`metrics`: vLLM's fields first, then a time for each further stage, and the caches."""
+
+    time_to_first_token_ms: float
+    """From the first step that held the request."""
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+    """Without the first token; None if there is only one."""
+    fetch_time_ms: float
+    tokenize_time_ms: float
+    decode_time_ms: float
+    process_time_ms: float
+    encode_time_ms: float
+    prefill_time_ms: float
+    total_time_ms: float
+    """From the request's arrival to the last token."""
+    num_cached_tokens: int
+    """Of the prompt, from the prefix cache."""
+    items: list[ItemMetrics]
+
+
 class Answer(msgspec.Struct, kw_only=True):
     """A whole response, or one chunk of a stream."""
 
@@ -118,6 +161,8 @@ class Answer(msgspec.Struct, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    metrics: RequestMetrics | msgspec.UnsetType = msgspec.UNSET
+    """If the request asks; of a stream, in the last chunk."""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -147,6 +192,12 @@ class UsageCounter:
         self._prompts: dict[str, RequestOutput] = {}
         self._num_completion_tokens = 0
 
+    def metrics(self, *, n: int, hides_caches: bool) -> RequestMetrics:
+        """Return the metrics of the only prompt, which had `n` completions."""
+        (output,) = self._prompts.values()
+        num_steps = self._num_completion_tokens - n
+        return request_metrics(output, num_steps=num_steps, hides_caches=hides_caches)
+
     def add(self, output: RequestOutput) -> None:
         """Count what `output` adds."""
         self._prompts[output.request_id] = output
@@ -165,6 +216,50 @@ class UsageCounter:
                 image_tokens=sum(output.num_image_tokens for output in prompts),
             ),
         )
+
+
+def request_metrics(output: RequestOutput, *, num_steps: int, hides_caches: bool) -> RequestMetrics:
+    """Return the metrics of a finished request.
+
+    Args:
+        output: Its last output.
+        num_steps: Tokens of all its completions, without the first of each.
+        hides_caches: Whether the items' caches are not told.
+    """
+    times = output.times
+    is_rated = num_steps > 0 and times.generate > 0
+    return RequestMetrics(
+        time_to_first_token_ms=_ms(times.encode + times.prefill),
+        generation_time_ms=_ms(times.generate),
+        queue_time_ms=_ms(times.queue),
+        mean_itl_ms=_ms(times.generate / num_steps) if is_rated else None,
+        tokens_per_second=round(num_steps / times.generate, 2) if is_rated else None,
+        fetch_time_ms=_ms(times.fetch),
+        tokenize_time_ms=_ms(times.tokenize),
+        decode_time_ms=_ms(times.decode),
+        process_time_ms=_ms(times.process),
+        encode_time_ms=_ms(times.encode),
+        prefill_time_ms=_ms(times.prefill),
+        total_time_ms=_ms(times.last_token_at - times.arrived_at),
+        num_cached_tokens=output.num_cached_tokens,
+        items=[_item_metrics(item, hides_caches=hides_caches) for item in output.items],
+    )
+
+
+def _item_metrics(item: ItemOutput, *, hides_caches: bool) -> ItemMetrics:
+    return ItemMetrics(
+        modality=item.modality,
+        index=item.index,
+        offset=item.offset,
+        length=item.length,
+        num_embeds=item.num_embeds,
+        processing="hidden" if hides_caches else item.processing,
+        encoding="hidden" if hides_caches else item.encoding,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
 
 
 class ChoiceOptions(NamedTuple):

@@ -1,0 +1,139 @@
+// Boxes in answers, as fractions of the picture, and their drawing over it.
+
+import { el, svg } from "./dom.js";
+
+const COLORS = ["#e11d48", "#2563eb", "#15803d", "#b45309", "#7c3aed", "#0e7490"];
+const NUMBER = String.raw`\s*(\d{1,4})\s*`;
+const POINT = String.raw`\(${NUMBER},${NUMBER}\)`;
+const QWEN2 = new RegExp(
+  String.raw`(?:<\|object_ref_start\|>([^<]*)<\|object_ref_end\|>)?(?:<\|box_start\|>)?${POINT},${POINT}(?:<\|box_end\|>)?`,
+  "g",
+);
+const PALIGEMMA = /<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>\s*([^<;\n]*)/g;
+const JSON_LIST = /\[\s*\{[^]*?\}\s*\]|\{[^{}]*"bbox_2d"[^{}]*\}/g;
+const PIXELS_PER_EMBED = 28;
+
+/**
+ * Return `{label, points}` for each object; points are `[x, y]`, from 0 to 1.
+ *
+ * `parsed`: the answer's field, in pixels. `item`: the picture's metrics, of which Qwen2.5-VL's
+ * coordinates (pixels of the resized picture) are understood.
+ */
+export function findBoxes({ text, parsed, picture, item }) {
+  const found = [
+    ...fromParsed(parsed, picture),
+    ...fromJson(text, picture, item),
+    ...fromPaligemma(text),
+  ];
+  return found.length ? found : fromQwen2(text);
+}
+
+function corners(left, top, right, bottom) {
+  return [[left, top], [right, top], [right, bottom], [left, bottom]];
+}
+
+function fromParsed(parsed, { width, height }) {
+  const found = [];
+  for (const answer of Object.values(parsed ?? {})) {
+    if (typeof answer !== "object" || !answer) continue;
+    const add = (name, toOutlines) => {
+      const labels = answer.labels ?? answer[`${name}_labels`] ?? [];
+      (answer[name] ?? []).forEach((one, index) => {
+        for (const flat of toOutlines(one)) {
+          const points = flat.flatMap((x, i) => (i % 2 ? [] : [[x / width, flat[i + 1] / height]]));
+          if (points.length > 1) found.push({ label: labels[index] ?? "", points });
+        }
+      });
+    };
+    add("bboxes", ([left, top, right, bottom]) => [corners(left, top, right, bottom).flat()]);
+    add("quad_boxes", (quad) => [quad]);
+    add("polygons", (polygons) => polygons);
+  }
+  return found;
+}
+
+function fromJson(text, picture, item) {
+  const found = [];
+  for (const [match] of text.matchAll(JSON_LIST)) {
+    const size = resizedSize(picture, item);
+    for (const one of [parseJson(match)].flat()) {
+      const box = one?.bbox_2d;
+      if (!Array.isArray(box) || box.length !== 4 || !box.every(Number.isFinite)) continue;
+      const [left, top, right, bottom] = box.map((n, i) => n / size[i % 2]);
+      found.push({ label: String(one.label ?? ""), points: corners(left, top, right, bottom) });
+    }
+  }
+  return found;
+}
+
+function parseJson(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return [];
+  }
+}
+
+/** Return the size after Qwen2.5-VL's resizing: the grid of as many embeddings nearest in shape. */
+export function resizedSize({ width, height }, item) {
+  const count = item?.num_embeds ?? 0;
+  let best = [width, height];
+  let nearest = 0.2;
+  for (let columns = 1; columns <= count; columns += 1) {
+    if (count % columns) continue;
+    const distance = Math.abs(Math.log(columns ** 2 / count / (width / height)));
+    if (distance < nearest) {
+      nearest = distance;
+      best = [columns * PIXELS_PER_EMBED, (count / columns) * PIXELS_PER_EMBED];
+    }
+  }
+  return best;
+}
+
+function fromPaligemma(text) {
+  return [...text.matchAll(PALIGEMMA)].map(([, ...found]) => {
+    const [top, left, bottom, right] = found.slice(0, 4).map((n) => Number(n) / 1024);
+    return { label: found[4].trim(), points: corners(left, top, right, bottom) };
+  });
+}
+
+function fromQwen2(text) {
+  const found = [];
+  for (const match of text.matchAll(QWEN2)) {
+    const [left, top, right, bottom] = match.slice(2, 6).map((n) => Number(n) / 1000);
+    if (!(left < right && top < bottom && right <= 1 && bottom <= 1)) continue;
+    const before = text.slice(0, match.index).split(/[\n)>]/).at(-1).trim();
+    found.push({ label: (match[1] ?? before).trim(), points: corners(left, top, right, bottom) });
+  }
+  return found;
+}
+
+/** Return a figure: the picture, with the outlines and labels over it. */
+export function drawBoxes(address, { width, height, name }, boxes) {
+  const colors = new Map();
+  const scale = Math.max(width, height) / 500;
+  const canvas = svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
+  for (const { label, points } of boxes) {
+    if (!colors.has(label)) colors.set(label, COLORS[colors.size % COLORS.length]);
+    const stroke = colors.get(label);
+    const placed = points.map(([x, y]) => [x * width, y * height]);
+    canvas.append(
+      svg("polygon", { points: placed.join(" "), fill: "none", stroke, "stroke-width": 3 * scale }),
+    );
+    if (!label) continue;
+    const [x, y] = placed[0];
+    const size = 13 * scale;
+    const tag = { x, y: Math.max(0, y - 1.5 * size), width: (0.62 * label.length + 0.8) * size };
+    canvas.append(
+      svg("rect", { ...tag, height: 1.5 * size, fill: stroke }),
+      svg("text", { x: x + 0.4 * size, y: tag.y + 1.1 * size, "font-size": size, fill: "#fff" }, label),
+    );
+  }
+  const labels = boxes.map((box) => box.label || "unnamed").join(", ");
+  return el(
+    "figure",
+    { class: "boxes" },
+    el("div", {}, el("img", { src: address, alt: `${name} with boxes: ${labels}`, width, height }), canvas),
+    el("figcaption", {}, `${boxes.length} ${boxes.length === 1 ? "object" : "objects"} found`),
+  );
+}

@@ -1,0 +1,67 @@
+// Sampling, system prompt, API key and theme, in localStorage.
+
+const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const byId = (id) => document.getElementById(id);
+
+/** Return the sampling fields that are set. */
+export function sampling() {
+  const fields = {};
+  for (const name of NUMBERS) {
+    const text = byId(name).value.trim();
+    if (text) fields[name] = Number(text);
+  }
+  return fields;
+}
+
+/** Return the system prompt. */
+export function systemPrompt() {
+  return byId("system").value.trim();
+}
+
+/** Show the dialog; with `problem`, at the API key. */
+export function showSettings(problem = "") {
+  byId("key-error").textContent = problem;
+  byId("key-error").hidden = !problem;
+  byId("api-key").toggleAttribute("aria-invalid", Boolean(problem));
+  byId("settings").showModal();
+  if (problem) byId("api-key").focus();
+}
+
+/** Read what was kept; call `onKey` when the API key has changed. */
+export function startSettings(onKey) {
+  const kept = JSON.parse(localStorage.getItem("mmjax.settings") ?? "{}");
+  for (const name of [...NUMBERS, "system"]) {
+    byId(name).value = kept[name] ?? "";
+    byId(name).addEventListener("input", keep);
+  }
+  byId("api-key").value = localStorage.getItem("mmjax.key") ?? "";
+  byId("api-key").addEventListener("change", () => {
+    localStorage.setItem("mmjax.key", byId("api-key").value.trim());
+    onKey();
+  });
+  byId("settings-open").addEventListener("click", () => showSettings());
+  byId("reset").addEventListener("click", () => {
+    for (const name of NUMBERS) byId(name).value = "";
+    keep();
+  });
+  startTheme();
+}
+
+function keep() {
+  const values = [...NUMBERS, "system"].map((name) => [name, byId(name).value]);
+  localStorage.setItem("mmjax.settings", JSON.stringify(Object.fromEntries(values)));
+}
+
+function startTheme() {
+  const root = document.documentElement;
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
+  const show = () => byId("theme").setAttribute("aria-pressed", String(isDark()));
+  byId("theme").addEventListener("click", () => {
+    root.dataset.theme = isDark() ? "light" : "dark";
+    localStorage.setItem("mmjax.theme", root.dataset.theme);
+    show();
+  });
+  system.addEventListener("change", show);
+  show();
+}

@@ -1,0 +1,271 @@
+"""The page in headless Chromium, over the echo engine."""
+
+import base64
+import io
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from PIL import Image, ImageDraw
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.server.app import create_app
+from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
+from tests.echo_engine import EchoEngine, EchoSupervisor
+
+WAIT_S = 60.0
+WIDE, PHONE = (1280, 800), (360, 740)
+
+expect.set_options(timeout=1000 * WAIT_S)
+
+
+def find_chromium() -> str:
+    """Return the browser's path; a test without one fails."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.fail(
+            "the page's tests need Chromium: `apt-get install chromium`, or set CHROMIUM to its "
+            "path",
+            pytrace=False,
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = find_chromium()
+    with sync_playwright() as playwright:
+        # Containers have no user namespaces; the pages are our own.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+class PacedEngine(EchoEngine):
+    """An echo that answers no more than `num_steps` tokens, until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_steps: int | None = None
+        self.has_aborted = threading.Event()
+
+    def step(self) -> list[RequestOutputDelta]:
+        if self.num_steps is not None:
+            if not self.num_steps:
+                return []
+            self.num_steps -= 1
+        return super().step()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        super().abort(request_ids)
+        if self.aborted:
+            self.has_aborted.set()
+
+
+class PageSupervisor(EchoSupervisor):
+    """Its engine is paced; its state may be set from the test's thread."""
+
+    engine: PacedEngine
+
+    def __post_init__(self) -> None:
+        self.engine = PacedEngine()
+        self.delay_s = 0.002
+
+    async def start(self, listener: Any) -> None:
+        await super().start(listener)
+        self.loop = self._task.get_loop()
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+    def compile(self, num_programs_left: int) -> None:
+        """Say how many programs are left."""
+        self.heartbeat = Heartbeat(
+            num_running=0,
+            num_waiting=0,
+            kv_cache_usage=0.0,
+            num_compilations=0,
+            num_programs_left=num_programs_left,
+        )
+
+
+class BackgroundServer:
+    """An application on a port of its own, in a thread."""
+
+    def __init__(self, app: FastAPI) -> None:
+        config = uvicorn.Config(
+            app, host="127.0.0.1", port=0, log_level="error", ws="none", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> "BackgroundServer":
+        self._thread.start()
+        deadline = time.monotonic() + WAIT_S
+        while not self._server.started:
+            assert self._thread.is_alive(), "the server has ended"
+            assert time.monotonic() < deadline, "the server does not start"
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+
+    @property
+    def url(self) -> str:
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}/"
+
+
+@dataclass
+class Playground:
+    """An open page, and the server behind it."""
+
+    page: Page
+    url: str
+    supervisor: PageSupervisor = field(default_factory=PageSupervisor)
+
+    @property
+    def engine(self) -> PacedEngine:
+        return self.supervisor.engine
+
+    @property
+    def requests(self) -> Sequence[EngineCoreRequest]:
+        """What the engine was asked."""
+        return self.engine.added
+
+    def open(self) -> "Playground":
+        self.page.goto(self.url)
+        expect(self.page.locator("body[data-started]")).to_be_attached()
+        return self
+
+    def drop(self, *colors: str) -> None:
+        """Drop pictures on the page."""
+        files = as_files(colors)
+        self.page.evaluate(
+            f"{MAKE_TRANSFER} document.dispatchEvent(new DragEvent('drop', "
+            "{dataTransfer: transfer, bubbles: true, cancelable: true})); }",
+            files,
+        )
+
+    def paste(self, *colors: str) -> None:
+        """Paste pictures."""
+        self.page.evaluate(
+            f"{MAKE_TRANSFER} document.dispatchEvent(new ClipboardEvent('paste', "
+            "{clipboardData: transfer, bubbles: true, cancelable: true})); }",
+            as_files(colors),
+        )
+
+    def ask(self, text: str) -> None:
+        """Ask, and wait for the whole answer."""
+        count = self.page.locator(".assistant").count()
+        self.page.get_by_role("textbox", name="Message").fill(text)
+        self.page.keyboard.press("Enter")
+        self.wait_for_answers(count + 1)
+
+    def wait_for_answers(self, count: int) -> None:
+        expect(self.page.locator(".assistant .actions")).to_have_count(count)
+
+    def open_strip(self) -> None:
+        """Open what the last answer cost."""
+        self.page.locator("details.cost summary").last.click()
+        expect(self.page.locator("details.cost").last.locator(".strip")).to_be_visible()
+
+
+MAKE_TRANSFER = """(files) => {
+  const transfer = new DataTransfer();
+  for (const [name, data] of files) {
+    const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+    transfer.items.add(new File([bytes], name, {type: 'image/png'}));
+  }
+"""
+
+
+def as_files(colors: Iterable[str]) -> list[list[str]]:
+    return [[f"{color}.png", base64.b64encode(make_png(color)).decode()] for color in colors]
+
+
+def make_png(color: str) -> bytes:
+    picture = Image.new("RGB", (320, 240), "white")
+    ImageDraw.Draw(picture).ellipse((90, 60, 210, 180), fill=color)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
+
+
+MakeContext = Callable[..., BrowserContext]
+
+
+@pytest.fixture
+def make_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Return a function that opens an empty page; errors in its console fail the test."""
+    problems: list[str] = []
+    with ExitStack() as stack:
+
+        def make(*, size: tuple[int, int] = WIDE, scheme: Any = "light") -> Page:
+            context = browser.new_context(
+                viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+            )
+            stack.callback(context.close)
+            page = context.new_page()
+            page.on("pageerror", lambda error: problems.append(str(error)))
+            page.on("console", lambda message: _note(message, problems))
+            return page
+
+        yield make
+    assert problems == []
+
+
+def _note(message: Any, problems: list[str]) -> None:
+    # Chromium writes a line for every status of 400 and above.
+    if message.type == "error" and "Failed to load resource" not in message.text:
+        problems.append(message.text)
+
+
+MakePlayground = Callable[..., Playground]
+
+
+@pytest.fixture
+def make_playground(
+    server_input_processor: InputProcessor, make_page: Callable[..., Page]
+) -> Iterator[MakePlayground]:
+    """Return a function that opens the page of a new server."""
+    with ExitStack() as stack:
+
+        def make(
+            *,
+            size: tuple[int, int] = WIDE,
+            scheme: str = "light",
+            is_started_ready: bool = True,
+            **config: Any,
+        ) -> Playground:
+            supervisor = PageSupervisor(is_started_ready=is_started_ready)
+            client = AsyncEngineClient(server_input_processor, supervisor, SchedulerConfig())
+            chat = ChatParser.for_model(server_input_processor)
+            app = create_app(client, chat, ServerConfig(**config))
+            server = stack.enter_context(BackgroundServer(app))
+            page = make_page(size=size, scheme=scheme)
+            return Playground(page, server.url, supervisor).open()
+
+        yield make
+
+
+@pytest.fixture
+def playground(make_playground: MakePlayground) -> Playground:
+    """The page of a server with the default configuration."""
+    return make_playground()
