@@ -178,7 +178,8 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-        return self._input_processor.explain(cast(PromptType, prompt))
+        whole = self._input_processor.connector.fetch_now(cast(PromptType, prompt))
+        return self._input_processor.explain(whole)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
@@ -213,7 +214,7 @@ class LLM:
     ) -> None:
         self._input_processor.process(
             request_id,
-            make_prompt(),
+            self._input_processor.connector.fetch_now(make_prompt()),
             params,
             continues_prompt=continues_prompt,
             priority=priority,

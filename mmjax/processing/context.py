@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from transformers import BatchFeature
 
 from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.hf_call import (
@@ -28,7 +29,6 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
-from mmjax.processing.media.decode import MediaLimits
 
 T = TypeVar("T")
 

@@ -6,23 +6,17 @@ Errors name the part, such as `messages[0].content[1]`.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mmjax.config import MultiModalConfig
-from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
+from mmjax.decoders.limits import MediaLimits
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.frontend.media.connector import MediaConnector
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
-from mmjax.processing.media.decode import (
-    IMAGE_FORMATS,
-    MediaLimits,
-    as_numpy,
-    decode_data_url,
-    is_array_like,
-)
+from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
-from mmjax.processing.media.encoded import EncodedImage
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
@@ -63,6 +57,8 @@ class PartReader:
     """Parses parts; images are counted before they are decoded."""
 
     mm: MultiModalConfig
+    connector: MediaConnector
+    """Turns URLs into images."""
     check_num_items: Callable[..., None]
     """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     are_objects_allowed: bool = False
@@ -141,7 +137,7 @@ class PartReader:
                 "write `data:image/png;base64,...`",
                 param=place,
             )
-        return self._image_from_url(value, place)
+        return self.connector.open_image(value, place)
 
     def _check_embeds_allowed(self, place: str) -> None:
         if not self.embeds_fields:
@@ -231,24 +227,6 @@ class PartReader:
             raise RequestValueError(f"`{place}.image_pil` is missing", param=f"{place}.image_pil")
         return value
 
-    def _image_from_url(self, url: str, place: str) -> Any:
-        scheme = url[:16].partition(":")[0].lower()
-        if scheme != "data":
-            shown = scheme if scheme in ("http", "https", "file") else "another"
-            raise RequestValueError(
-                f"`{place}` is a URL of {shown} scheme, which mmjax does not fetch yet; send the "
-                "image itself as `data:image/png;base64,...`",
-                param=place,
-            )
-        limits = MediaLimits(
-            max_image_bytes=self.mm.max_image_bytes, max_image_pixels=self.mm.max_image_pixels
-        )
-        try:
-            data = decode_data_url(url, limits, param=place)
-        except RequestError as error:
-            raise _explain(place, error) from error
-        return EncodedImage(data, limits, place, explain=partial(_explain, place))
-
 
 def _quote(names: frozenset[str]) -> str:
     return " and ".join(f"`{name}`" for name in sorted(names))
@@ -261,18 +239,6 @@ def _at(place: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise type(error)(f"`{place}`: {error}", param=place) from error
-
-
-def _explain(place: str, error: RequestError) -> RequestError:
-    """Return an error for the client about the image at `place`."""
-    if isinstance(error, MediaError):
-        # The decoder's message may hold memory addresses.
-        return MediaError(
-            f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
-            f"of one of the formats {', '.join(IMAGE_FORMATS)}",
-            param=place,
-        )
-    return type(error)(f"`{place}`: {error}", param=place)
 
 
 def text_part(text: Any, place: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from mmjax.config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
@@ -45,15 +46,17 @@ class InputProcessor:
         model_config: ModelConfig,
         *,
         cache: BaseMultiModalProcessorCache | None = None,
+        connector: MediaConnector | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Load tokenizer and processor; `cache` None: the one of `model_config`.
+        """Load tokenizer and processor; `cache` and `connector` None: those of `model_config`.
 
         Without a processor cache and prefix caching, items are not hashed.
         """
         self.model_config = model_config
         self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
+        self.connector = connector or MediaConnector(model_config.mm)
         self._pool = ProcessorPool(model_config, self.cache)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
@@ -264,7 +267,8 @@ class InputProcessor:
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
-        """Free the cache's resources outside of Python. Idempotent."""
+        """Free the cache's resources outside of Python, and end what decodes. Idempotent."""
+        self.connector.close()
         if self.cache is not None:
             self.cache.close()
 
