@@ -1,18 +1,20 @@
-"""A network of our own: names that resolve as a test says, public addresses that lead to a site
-on loopback, and traps that note whoever connects to what is not allowed.
+"""A network of our own, with traps that note whoever connects to what is not allowed.
+
+Names resolve as a test says, and public addresses lead to a site on loopback.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpcore2
 import pytest
 
 from mmjax.config import MultiModalConfig
+from mmjax.errors import RequestError
 from mmjax.frontend.media import http
 from mmjax.frontend.media.connector import MediaConnector
 
@@ -35,6 +37,10 @@ def redirect(location: str, status: str = "302 Found") -> bytes:
     return answer(b"", status, Location=location)
 
 
+_TLS = b"\x16"
+"""The first byte of a handshake."""
+
+
 @dataclass
 class Network:
     """What was resolved and dialled."""
@@ -46,6 +52,8 @@ class Network:
     dialled: list[tuple[str, int]] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     """Request heads that the site got."""
+    serving: list[Any] = field(default_factory=list)
+    """The tasks that answer."""
 
     def look_up(self, host: str, port: int, **kwargs: Any) -> list[Any]:
         """Do what `socket.getaddrinfo` does, without a name server."""
@@ -58,8 +66,12 @@ class Network:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request of the site's."""
-        with suppress(OSError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        self.serving.append(asyncio.current_task())
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
+            first = await reader.readexactly(1)
+            if first == _TLS:  # there is no certificate for it
+                return
+            head = (first + await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
             self.heads.append(head)
             for piece in self.site(head):
                 if isinstance(piece, bytes):
@@ -69,7 +81,6 @@ class Network:
                     await reader.read()
                 else:
                     await asyncio.sleep(piece)
-        writer.close()
 
 
 _getaddrinfo = socket.getaddrinfo
@@ -89,34 +100,67 @@ class _Dialler(httpcore2.AsyncNetworkBackend):
         return await self._real.connect_tcp(host, port, *args)
 
 
-def fetch(
-    url: str,
-    network: Network,
-    monkeypatch: pytest.MonkeyPatch,
-    **settings: Any,
-) -> bytes:
-    """Fetch as a request's media are; return the bytes, or raise what a client would be told."""
-    mm = MultiModalConfig(**settings)
-    connector = MediaConnector(mm)
-    monkeypatch.setattr(http.socket, "getaddrinfo", network.look_up)
+class Fetched(NamedTuple):
+    """What came of one URL."""
 
-    async def run() -> bytes:
-        server = await asyncio.start_server(network.serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        connector._fetcher._backend._dialler = _Dialler(network, port)
+    outcome: bytes | RequestError
+    dialled: list[tuple[str, int]]
+    heads: list[str]
+
+
+@asynccontextmanager
+async def connected(network: Network, connector: MediaConnector) -> AsyncIterator[None]:
+    """Have a connector dial into `network`, whose site listens meanwhile."""
+    server = await asyncio.start_server(network.serve, "127.0.0.1", 0)
+    connector._fetcher._backend._dialler = _Dialler(network, server.sockets[0].getsockname()[1])
+    try:
+        yield
+    finally:
+        server.close()
+        # Each ends with its connection, which the fetcher has closed.
+        await asyncio.gather(*network.serving, return_exceptions=True)
+
+
+def fetch_each(
+    urls: Iterable[str], network: Network, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> list[Fetched]:
+    """Fetch URLs as a request's media are, one after another."""
+    connector = MediaConnector(MultiModalConfig(**settings))
+
+    async def fetch_one(url: str) -> bytes:
         pending = connector.open_image(url, "messages[0].content[0].image_url.url")
         async with connector.fetched({"multi_modal_data": {"image": [pending]}}) as prompt:
             assert isinstance(prompt, dict)
             (image,) = (prompt["multi_modal_data"] or {})["image"]
-        server.close()
         return image.original_bytes
 
-    try:
-        return asyncio.run(run())
-    finally:
-        monkeypatch.undo()
-        connector.close()
-        assert connector.num_held_bytes == 0
+    async def run() -> list[Fetched]:
+        found = []
+        async with connected(network, connector):
+            for url in urls:
+                num_dialled, num_heads = len(network.dialled), len(network.heads)
+                try:
+                    outcome: bytes | RequestError = await fetch_one(url)
+                except RequestError as error:
+                    outcome = error
+                done = network.dialled[num_dialled:], network.heads[num_heads:]
+                found.append(Fetched(outcome, *done))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(http.socket, "getaddrinfo", network.look_up)
+        found = asyncio.run(run())
+    connector.close()
+    assert connector.num_held_bytes == 0
+    return found
+
+
+def fetch(url: str, network: Network, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> bytes:
+    """Fetch one URL; return the bytes, or raise what a client would be told."""
+    ((outcome, _, _),) = fetch_each([url], network, monkeypatch, **settings)
+    if isinstance(outcome, RequestError):
+        raise outcome
+    return outcome
 
 
 class Trap:

@@ -22,7 +22,7 @@ from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.prompt.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url
-from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.encoded import EncodedImage, PixelRange
 
 _MAX_FETCHED_AT_ONCE = 8
 """Of one request."""
@@ -36,6 +36,7 @@ class PendingMedia:
     """A text is a `file:` URL."""
     place: str
     """The field of the request."""
+    pixel_range: PixelRange | None = None
 
 
 class MediaConnector:
@@ -76,7 +77,9 @@ class MediaConnector:
             ),
         )
 
-    def open_image(self, url: str, place: str) -> EncodedImage | PendingMedia:
+    def open_image(
+        self, url: str, place: str, pixel_range: PixelRange | None = None
+    ) -> EncodedImage | PendingMedia:
         """Return the image of a URL, decoded from base64 or noted; RequestError names `place`."""
         scheme = url[:8].partition(":")[0].lower()
         if scheme == "data":
@@ -84,9 +87,9 @@ class MediaConnector:
                 data = decode_data_url(url, self._limits, param=place)
             except RequestError as error:
                 raise _explain(place, error) from error
-            return self._encoded(data, place)
+            return self._encoded(data, place, pixel_range)
         if scheme == "file":
-            return PendingMedia(url, place)
+            return PendingMedia(url, place, pixel_range)
         if scheme not in ("http", "https"):
             raise RequestValueError(
                 f"`{place}` is a URL of another scheme than `https`, `http`, `data` and `file`; "
@@ -99,7 +102,7 @@ class MediaConnector:
                 "(`--no-enable-media-fetch`); send the file itself as a base64 `data:` URL",
                 param=place,
             )
-        return PendingMedia(parse_http_url(url, param=place), place)
+        return PendingMedia(parse_http_url(url, param=place), place, pixel_range)
 
     def is_whole(self, prompt: PromptType) -> bool:
         """Return whether nothing of the prompt is yet to be fetched."""
@@ -157,7 +160,7 @@ class MediaConnector:
     ) -> EncodedImage:
         async with turns, self._turns:
             data = await self._read(medium, download)
-        return self._encoded(data, medium.place)
+        return self._encoded(data, medium.place, medium.pixel_range)
 
     async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
         max_bytes = self._limits.max_image_bytes
@@ -171,9 +174,14 @@ class MediaConnector:
         download.take(len(data), param=medium.place)
         return data
 
-    def _encoded(self, data: bytes, place: str) -> EncodedImage:
+    def _encoded(self, data: bytes, place: str, pixel_range: PixelRange | None) -> EncodedImage:
         return EncodedImage(
-            data, self._limits, place, explain=partial(_explain, place), workers=self._workers
+            data,
+            self._limits,
+            place,
+            explain=partial(_explain, place),
+            workers=self._workers,
+            pixel_range=pixel_range,
         )
 
 

@@ -49,6 +49,7 @@ class ChatParser:
                 connector=input_processor.connector,
                 check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
+                get_detail_range=input_processor.get_detail_range,
                 check_mm_data=input_processor.check_mm_data,
                 embeds_fields=input_processor.image_embeds_fields,
             ),

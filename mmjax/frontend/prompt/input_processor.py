@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, 
 from mmjax.model_source import load_generation_defaults
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import DecodeControl
+from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
@@ -98,6 +99,10 @@ class InputProcessor:
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
         """Raise the errors of `prepare` about media that need no decoding."""
         self._pool.first.info.parse_mm_data(mm_data)
+
+    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange | None:
+        """Return what an image of that `detail` is scaled to; None: the model ignores it."""
+        return self._pool.first.info.get_detail_range(detail)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's default sampling parameters (generation_config.json)."""

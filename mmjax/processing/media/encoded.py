@@ -3,14 +3,36 @@
 Most images that come again are never decoded: their bytes say what they are.
 """
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from mmjax.decoders.image_file import ImageHeader, read_image_header
+from PIL import Image
+
+from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader, read_image_header
 from mmjax.decoders.limits import MediaLimits, check_image_bytes
 from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError
 from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+
+
+class PixelRange(NamedTuple):
+    """How many pixels an image is scaled to have, both sides alike; 0 and None: any."""
+
+    least: int = 0
+    most: int | None = None
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Return the image within the range."""
+        width, height = image.size
+        wanted = max(width * height, self.least)
+        wanted = wanted if self.most is None else min(wanted, self.most)
+        if wanted == width * height:
+            return image
+        scale = math.sqrt(wanted / (width * height))
+        size = (max(1, math.floor(width * scale)), max(1, math.floor(height * scale)))
+        return image.resize(size, Image.Resampling.BICUBIC)
 
 
 class EncodedImage:
@@ -25,6 +47,7 @@ class EncodedImage:
         "limits",
         "original_bytes",
         "param",
+        "pixel_range",
     )
 
     def __init__(
@@ -35,6 +58,7 @@ class EncodedImage:
         *,
         explain: Callable[[RequestError], RequestError] | None = None,
         workers: DecodeWorkers | None = None,
+        pixel_range: PixelRange | None = None,
     ) -> None:
         """Refuse too many bytes at once; everything else that is wrong shows when it is decoded.
 
@@ -44,10 +68,12 @@ class EncodedImage:
             param: The field that is wrong where this image is.
             explain: Puts an error of the decoder into words that a client may read.
             workers: Processes that decode it; None: the threads that ask for it.
+            pixel_range: What it is scaled to when it is decoded; None: nothing.
         """
         self.original_bytes = original_bytes
         self.limits = limits
         self.param = param
+        self.pixel_range = pixel_range
         self._explain = explain
         self._workers = workers
         self._lock = threading.Lock()
@@ -75,7 +101,20 @@ class EncodedImage:
     @property
     def num_bytes_to_decode(self) -> int:
         """Return the memory that decoding takes; 0 while the pixels are there."""
-        return 0 if self._media is not None else self.read_header().num_decoded_bytes
+        if self._media is not None:
+            return 0
+        least = 0 if self.pixel_range is None else self.pixel_range.least * BYTES_PER_PIXEL
+        return max(self.read_header().num_decoded_bytes, least)
+
+    @property
+    def io_config(self) -> Mapping[str, Any] | None:
+        """Return how decoding alters the pixels; see `MediaWithBytes`."""
+        return self._with_range(self.read_header().io_config)
+
+    def _with_range(self, altered: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if self.pixel_range is None:
+            return altered
+        return {**(altered or {}), **self.pixel_range._asdict()}
 
     def decode(self) -> MediaWithBytes:
         """Return the image, upright in RGB, decoded once; MediaError where it is none.
@@ -97,11 +136,16 @@ class EncodedImage:
 
     def _load(self) -> MediaWithBytes:
         if self._workers is None:
-            return load_image_bytes(self.original_bytes, self.limits, param=self.param)
-        image, header = self._workers.decode_image(
-            self.original_bytes, self.limits, param=self.param
-        )
-        return MediaWithBytes(image, self.original_bytes, header.io_config)
+            media = load_image_bytes(self.original_bytes, self.limits, param=self.param)
+        else:
+            image, header = self._workers.decode_image(
+                self.original_bytes, self.limits, param=self.param
+            )
+            media = MediaWithBytes(image, self.original_bytes, header.io_config)
+        if self.pixel_range is None:
+            return media
+        scaled = self.pixel_range.fit(media.media)
+        return MediaWithBytes(scaled, self.original_bytes, self._with_range(media.io_config))
 
     def _explained(self, error: RequestError) -> RequestError:
         return error if self._explain is None else self._explain(error)
