@@ -72,7 +72,8 @@ class DecodeWorkers:
             header = _checked_header(reply, limits)
             width, height = _integers(reply["size"], 2)
             check_image_size((width, height), limits, param=param)
-            pixels = worker.read(reply["place"], width * height * 3)
+            (place,) = _integers([reply["place"]], 1)
+            pixels = worker.read(place, width * height * 3)
             return Image.frombytes("RGB", (width, height), pixels), header
 
     def close(self) -> None:
@@ -87,6 +88,10 @@ class DecodeWorkers:
             yield worker
         except RequestValueError:
             raise
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            worker.stop()
+            logger.error("a decoding process gave a wrong reply: %s", type(error).__name__)
+            raise MediaError("the decoder failed on it") from None
         except BaseException:
             worker.stop()
             raise
@@ -128,7 +133,7 @@ def _checked_header(reply: Mapping[str, Any], limits: MediaLimits) -> ImageHeade
 
 
 def _integers(values: Sequence[Any], count: int) -> list[int]:
-    if len(values) != count or not all(isinstance(value, int) for value in values):
+    if len(values) != count or not all(isinstance(one, int) and one >= 0 for one in values):
         raise ValueError("a decoding process gave a wrong reply")
     return list(values)
 
@@ -145,8 +150,8 @@ class _Worker:
         self._is_ready = False
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start a process; it says when it is ready."""
+    def start(self) -> socket.socket:
+        """Start a process, which says when it is ready; return the socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             descriptors = (theirs.fileno(), self._memory)
@@ -162,30 +167,21 @@ class _Worker:
                 env=_environment(),
             )
         self._channel, self._is_ready = ours, False
+        return ours
 
     def call(self, request: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
         """Send a request about `data`; OSError if the process has ended, TimeoutError if slow."""
-        if self._channel is None:
-            if self._is_closed:
-                raise OSError("closed")
-            self.start()
-        assert self._channel is not None
+        if self._is_closed:
+            raise ConnectionResetError
+        channel = self._channel or self.start()
         if not self._is_ready:
-            self._receive(_START_TIMEOUT_S)
+            _receive(channel, _START_TIMEOUT_S)
             self._is_ready = True
         place = 0
         while place < len(data):
             place += os.pwrite(self._memory, memoryview(data)[place:], place)
-        self._channel.send(json.dumps(request).encode())
-        return self._receive(timeout_s)
-
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
-        assert self._channel is not None
-        self._channel.settimeout(timeout_s)
-        reply = self._channel.recv(MAX_MESSAGE_BYTES)
-        if not reply:
-            raise ConnectionResetError
-        return json.loads(reply)
+        channel.send(json.dumps(request).encode())
+        return _receive(channel, timeout_s)
 
     def read(self, place: int, num_bytes: int) -> memoryview:
         """Return part of the shared memory; valid until the next call.
@@ -228,6 +224,14 @@ class _Worker:
             self._is_closed = True
             self.stop()
             os.close(self._memory)
+
+
+def _receive(channel: socket.socket, timeout_s: float) -> dict[str, Any]:
+    channel.settimeout(timeout_s)
+    reply = channel.recv(MAX_MESSAGE_BYTES)
+    if not reply:
+        raise ConnectionResetError
+    return json.loads(reply)
 
 
 def _environment() -> dict[str, str]:

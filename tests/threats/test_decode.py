@@ -192,6 +192,7 @@ def test_CVE_2026_109229_no_import_changes_pillows_own_limit() -> None:
     assert before == Image.MAX_IMAGE_PIXELS is not None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # formats that Pillow is to lose
 def test_CVE_2026_40192_other_formats_are_refused_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,7 +355,7 @@ def test_CVE_2026_40192_what_a_process_says_is_not_trusted(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(workers_module._Worker, "call", lambda *args: reply)
-        with pytest.raises((RequestValueError, ValueError, OSError)):
+        with pytest.raises(RequestValueError):
             workers.decode_image(PICTURE, LIMITS, param=None)
     image, _ = workers.decode_image(PICTURE, LIMITS, param=None)
     assert image.size == (16, 12)
