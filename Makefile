@@ -1,7 +1,7 @@
 # Needs python3 (3.11 or newer), make and a package registry; everything else goes into .venv, but
 # for Chromium, which `make test` drives (and installs where it runs as root).
 
-.PHONY: bench check chromium docs help serve test test-slow
+.PHONY: bench check chromium docs help serve test test-slow test-threats
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -34,6 +34,9 @@ test: chromium lint ## run everything that CI runs
 
 test-slow: chromium lint ## the same with full counts
 	@$(PYTEST) -m "not hub" --timeout 3600 --hypothesis-profile random
+
+test-threats: $(VENV)/.dev ## the tests of threats at full counts, and again without asserts
+	@$(PYTEST) tests/threats --timeout 3600
 
 check: lint ## format, lint, types, contracts and the tests that take seconds
 	@$(PYTEST) -m "not slow and not hub" tests/test_house.py tests/processing tests/cache tests/layers

@@ -91,6 +91,73 @@ class MultiModalConfig:
         decoded alone. HF's processor takes about 2.5 times as much in addition.""",
         minimum=1,
     )
+    max_media_request_download_bytes: int = setting(
+        256 * 2**20,
+        "Bytes of all files that are fetched for one request; one with more is refused.",
+        minimum=1,
+    )
+    max_media_download_bytes: int = setting(
+        2**30,
+        """Bytes of fetched files that all requests hold until they are processed; a request that
+        needs more gets 429.""",
+        minimum=1,
+    )
+    media_fetch_timeout_s: float = setting(
+        10.0,
+        "Seconds that fetching one file may take, redirects included.",
+        name="media_fetch_timeout",
+        above=0,
+    )
+    media_fetch_concurrency: int = setting(
+        64, "Files that are fetched at a time; further ones wait.", minimum=1
+    )
+    enable_media_fetch: bool = setting(
+        True,
+        """Whether `http:` and `https:` URLs of media are fetched, from public addresses; else only
+        `data:` URLs are taken.""",
+    )
+    allowed_media_domains: tuple[str, ...] = setting(
+        (),
+        "Hosts that media are fetched from, by their full names.",
+        unset="all",
+        is_valid=lambda host: bool(host) and host == host.lower().strip(" ./"),
+        expected="names of hosts in lower case, as in images.example.com",
+    )
+    allow_private_media_addresses: bool = setting(
+        False,
+        """Whether media are fetched from hosts with private, local or otherwise special addresses,
+        too: every client can then reach this machine's networks.""",
+    )
+    media_url_allow_redirects: bool = setting(
+        True, "Whether redirects are followed, five at most, each checked like the first URL."
+    )
+    allowed_local_media_path: Path | None = setting(
+        None,
+        "Directory whose files clients may name in `file:` URLs, after links are resolved.",
+        unset="none",
+    )
+    media_decode_workers: int | None = setting(
+        None,
+        """Processes of limited memory that decode clients' media; 0: threads of the server do,
+        which is faster by some milliseconds an image (docs/security.md).""",
+        unset="one per core, at most 4",
+        minimum=0,
+        is_for_serve_alone=True,
+    )
+    media_decode_timeout_s: float = setting(
+        30.0,
+        "Seconds that such a process has for one file.",
+        name="media_decode_timeout",
+        above=0,
+        is_for_serve_alone=True,
+    )
+    media_decode_memory_bytes: int | None = setting(
+        None,
+        "Memory that such a process may take for one file.",
+        unset="24 bytes for each of `max_image_pixels`, twice `max_image_bytes`, and 64 MiB",
+        minimum=16 * 2**20,
+        is_for_serve_alone=True,
+    )
     trust_request_mm_kwargs: bool = setting(
         False,
         """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for the larger of
@@ -120,6 +187,12 @@ class MultiModalConfig:
                 f"`mm_processor_cache_type` is {self.mm_processor_cache_type!r}; set it to shm, or "
                 "leave the size out"
             )
+
+    @property
+    def decode_memory_bytes(self) -> int:
+        """Memory that a decoding process may take: an image, its copies on the way, its file."""
+        largest = 24 * self.max_image_pixels + 2 * self.max_image_bytes + 64 * 2**20
+        return self.media_decode_memory_bytes or largest
 
     def limit(self, modality: str) -> int:
         """Return the maximum number of items of `modality` in a prompt."""

@@ -30,7 +30,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.model_source import load_engine_config
 from mmjax.models.registry import require_model
-from mmjax.request_times import RequestTimes, recording
+from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.settings import nearest_name
 from mmjax.transport.messages import RequestOutputDelta
@@ -180,7 +180,8 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
-        return self._input_processor.explain(cast(PromptType, prompt))
+        whole = self._input_processor.connector.fetch_now(cast(PromptType, prompt))
+        return self._input_processor.explain(whole)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer."""
@@ -214,9 +215,12 @@ class LLM:
         priority: int = 0,
     ) -> None:
         with recording(RequestTimes(arrived_at=time.monotonic())):
+            prompt = make_prompt()
+            with measuring("fetch"):
+                prompt = self._input_processor.connector.fetch_now(prompt)
             self._input_processor.process(
                 request_id,
-                make_prompt(),
+                prompt,
                 params,
                 continues_prompt=continues_prompt,
                 priority=priority,

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import gc
 import math
+import os
 import socket
 import sys
 import time
@@ -109,13 +110,17 @@ def _start(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
 
 def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
     from mmjax.frontend.engine_client.client import AsyncEngineClient
+    from mmjax.frontend.media.connector import MediaConnector
     from mmjax.frontend.prompt.chat import ChatParser
     from mmjax.frontend.prompt.input_processor import InputProcessor
     from mmjax.server.app import create_app
 
     start = time.perf_counter()
     input_processor = InputProcessor(
-        engine.model, cache=cache, enable_prefix_caching=engine.cache.enable_prefix_caching
+        engine.model,
+        cache=cache,
+        connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
+        enable_prefix_caching=engine.cache.enable_prefix_caching,
     )
     input_processor.warm_up()
     client = AsyncEngineClient(

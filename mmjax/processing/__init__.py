@@ -1,5 +1,6 @@
 """Prompts and media -> token ids, placeholders and tensors. Python, numpy, Pillow; no jax."""
 
+from mmjax.decoders.limits import MediaLimits
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import (
     AudioDummyOptions,
@@ -34,7 +35,7 @@ from mmjax.processing.items.parse import (
     VideoProcessorItems,
     VisionChunkProcessorItems,
 )
-from mmjax.processing.media.decode import MediaLimits, MediaWithBytes
+from mmjax.processing.media.decode import MediaWithBytes
 from mmjax.processing.prepared import PreparedInputs, ProcessedItem
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from mmjax.processing.prompt_updates.matching import (

@@ -4,11 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transformers import BatchFeature
 
 from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import ConfigError, RequestError, RequestValueError
 from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.hf_call import (
@@ -28,7 +29,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataItems,
     MultiModalDataParser,
 )
-from mmjax.processing.media.decode import MediaLimits
+from mmjax.processing.media.encoded import PixelRange
 
 T = TypeVar("T")
 
@@ -226,6 +227,10 @@ class BaseProcessingInfo(ABC):
         """Return what the operator has refused before work is done on it."""
         mm = self.ctx.get_mm_config()
         return MediaLimits(max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels)
+
+    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange | None:
+        """Return what an image of that `detail` is scaled to; None: sizes are fixed here."""
+        return None
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse kwargs by which the media that HF is about to get would become bombs."""

@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 from transformers import BatchFeature
 
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError, ProcessingError, RequestTypeError, RequestValueError
 from mmjax.logger import get_logger
-from mmjax.processing.media.decode import MediaLimits
 
 logger = get_logger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from mmjax.decoders.image_file import BYTES_PER_PIXEL
 from mmjax.errors import MediaIdConflictError, RequestValueError
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.processing.media.decode import BYTES_PER_PIXEL
 from mmjax.processing.media.decode_budget import DecodeBudget, split_by_bytes
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate

@@ -28,8 +28,7 @@ VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
         "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
         "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
         "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
-        "--language-model-only --allowed-local-media-path "
-        "--allowed-media-domains "
+        "--language-model-only "
         "--enable-prompt-tokens-details -q"
     ).split()
 )

@@ -196,7 +196,7 @@ def test_they_are_refused_where_the_operator_does_not_take_them():
         tower().add_request(with_own_embeds(message("bad", PROMPTS["one"])))
 
 
-def test_huge_values_reach_no_other_request(core: EngineCore):
+def test_CVE_2026_105755_huge_values_reach_no_other_request(core: EngineCore):
     """A NaN in a block of the KV cache would stay there for whoever has the block next."""
     huge = np.full((ROWS, WIDTH), 3e38, np.float32)
     huge[::2] *= -1

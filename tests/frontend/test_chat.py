@@ -13,6 +13,7 @@ from PIL import Image
 from mmjax import MULTIMODAL_REGISTRY
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestError
+from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
@@ -34,6 +35,11 @@ def data_url(image: Image.Image | None = None, kind: str = "PNG") -> str:
 
 def with_parts(parser: ChatParser, **changes: Any) -> ChatParser:
     return replace(parser, parts=replace(parser.parts, **changes))
+
+
+def with_media(parser: ChatParser, **settings: Any) -> ChatParser:
+    mm = replace(parser.parts.mm, **settings)
+    return with_parts(parser, mm=mm, connector=MediaConnector(mm))
 
 
 @pytest.fixture
@@ -142,7 +148,7 @@ def test_the_limit_comes_before_the_decoder(
 ) -> None:
     decoded: list[object] = []
     monkeypatch.setattr(
-        "mmjax.frontend.prompt.chat_parts.decode_data_url", lambda *a, **k: decoded.append(a) or b""
+        "mmjax.frontend.media.connector.decode_data_url", lambda *a, **k: decoded.append(a) or b""
     )
     with pytest.raises(RequestError, match="At most 3"):
         parser.parse(user(*[image_part() for _ in range(1000)]))
@@ -251,9 +257,8 @@ def test_a_model_class_that_refuses_every_modality_takes_text(
         ({"image_url": {"url": data_url(), "detail": "max"}}, None, "detail"),
         ({"image_url": {}}, "messages[0].content[0].image_url.url", "data URL"),
         ({"image_url": {"url": 3}}, "messages[0].content[0].image_url.url", "data URL"),
-        ({"image_url": "http://example.com/a.png"}, None, "http scheme"),
-        ({"image_url": "HTTPS://example.com/a.png"}, None, "https scheme"),
-        ({"image_url": "file:///etc/passwd"}, None, "file scheme"),
+        ({"image_url": "http://me@example.com/a.png"}, None, "user or password"),
+        ({"image_url": "HTTPS://example.com:22/a.png"}, None, "port 22"),
         ({"image_url": "ftp://x"}, None, "another scheme"),
         ({"image_url": "/etc/passwd"}, None, "another scheme"),
         ({"image_url": "data:image/png,abc"}, None, "base64"),
@@ -316,11 +321,11 @@ def test_control_tokens_in_pieces_are_refused(parser: ChatParser, seam: str) -> 
 
 
 def test_too_large_an_image(parser: ChatParser) -> None:
-    small = with_parts(parser, mm=replace(parser.parts.mm, max_image_pixels=95))
+    small = with_media(parser, max_image_pixels=95)
     with pytest.raises(RequestError, match="12x8") as caught:
         parse_and_decode(small, user(image_part()))
     assert caught.value.param == "messages[0].content[0].image_url.url"
-    short = with_parts(parser, mm=replace(parser.parts.mm, max_image_bytes=10))
+    short = with_media(parser, max_image_bytes=10)
     with pytest.raises(RequestError, match="at most 10") as caught:
         short.parse(user(image_part()))
     assert caught.value.param == "messages[0].content[0].image_url.url"

@@ -281,7 +281,7 @@ def test_a_uuid_that_cannot_be_made_again_fails_alone(
     with_run(model_config, oracle, mm_config(10), body)
 
 
-def test_refused_and_aborted_requests_leave_the_mirrors_equal(
+def test_GHSA_ph3r_5jfg_f84f_refused_and_aborted_requests_leave_the_mirrors_equal(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
     async def body(run: Run) -> None:

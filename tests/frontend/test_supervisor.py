@@ -131,7 +131,7 @@ def test_a_start_that_fails_is_not_repeated() -> None:
     assert with_supervisor("dies at start", body).num_restarts == 0
 
 
-def test_silence_is_death() -> None:
+def test_CVE_2026_114051_silence_is_death() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
         await until(lambda: listener.num_deaths == 1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mmjax.cache.media.processor_cache import get_item_size
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError
 from mmjax.processing.hf_call import check_request_kwargs, check_sizes, merge_mm_kwargs
-from mmjax.processing.media.decode import MediaLimits
 from tests.kit import draw
 from tests.processing.families import FAMILIES
 

@@ -98,7 +98,9 @@ def test_what_a_family_tells_to_be_largest_is_known(family: Family):
         ({"pixels": 8}, "pixels"),
     ],
 )
-def test_numbers_above_the_ceilings_are_refused(kwargs: dict[str, Any], name: str):
+def test_GHSA_gx7p_2j49_hfq4_numbers_above_the_ceilings_are_refused(
+    kwargs: dict[str, Any], name: str
+):
     largest = {
         **{"max": 10, "is_on": True, "size": {"height": 20, "width": 30}},
         **{"images_kwargs": {"pixels": 7}, "videos_kwargs": {"pixels": 5}},

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import ExifTags, Image, PngImagePlugin
 
+from mmjax.decoders.image_file import convert_to_rgb
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
-    MediaLimits,
     MediaWithBytes,
-    convert_to_rgb,
     decode_data_url,
     image_from_array,
     load_image_bytes,
@@ -178,9 +178,9 @@ class TestUrls:
     @pytest.mark.parametrize(
         ("url", "message"),
         [
-            ("http://host/a.png", "`http:` URLs are not fetched by this version"),
-            ("HTTPS://host/a.png", "`https:` URLs are not fetched"),
-            ("file:///etc/passwd", "`file:` URLs are not fetched"),
+            ("http://host/a.png", "`http:` URLs are fetched for messages alone"),
+            ("HTTPS://host/a.png", "`https:` URLs are fetched for messages"),
+            ("file:///etc/passwd", "`file:` URLs are fetched for messages"),
             ("ftp://host/a.png", "must be a base64 `data:` URL"),
             ("/etc/passwd", "must be a base64 `data:` URL"),
             ("data:image/png;base64", "missing ','"),

@@ -23,7 +23,7 @@ def routes_of(server: Server) -> Iterator[tuple[str, str]]:
             yield method, route.path.replace("{name:path}", "tiny")  # type: ignore[attr-defined]
 
 
-def test_every_other_route_needs_the_key(locked: Server) -> None:
+def test_open_routes_every_route_but_three_needs_the_key(locked: Server) -> None:
     seen = set()
     for method, path in routes_of(locked):
         seen.add(path)
@@ -51,7 +51,7 @@ def test_every_other_route_needs_the_key(locked: Server) -> None:
         "/health;/v1/models",
     ],
 )
-def test_tricks_with_the_path(locked: Server, path: str) -> None:
+def test_CVE_2026_48746_tricks_with_the_path(locked: Server, path: str) -> None:
     response = locked.http.get(path, headers={"host": "testserver/health"}, follow_redirects=False)
     assert response.status_code == 401
 
@@ -60,7 +60,7 @@ def test_tricks_with_the_path(locked: Server, path: str) -> None:
     "value",
     ["", "first", "Basic first", "Bearer", "Bearer third", "Bearer first second", "Bearer FIRST"],
 )
-def test_wrong_keys(locked: Server, value: str) -> None:
+def test_CVE_2025_59425_wrong_keys(locked: Server, value: str) -> None:
     response = locked.http.get("/v1/models", headers={"authorization": value})
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -93,7 +93,7 @@ def test_without_keys_all_is_open(server: Server) -> None:
     assert server.http.get("/v1/models").status_code == 200
 
 
-def test_no_origin_is_allowed_by_default(make_server: MakeServer) -> None:
+def test_log_injection_no_origin_is_allowed_by_default(make_server: MakeServer) -> None:
     headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
     plain = make_server().http.options("/v1/chat/completions", headers=headers)
     assert "access-control-allow-origin" not in plain.headers

@@ -89,7 +89,9 @@ BYTES = bytes(4 * ROWS * WIDTH)
         (with_header({"a": {**ENTRY, "dtype": "pickle"}}, BYTES), 422, "no safetensors"),
     ],
 )
-def test_what_is_wrong_is_named(server: Server, data: bytes, status: int, words: str):
+def test_CVE_2025_62372_what_is_wrong_is_named(
+    server: Server, data: bytes, status: int, words: str
+):
     answer = ask(server, encode(data))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, PLACE), error
@@ -108,7 +110,7 @@ def test_what_is_wrong_is_named(server: Server, data: bytes, status: int, words:
         (7, 400, "not int"),
     ],
 )
-def test_only_base64_is_read(server: Server, value: Any, status: int, words: str):
+def test_CVE_2025_62164_only_base64_is_read(server: Server, value: Any, status: int, words: str):
     answer = ask(server, value)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, PLACE), error

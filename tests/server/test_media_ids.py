@@ -91,7 +91,7 @@ def test_without_keys_all_clients_are_one(server: Server) -> None:
     error_of(ask(server, "never sent"))
 
 
-def test_a_hash_is_no_id(locked: Server) -> None:
+def test_CVE_2026_111392_a_hash_is_no_id(locked: Server) -> None:
     secret = mm_hash_of(locked, None, 5, key=ALICE)
     assert ask(locked, None, 5, key=ALICE).status_code == 200
     error_of(ask(locked, secret, key=BOB))

@@ -25,7 +25,9 @@ def salt_of(server: Server, monkeypatch: Any, key: str, **fields: Any) -> str | 
     return message.cache_salt
 
 
-def test_every_key_has_its_own(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_CVE_2025_46570_every_key_has_its_own(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = make_server(api_keys=(ALICE, BOB))
     alices, bobs = (salt_of(server, monkeypatch, key) for key in (ALICE, BOB))
     assert alices
@@ -51,7 +53,7 @@ def test_who_is_alone_needs_none(
     assert salt_of(make_server(**config), monkeypatch, ALICE) is None
 
 
-def test_equal_images_of_two_keys_are_two_items(make_server: MakeServer) -> None:
+def test_CVE_2025_46570_equal_images_of_two_keys_are_two_items(make_server: MakeServer) -> None:
     """So the caches of processed images and of the tower's outputs keep them apart as well."""
     server = make_server(api_keys=(ALICE, BOB))
     hashes = [mm_hash_of(server, None, 1, key=key) for key in (ALICE, BOB, ALICE)]

@@ -1,5 +1,6 @@
 """P0 over real sockets: bodies that never end, signals, ids, and what the log says of it all."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -139,7 +140,7 @@ def test_a_400_is_logged_with_reason_and_id_and_without_content(wire: Wire) -> N
     assert "secret" not in log
 
 
-def test_lines_are_short_whatever_a_client_sends(wire: Wire) -> None:
+def test_log_injection_lines_are_short_whatever_a_client_sends(wire: Wire) -> None:
     wire.ask("GET", "/version", **{"X-Request-Id": "b-1"})
     before = len(wire.log_after("b-1"))
     body = {"messages": MESSAGES, **{f"unknown_{i}": i for i in range(40_000)}}
@@ -233,3 +234,13 @@ def test_signals_during_the_start_show_no_traceback(
         served.end()
     assert "before the server was ready" in served.output
     assert "Traceback" not in served.output
+
+
+def test_CVE_2025_48956_a_head_of_megabytes_is_refused(wire: Wire) -> None:
+    for head in (b"X-A: " + b"a" * 4_000_000, b"X-B: b\r\n" * 400_000):
+        with socket.create_connection(("127.0.0.1", wire.port), timeout=60) as connection:
+            with contextlib.suppress(OSError):  # it is closed before all of it is sent
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert not connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert wire.ask("GET", "/health")[0] == 200

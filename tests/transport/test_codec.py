@@ -241,7 +241,7 @@ def _header_of(message: Message) -> dict:
         ({"place": 2}, "frame 2 of 2"),
     ],
 )
-def test_forged_arrays_are_refused(change: dict, match: str) -> None:
+def test_CVE_2026_105754_forged_arrays_are_refused(change: dict, match: str) -> None:
     request = _request(np.zeros((3, 4), np.float32))
     header = _header_of(request)
     header["mm_features"][0]["data"]["pixel_values"]["data"].update(change)

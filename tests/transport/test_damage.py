@@ -130,12 +130,12 @@ def _damage_often(num_rounds: int, seed: int) -> int:
     return num_refused
 
 
-def test_damaged_frames_raise_only_frame_errors() -> None:
+def test_CVE_2024_9052_damaged_frames_raise_only_frame_errors() -> None:
     assert _damage_often(20_000, seed=0) > 10_000
 
 
 @pytest.mark.slow
-def test_a_million_damaged_frames() -> None:
+def test_CVE_2024_9052_a_million_damaged_frames() -> None:
     assert _damage_often(1_000_000, seed=1) > 500_000
 
 

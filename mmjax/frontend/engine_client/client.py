@@ -5,8 +5,10 @@ import copy
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import TypeVar, cast
 
 from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
@@ -29,7 +31,7 @@ from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.frontend.prompt.work_lanes import WorkLanes
 from mmjax.logger import get_logger
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
-from mmjax.request_times import RequestTimes, recording
+from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
@@ -39,6 +41,8 @@ from mmjax.transport.messages import (
 )
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 PromptSource = PromptType | Callable[[], PromptType]
 """A prompt, or a function that makes it (decodes its images) outside of the event loop."""
@@ -189,8 +193,8 @@ class AsyncEngineClient:
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
-            job = partial(self._process, pending, _make_once(prompt), prepare, loop)
-            await self._lanes.run(job, pending.cancellation)
+            job = partial(self._process, pending, prepare, loop)
+            await self._run(job, prompt, pending.cancellation, pending.times, deadline)
         except BaseException:
             pending.cancellation.set()
             if pending.handle is not None:
@@ -206,10 +210,12 @@ class AsyncEngineClient:
     async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
         """Process a prompt, and describe the result; counts as a request meanwhile."""
         self._admit(1)
-        job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
+        job = partial(_explain, self.input_processor, id_domain)
         cancellation = Cancellation()
         try:
-            return await self._lanes.run(job, cancellation)
+            return await self._run(
+                job, prompt, cancellation, RequestTimes(arrived_at=time.monotonic())
+            )
         finally:
             cancellation.set()
             self.capacity.leave(1)
@@ -294,18 +300,46 @@ class AsyncEngineClient:
 
     # ---- parts ----------------------------------------------------------------------------------
 
+    async def _run(
+        self,
+        job: Callable[[PromptType, DecodeControl], T],
+        prompt: PromptSource,
+        cancellation: Cancellation,
+        times: RequestTimes,
+        deadline: float | None = None,
+    ) -> T:
+        """Make the prompt and run `job` on it, in a thread; fetch its media in between."""
+        connector, make_prompt = self.input_processor.connector, _make_once(prompt)
+
+        def run_if_whole(control: DecodeControl) -> tuple[PromptType, T | None]:
+            times.wait_until(time.monotonic())
+            with recording(times):
+                made = make_prompt()
+            return made, job(made, control) if connector.is_whole(made) else None
+
+        def run(control: DecodeControl) -> T:
+            times.wait_until(time.monotonic())
+            return job(whole, control)
+
+        made, result = await self._lanes.run(run_if_whole, cancellation)
+        if connector.is_whole(made):
+            return cast(T, result)
+        async with _until(deadline), AsyncExitStack() as stack:
+            with recording(times), measuring("fetch"):
+                whole = await stack.enter_async_context(connector.fetched(made))
+            return await self._lanes.run(run, cancellation)
+
     def _process(
         self,
         pending: _PendingRequest,
-        make_prompt: Callable[[], PromptType],
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
+        prompt: PromptType,
         control: DecodeControl,
     ) -> None:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
-            pending.times.wait_until(time.monotonic())
-            request = prepare(prompt=make_prompt(), control=control)
+            request = prepare(prompt=prompt, control=control)
             if not pending.is_cancelled:
                 self.input_processor.committer.commit(
                     request, partial(call_in_loop, loop, self._on_committed, pending)
@@ -384,11 +418,24 @@ def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
 
 def _explain(
     input_processor: InputProcessor,
-    make_prompt: Callable[[], PromptType],
     id_domain: str | None,
+    prompt: PromptType,
     control: DecodeControl,
 ) -> Explanation:
-    return input_processor.explain(make_prompt(), id_domain=id_domain, control=control)
+    return input_processor.explain(prompt, id_domain=id_domain, control=control)
+
+
+@asynccontextmanager
+async def _until(deadline: float | None) -> AsyncIterator[None]:
+    """Raise RequestTimeoutError at the deadline."""
+    if deadline is None:
+        yield
+        return
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            yield
+    except TimeoutError:
+        raise RequestTimeoutError from None
 
 
 def _error_of(failure: RequestFailed) -> RequestError:

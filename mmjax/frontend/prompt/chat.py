@@ -47,8 +47,10 @@ class ChatParser:
             ),
             parts=PartReader(
                 mm=model_config.mm,
+                connector=input_processor.connector,
                 check_num_items=input_processor.check_num_items,
                 are_objects_allowed=are_objects_allowed,
+                get_detail_range=input_processor.get_detail_range,
                 check_mm_data=input_processor.check_mm_data,
                 embeds_fields=input_processor.image_embeds_fields,
             ),
@@ -65,7 +67,7 @@ class ChatParser:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> PromptDict:
-        """Return the prompt of a conversation, with its media decoded."""
+        """Return the prompt of a conversation; its `http:` and `file:` URLs are not read yet."""
         if not messages:
             raise RequestValueError("`messages` is empty; give at least one", param="messages")
         template = template or self.template

@@ -3,27 +3,21 @@
 Errors name the part, such as `messages[0].content[1]`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mmjax.config import MultiModalConfig
-from mmjax.errors import MediaError, RequestError, RequestTypeError, RequestValueError
+from mmjax.decoders.limits import MediaLimits
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.frontend.media.connector import MediaConnector
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
-from mmjax.processing.media.decode import (
-    IMAGE_FORMATS,
-    MediaLimits,
-    as_numpy,
-    decode_data_url,
-    is_array_like,
-)
+from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
-from mmjax.processing.media.encoded import EncodedImage
-from mmjax.request_times import measuring
+from mmjax.processing.media.encoded import PixelRange
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
@@ -64,8 +58,12 @@ class PartReader:
     """Parses parts; images are counted before they are decoded."""
 
     mm: MultiModalConfig
+    connector: MediaConnector
+    """Turns URLs into images."""
     check_num_items: Callable[..., None]
     """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
+    get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
+    """Returns what an image of that `detail` is scaled to; None where the model ignores it."""
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
@@ -93,6 +91,7 @@ class PartReader:
             )
         kind = _part_type(part, place)
         if kind in _TEXT_TYPES:
+            _refuse_fields(part, (*_MEDIA_TYPES, "detail", "uuid"), place)
             text = part.get("refusal" if kind == "refusal" else "text")
             return None if text is None else text_part(text, f"{place}.text")
         is_embeds = kind == _EMBEDS_TYPE
@@ -121,8 +120,9 @@ class PartReader:
         kind = "image_url" if kind == "input_image" and kind not in part else kind
         value = part.get(kind)
         if kind == "image_pil":
+            _refuse_fields(part, ("detail",), place)
             return self._image_object(value, place, has_uuid=has_uuid)
-        place = f"{place}.{kind}"
+        part_place, place, pixel_range = place, f"{place}.{kind}", None
         if isinstance(value, Mapping):
             unknown = sorted(str(name) for name in value if name not in ("url", "detail"))
             if unknown:
@@ -131,9 +131,9 @@ class PartReader:
                     "`detail` (a `uuid` stands beside it, on the part)",
                     param=f"{place}.{unknown[0]}",
                 )
-            _check_detail(value.get("detail"), place)
+            pixel_range = self._pixel_range(value.get("detail"), place)
             value, place = value.get("url"), f"{place}.url"
-        _check_detail(part.get("detail"), place)
+        pixel_range = self._pixel_range(part.get("detail"), part_place) or pixel_range
         if value is None and has_uuid:
             return None
         if not isinstance(value, str):
@@ -142,7 +142,23 @@ class PartReader:
                 "write `data:image/png;base64,...`",
                 param=place,
             )
-        return self._image_from_url(value, place)
+        return self.connector.open_image(value, place, pixel_range)
+
+    def _pixel_range(self, detail: Any, place: str) -> PixelRange | None:
+        """Return what `detail` has an image scaled to; None for `auto`: the model's own size."""
+        place = f"{place}.detail"
+        if detail in (None, "auto"):
+            return None
+        if detail not in ("low", "high"):
+            raise RequestValueError(f"`{place}` must be `auto`, `low` or `high`", param=place)
+        pixel_range = self.get_detail_range(detail)
+        if pixel_range is None:
+            raise RequestValueError(
+                f"`{place}` is `{detail}`, but this model sees every image at a size of its own; "
+                "write `auto`, or leave it out",
+                param=place,
+            )
+        return pixel_range
 
     def _check_embeds_allowed(self, place: str) -> None:
         if not self.embeds_fields:
@@ -232,24 +248,15 @@ class PartReader:
             raise RequestValueError(f"`{place}.image_pil` is missing", param=f"{place}.image_pil")
         return value
 
-    def _image_from_url(self, url: str, place: str) -> Any:
-        scheme = url[:16].partition(":")[0].lower()
-        if scheme != "data":
-            shown = scheme if scheme in ("http", "https", "file") else "another"
+
+def _refuse_fields(part: Mapping[str, Any], names: Sequence[str], place: str) -> None:
+    """Refuse fields that have no effect on a part of this type."""
+    for name in names:
+        if part.get(name) is not None:
             raise RequestValueError(
-                f"`{place}` is a URL of {shown} scheme, which mmjax does not fetch yet; send the "
-                "image itself as `data:image/png;base64,...`",
-                param=place,
+                f"`{place}.{name}` has no effect on a part of this type; remove it",
+                param=f"{place}.{name}",
             )
-        limits = MediaLimits(
-            max_image_bytes=self.mm.max_image_bytes, max_image_pixels=self.mm.max_image_pixels
-        )
-        try:
-            with measuring("fetch"):
-                data = decode_data_url(url, limits, param=place)
-        except RequestError as error:
-            raise _explain(place, error) from error
-        return EncodedImage(data, limits, place, explain=partial(_explain, place))
 
 
 def _quote(names: frozenset[str]) -> str:
@@ -263,18 +270,6 @@ def _at(place: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise type(error)(f"`{place}`: {error}", param=place) from error
-
-
-def _explain(place: str, error: RequestError) -> RequestError:
-    """Return an error for the client about the image at `place`."""
-    if isinstance(error, MediaError):
-        # The decoder's message may hold memory addresses.
-        return MediaError(
-            f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
-            f"of one of the formats {', '.join(IMAGE_FORMATS)}",
-            param=place,
-        )
-    return type(error)(f"`{place}`: {error}", param=place)
 
 
 def text_part(text: Any, place: str) -> dict[str, str]:
@@ -320,10 +315,3 @@ def _uuid(part: Mapping[str, Any], place: str) -> MediaId | None:
             param=f"{place}.uuid",
         )
     return MediaId(text, f"{place}.uuid")
-
-
-def _check_detail(detail: Any, place: str) -> None:
-    if detail not in (None, "auto", "low", "high"):
-        raise RequestValueError(
-            f"`{place}.detail` must be `auto`, `low` or `high`", param=f"{place}.detail"
-        )

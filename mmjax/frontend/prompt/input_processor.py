@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,12 +19,14 @@ from mmjax.config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
 from mmjax.model_source import load_generation_defaults
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import DecodeControl
+from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
@@ -46,15 +48,17 @@ class InputProcessor:
         model_config: ModelConfig,
         *,
         cache: BaseMultiModalProcessorCache | None = None,
+        connector: MediaConnector | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
-        """Load tokenizer and processor; `cache` None: the one of `model_config`.
+        """Load tokenizer and processor; `cache` and `connector` None: those of `model_config`.
 
         Without a processor cache and prefix caching, items are not hashed.
         """
         self.model_config = model_config
         self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
+        self.connector = connector or MediaConnector(model_config.mm)
         self._pool = ProcessorPool(model_config, self.cache)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
@@ -96,6 +100,10 @@ class InputProcessor:
     def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
         """Raise the errors of `prepare` about media that need no decoding."""
         self._pool.first.info.parse_mm_data(mm_data)
+
+    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange | None:
+        """Return what an image of that `detail` is scaled to; None: the model ignores it."""
+        return self._pool.first.info.get_detail_range(detail)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's default sampling parameters (generation_config.json)."""
@@ -268,7 +276,8 @@ class InputProcessor:
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
-        """Free the cache's resources outside of Python. Idempotent."""
+        """Free the cache's resources outside of Python, and end what decodes. Idempotent."""
+        self.connector.close()
         if self.cache is not None:
             self.cache.close()
 

@@ -34,6 +34,7 @@ from mmjax.processing.items.parse import (
     MultiModalDataParser,
     VideoProcessorItems,
 )
+from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -215,6 +216,13 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
                     f"temporal_patch_size) {found}, but config.json's vision_config {wanted}; "
                     "make them equal"
                 )
+
+    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange:
+        """Return at most 512 x 512 pixels for `low`, at least 1024 x 1024 for `high`.
+
+        The checkpoint's own limits hold as well.
+        """
+        return PixelRange(most=512 * 512) if detail == "low" else PixelRange(least=1024 * 1024)
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: sizes are numbers of pixels here, which the image processors limit."""

@@ -166,7 +166,7 @@ class MultiModalHasher:
             cls._write_media(stream, obj)
         elif isinstance(obj, EncodedImage):
             # The header says all: an image whose tensors are cached is never decoded.
-            cls._write_file(stream, obj.original_bytes, obj.read_header().io_config)
+            cls._write_file(stream, obj.original_bytes, obj.io_config)
         elif isinstance(obj, Mapping):
             cls._write_mapping(stream, obj)
         elif isinstance(obj, Image.Image):

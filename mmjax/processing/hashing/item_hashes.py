@@ -213,7 +213,10 @@ class ItemHasher:
     def _digest_encoded(self, item: Any) -> bytes | None:
         """Return what encoded bytes are known by; None for an item that has none."""
         if isinstance(item, EncodedImage):
-            return self._hasher.digest_bytes(item.original_bytes)
+            digest = self._hasher.digest_bytes(item.original_bytes)
+            # Of fixed length first: no file and range can be taken for another.
+            scaled = repr(tuple(item.pixel_range)).encode() if item.pixel_range else b""
+            return digest + scaled
         return None
 
     def _digest_decoded(self, entry: _Entry) -> bytes:

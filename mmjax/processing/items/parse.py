@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import ConfigError, RequestTypeError, RequestValueError
 from mmjax.processing.items.embeddings import (
     AudioEmbeddingItems,
@@ -25,7 +26,7 @@ from mmjax.processing.items.items import (
     VisionChunkProcessorItems,
 )
 from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
-from mmjax.processing.media.decode import MediaLimits, MediaWithBytes, as_numpy, is_array_like
+from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
 from mmjax.processing.media.images import parse_image
 from mmjax.processing.media.video import parse_video, parse_vision_chunk, split_videos
 from mmjax.processing.tensors.fields import MultiModalFieldConfig

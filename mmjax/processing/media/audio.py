@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestRuntimeError, RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaLimits, MediaWithBytes, as_numpy, is_array_like
+from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
 from mmjax.rounding import cdiv
 
 RESAMPLE_METHODS = ("scipy",)

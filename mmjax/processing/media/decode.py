@@ -1,4 +1,4 @@
-"""Encoded media -> images, with limits that are checked before anything is decoded.
+"""What the user gives for an image (a file's bytes, a path, a data URL, an array) -> the image.
 
 Knows nothing of the network: `http:` and `file:` URLs are refused here.
 """
@@ -9,48 +9,23 @@ import math
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image
 
+from mmjax.decoders.image_file import convert_to_rgb, decode_image
+from mmjax.decoders.limits import MediaLimits, check_image_size
 from mmjax.errors import MediaError, RequestTypeError, RequestValueError
-from mmjax.logger import get_logger
-
-logger = get_logger(__name__)
-
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that may be decoded; Pillow knows more, and some of them start other programs."""
-
-BYTES_PER_PIXEL = 4
-"""Of a decoded image: Pillow pads RGB to four bytes."""
 
 _BASE64_PIECE = 2**18
 """In characters, a multiple of four: some 3 ms."""
 
 CHANNELS = (1, 3, 4)
 """How many an image, or a frame, may have."""
-
-_WHITE = (255, 255, 255)
-_TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaLimits:
-    """What is refused before it is decoded."""
-
-    max_image_bytes: int = 64 * 2**20
-    max_image_pixels: int = 50_000_000
-    max_video_frames: int = 2048
-    max_video_pixels: int = 500_000_000
-    """Over all frames of one video."""
-    max_audio_samples: int = 100_000_000
-    """Of one item, over all channels, before and after resampling."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,87 +77,12 @@ def _torch_as_numpy(tensor: Any) -> np.ndarray:
     return np.asarray(bits).view(dtype)
 
 
-class ImageHeader(NamedTuple):
-    """What a file says of its image before the pixels are decoded."""
-
-    width: int
-    height: int
-    has_transparency: bool
-
-    @property
-    def num_decoded_bytes(self) -> int:
-        """Return the memory that the pixels take once they are decoded."""
-        return self.width * self.height * BYTES_PER_PIXEL
-
-    @property
-    def io_config(self) -> Mapping[str, Any] | None:
-        """Return how decoding alters the pixels; see `MediaWithBytes`."""
-        if not self.has_transparency:
-            return None
-        return {"image_mode": "RGB", "rgba_background_color": _WHITE}
-
-
-def read_image_header(
-    data: bytes, limits: MediaLimits, *, param: str | None = "image"
-) -> ImageHeader:
-    """Read an image's header alone; refuse what `limits` does, and what is no image."""
-    with _named_faults(len(data), limits, param):
-        return _open_image(data, limits, param)[1]
-
-
 def load_image_bytes(
     data: bytes, limits: MediaLimits, *, param: str | None = "image"
 ) -> MediaWithBytes:
-    """Decode an image's first frame to upright RGB, transparency composited on white.
-
-    JPEGs are decoded whole, too: what `Image.draft` gives is scaled by another filter than the
-    HF processors', so the pixels would differ.
-    """
-    check_image_bytes(len(data), limits, param=param)
-    with _named_faults(len(data), limits, param):
-        image, header = _open_image(data, limits, param)
-        return MediaWithBytes(convert_to_rgb(image), bytes(data), header.io_config)
-
-
-def _open_image(
-    data: bytes, limits: MediaLimits, param: str | None
-) -> tuple[Image.Image, ImageHeader]:
-    """Read the header, and hold it to the limits; no pixel is decoded."""
-    image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
-    check_image_size(image.size, limits, param=param)
-    tags = getattr(image, "tag_v2", None)
-    if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the image
-        tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
-        check_image_size(tile, limits, param=param)
-    return image, ImageHeader(*image.size, _has_transparency(image))
-
-
-@contextmanager
-def _named_faults(num_bytes: int, limits: MediaLimits, param: str | None) -> Iterator[None]:
-    """Turn whatever Pillow raises over a file into the request's error."""
-    try:
-        yield
-    except RequestValueError:
-        raise
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise RequestValueError(
-            f"image is too large; at most {limits.max_image_pixels} pixels are accepted: shrink it",
-            param=param,
-        ) from error
-    # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, and more.
-    except Exception as error:
-        formats = ", ".join(IMAGE_FORMATS)
-        raise MediaError(
-            f"Failed to load image of {num_bytes} bytes: {_reason(error)}; "
-            f"send a whole file of one of {formats}",
-            param=param,
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "its format is not recognised"
-    return str(error) or type(error).__name__
+    """Return a file's first frame, as `decode_image` does, with the file."""
+    image, header = decode_image(data, limits, param=param)
+    return MediaWithBytes(image, bytes(data), header.io_config)
 
 
 def read_image_path(path: Path, limits: MediaLimits, *, param: str | None = "image") -> bytes:
@@ -210,8 +110,8 @@ def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_
     scheme = url.partition(":")[0].lower()
     if scheme in ("http", "https", "file"):
         raise RequestValueError(
-            f"`{scheme}:` URLs are not fetched by this version; "
-            "send the image itself as a base64 `data:` URL",
+            f"`{scheme}:` URLs are fetched for messages alone (`image_url` parts); "
+            "give the image itself, or its path",
             param=param,
         )
     if scheme != "data":
@@ -269,33 +169,6 @@ def decode_base64(text: str, start: int = 0) -> bytes:
     )
 
 
-def check_image_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "image") -> None:
-    """Refuse a file that is too large to be looked at."""
-    if num_bytes > limits.max_image_bytes:
-        raise RequestValueError(
-            f"image has {num_bytes} encoded bytes, at most {limits.max_image_bytes} are accepted; "
-            "send a smaller file",
-            param=param,
-        )
-
-
-def check_image_size(
-    size: tuple[int, int], limits: MediaLimits, *, param: str | None = "image"
-) -> None:
-    """Refuse an empty image and one with too many pixels; `size` is (width, height)."""
-    width, height = size
-    if width < 1 or height < 1:
-        raise RequestValueError(
-            f"image is {width}x{height} pixels; it must have at least one", param=param
-        )
-    if width * height > limits.max_image_pixels:
-        raise RequestValueError(
-            f"image is {width}x{height} = {width * height} pixels, at most "
-            f"{limits.max_image_pixels} are accepted; scale it down",
-            param=param,
-        )
-
-
 def has_parsed_exif(image: Image.Image) -> bool:
     """Return whether somebody has asked for the image's EXIF; True where Pillow does not tell.
 
@@ -314,39 +187,6 @@ def get_image_id(image: Image.Image) -> uuid.UUID | None:
     except Exception:
         return None
     return image_id if isinstance(image_id, uuid.UUID) else None
-
-
-def convert_to_rgb(image: Image.Image) -> Image.Image:
-    """Return the image upright, in RGB, with transparency composited on white.
-
-    An image that is upright RGB already is returned as it is (its EXIF id stays with it).
-    """
-    image.load()  # first: Pillow turns some TIFFs upright while it decodes
-    image = _turn_upright(image)
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if _has_transparency(image):
-        layer = image.convert("RGBA")
-        canvas = Image.new("RGBA", layer.size, (*_WHITE, 255))
-        return Image.alpha_composite(canvas, layer).convert("RGB")
-    if image.mode.startswith("I;16"):
-        # Pillow clips 16-bit greys to 8 bits: scale them instead, or an image turns white.
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    return image.convert("RGB")
-
-
-def _turn_upright(image: Image.Image) -> Image.Image:
-    try:
-        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return ImageOps.exif_transpose(image)
-    # Malformed EXIF raises whatever its parser stumbles on; the image itself may be sound.
-    except Exception:
-        logger.warning("an image's EXIF is malformed; it is taken as upright")
-    return image
-
-
-def _has_transparency(image: Image.Image) -> bool:
-    return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info
 
 
 def image_from_array(

@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, deserialize
 
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MediaError, RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaLimits, decode_base64
+from mmjax.processing.media.decode import decode_base64
 
 MAX_HEADER_BYTES = 16 * 2**10
 """Of a file's header, which is JSON, and is read whole; one tensor takes some 100."""

@@ -3,24 +3,52 @@
 Most images that come again are never decoded: their bytes say what they are.
 """
 
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+from PIL import Image
+
+from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader, read_image_header
+from mmjax.decoders.limits import MediaLimits, check_image_bytes
+from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError
-from mmjax.processing.media.decode import (
-    ImageHeader,
-    MediaLimits,
-    MediaWithBytes,
-    check_image_bytes,
-    load_image_bytes,
-    read_image_header,
-)
+from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+
+
+class PixelRange(NamedTuple):
+    """How many pixels an image is scaled to have, both sides alike; 0 and None: any."""
+
+    least: int = 0
+    most: int | None = None
+
+    def fit(self, image: Image.Image) -> Image.Image:
+        """Return the image within the range."""
+        width, height = image.size
+        wanted = max(width * height, self.least)
+        wanted = wanted if self.most is None else min(wanted, self.most)
+        if wanted == width * height:
+            return image
+        scale = math.sqrt(wanted / (width * height))
+        size = (max(1, math.floor(width * scale)), max(1, math.floor(height * scale)))
+        return image.resize(size, Image.Resampling.BICUBIC)
 
 
 class EncodedImage:
     """One image as a file's bytes; many threads may share it."""
 
-    __slots__ = ("_explain", "_header", "_lock", "_media", "limits", "original_bytes", "param")
+    __slots__ = (
+        "_explain",
+        "_header",
+        "_lock",
+        "_media",
+        "_workers",
+        "limits",
+        "original_bytes",
+        "param",
+        "pixel_range",
+    )
 
     def __init__(
         self,
@@ -29,6 +57,8 @@ class EncodedImage:
         param: str | None = "image",
         *,
         explain: Callable[[RequestError], RequestError] | None = None,
+        workers: DecodeWorkers | None = None,
+        pixel_range: PixelRange | None = None,
     ) -> None:
         """Refuse too many bytes at once; everything else that is wrong shows when it is decoded.
 
@@ -37,11 +67,15 @@ class EncodedImage:
             limits: What is refused.
             param: The field that is wrong where this image is.
             explain: Puts an error of the decoder into words that a client may read.
+            workers: Processes that decode it; None: the threads that ask for it.
+            pixel_range: What it is scaled to when it is decoded; None: nothing.
         """
         self.original_bytes = original_bytes
         self.limits = limits
         self.param = param
+        self.pixel_range = pixel_range
         self._explain = explain
+        self._workers = workers
         self._lock = threading.Lock()
         self._media: MediaWithBytes | None = None
         self._header: ImageHeader | None = None
@@ -58,9 +92,8 @@ class EncodedImage:
         with self._lock:
             if self._header is None:
                 try:
-                    self._header = read_image_header(
-                        self.original_bytes, self.limits, param=self.param
-                    )
+                    read = read_image_header if self._workers is None else self._workers.read_header
+                    self._header = read(self.original_bytes, self.limits, param=self.param)
                 except RequestError as error:
                     raise self._explained(error) from error
             return self._header
@@ -68,7 +101,20 @@ class EncodedImage:
     @property
     def num_bytes_to_decode(self) -> int:
         """Return the memory that decoding takes; 0 while the pixels are there."""
-        return 0 if self._media is not None else self.read_header().num_decoded_bytes
+        if self._media is not None:
+            return 0
+        least = 0 if self.pixel_range is None else self.pixel_range.least * BYTES_PER_PIXEL
+        return max(self.read_header().num_decoded_bytes, least)
+
+    @property
+    def io_config(self) -> Mapping[str, Any] | None:
+        """Return how decoding alters the pixels; see `MediaWithBytes`."""
+        return self._with_range(self.read_header().io_config)
+
+    def _with_range(self, altered: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        if self.pixel_range is None:
+            return altered
+        return {**(altered or {}), **self.pixel_range._asdict()}
 
     def decode(self) -> MediaWithBytes:
         """Return the image, upright in RGB, decoded once; MediaError where it is none.
@@ -78,9 +124,7 @@ class EncodedImage:
         with self._lock:
             if self._media is None:
                 try:
-                    self._media = load_image_bytes(
-                        self.original_bytes, self.limits, param=self.param
-                    )
+                    self._media = self._load()
                 except RequestError as error:
                     raise self._explained(error) from error
             return self._media
@@ -89,6 +133,19 @@ class EncodedImage:
         """Forget what was decoded: a request that waits then holds no more than the file."""
         with self._lock:
             self._media = None
+
+    def _load(self) -> MediaWithBytes:
+        if self._workers is None:
+            media = load_image_bytes(self.original_bytes, self.limits, param=self.param)
+        else:
+            image, header = self._workers.decode_image(
+                self.original_bytes, self.limits, param=self.param
+            )
+            media = MediaWithBytes(image, self.original_bytes, header.io_config)
+        if self.pixel_range is None:
+            return media
+        scaled = self.pixel_range.fit(media.media)
+        return MediaWithBytes(scaled, self.original_bytes, self._with_range(media.io_config))
 
     def _explained(self, error: RequestError) -> RequestError:
         return error if self._explain is None else self._explain(error)

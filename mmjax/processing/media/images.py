@@ -5,12 +5,11 @@ from typing import Any
 
 from PIL import ExifTags, Image
 
+from mmjax.decoders.image_file import convert_to_rgb
+from mmjax.decoders.limits import MediaLimits, check_image_size
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
-    MediaLimits,
     MediaWithBytes,
-    check_image_size,
-    convert_to_rgb,
     get_image_id,
     image_from_array,
     is_array_like,

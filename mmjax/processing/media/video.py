@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from mmjax.decoders.limits import MediaLimits, check_image_size
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
     CHANNELS,
-    MediaLimits,
     MediaWithBytes,
     as_numpy,
-    check_image_size,
     image_from_array,
     is_array_like,
     video_as_uint8,

@@ -1,0 +1,143 @@
+"""An image's file -> what its header says, and its first frame, upright in RGB. Pillow's part.
+
+Runs in threads of the server and of `LLM`, and in the decoding processes: it loads little.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import ExifTags, Image, ImageOps
+
+from mmjax.decoders.limits import MediaLimits, check_image_bytes, check_image_size
+from mmjax.errors import MediaError, RequestValueError
+from mmjax.logger import get_logger
+
+logger = get_logger(__name__)
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that may be decoded; Pillow knows more, and some of them start other programs."""
+
+BYTES_PER_PIXEL = 4
+"""Of a decoded image: Pillow pads RGB to four bytes."""
+
+_WHITE = (255, 255, 255)
+_TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323
+
+
+class ImageHeader(NamedTuple):
+    """What a file says of its image before the pixels are decoded."""
+
+    width: int
+    height: int
+    has_transparency: bool
+
+    @property
+    def num_decoded_bytes(self) -> int:
+        """Return the memory that the pixels take once they are decoded."""
+        return self.width * self.height * BYTES_PER_PIXEL
+
+    @property
+    def io_config(self) -> Mapping[str, Any] | None:
+        """Return how decoding alters the pixels; see `MediaWithBytes`."""
+        if not self.has_transparency:
+            return None
+        return {"image_mode": "RGB", "rgba_background_color": _WHITE}
+
+
+def read_image_header(
+    data: bytes, limits: MediaLimits, *, param: str | None = "image"
+) -> ImageHeader:
+    """Read an image's header alone; refuse what `limits` does, and what is no image."""
+    with _named_faults(len(data), limits, param):
+        return _open_image(data, limits, param)[1]
+
+
+def decode_image(
+    data: bytes, limits: MediaLimits, *, param: str | None = "image"
+) -> tuple[Image.Image, ImageHeader]:
+    """Decode an image's first frame to upright RGB, transparency composited on white.
+
+    JPEGs are decoded whole, too: what `Image.draft` gives is scaled by another filter than the
+    HF processors', so the pixels would differ.
+    """
+    check_image_bytes(len(data), limits, param=param)
+    with _named_faults(len(data), limits, param):
+        image, header = _open_image(data, limits, param)
+        return convert_to_rgb(image), header
+
+
+def _open_image(
+    data: bytes, limits: MediaLimits, param: str | None
+) -> tuple[Image.Image, ImageHeader]:
+    """Read the header, and hold it to the limits; no pixel is decoded."""
+    image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    check_image_size(image.size, limits, param=param)
+    tags = getattr(image, "tag_v2", None)
+    if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the image
+        tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
+        check_image_size(tile, limits, param=param)
+    return image, ImageHeader(*image.size, _has_transparency(image))
+
+
+@contextmanager
+def _named_faults(num_bytes: int, limits: MediaLimits, param: str | None) -> Iterator[None]:
+    """Turn whatever Pillow raises over a file into the request's error."""
+    try:
+        yield
+    except RequestValueError:
+        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise RequestValueError(
+            f"image is too large; at most {limits.max_image_pixels} pixels are accepted: shrink it",
+            param=param,
+        ) from error
+    # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, and more.
+    except Exception as error:
+        formats = ", ".join(IMAGE_FORMATS)
+        raise MediaError(
+            f"Failed to load image of {num_bytes} bytes: {_reason(error)}; "
+            f"send a whole file of one of {formats}",
+            param=param,
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Image.UnidentifiedImageError):
+        return "its format is not recognised"
+    return str(error) or type(error).__name__
+
+
+def convert_to_rgb(image: Image.Image) -> Image.Image:
+    """Return the image upright, in RGB, with transparency composited on white.
+
+    An image that is upright RGB already is returned as it is (its EXIF id stays with it).
+    """
+    image.load()  # first: Pillow turns some TIFFs upright while it decodes
+    image = _turn_upright(image)
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if _has_transparency(image):
+        layer = image.convert("RGBA")
+        canvas = Image.new("RGBA", layer.size, (*_WHITE, 255))
+        return Image.alpha_composite(canvas, layer).convert("RGB")
+    if image.mode.startswith("I;16"):
+        # Pillow clips 16-bit greys to 8 bits: scale them instead, or an image turns white.
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    return image.convert("RGB")
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    try:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            return ImageOps.exif_transpose(image)
+    # Malformed EXIF raises whatever its parser stumbles on; the image itself may be sound.
+    except Exception:
+        logger.warning("an image's EXIF is malformed; it is taken as upright")
+    return image
+
+
+def _has_transparency(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info

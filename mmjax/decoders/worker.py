@@ -1,0 +1,94 @@
+"""A decoding process: reads files from shared memory, writes pixels there, and nothing else.
+
+`python -m mmjax.decoders.worker SOCKET MEMORY NUM_BYTES`, started by `mmjax.decoders.workers`. A
+fault in a decoder ends this process, which has no secrets, no connections and limited memory.
+"""
+
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmjax.decoders.image_file import decode_image, read_image_header
+from mmjax.decoders.limits import MediaLimits
+from mmjax.errors import MediaError, RequestError
+
+MAX_MESSAGE_BYTES = 32 * 2**10
+
+_MAX_OPEN_FILES = 64
+_MAX_ERROR_CHARS = 1000
+_PAGES_OF_DATA = 5
+"""Place in /proc/self/statm."""
+
+
+def main(argv: list[str]) -> None:
+    """Serve one request after another until the server closes the socket."""
+    channel = socket.socket(fileno=int(argv[0]))
+    memory = int(argv[1])
+    limit_resources(int(argv[2]))
+    channel.send(b"{}")
+    while request := channel.recv(MAX_MESSAGE_BYTES):
+        reply = _answer(json.loads(request), memory)
+        channel.send(json.dumps(reply).encode())
+        if reply.get("error") == "memory":
+            return
+
+
+def limit_resources(num_bytes: int) -> None:
+    """Allow `num_bytes` of memory beyond what is used now, few files, and no core dump."""
+    statm = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    data = int(statm[_PAGES_OF_DATA]) * resource.getpagesize() + num_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (data, data))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
+
+
+def _answer(request: Mapping[str, Any], memory: int) -> dict[str, Any]:
+    data = _read(memory, request["num_bytes"])
+    limits = MediaLimits(**request["limits"])
+    try:
+        return _OPERATIONS[request["operation"]](data, limits, memory)
+    except MemoryError:
+        return {"error": "memory"}
+    except RequestError as error:
+        kind = "media" if isinstance(error, MediaError) else "value"
+        if isinstance(error.__cause__, MemoryError):
+            return {"error": "memory"}
+        return {"error": kind, "message": str(error)[:_MAX_ERROR_CHARS]}
+
+
+def _read(memory: int, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    view, place = memoryview(data), 0
+    while place < num_bytes:
+        place += os.preadv(memory, [view[place:]], place)
+    return bytes(data)
+
+
+def _read_header(data: bytes, limits: MediaLimits, memory: int) -> dict[str, Any]:
+    return {"header": read_image_header(data, limits)}
+
+
+def _decode_image(data: bytes, limits: MediaLimits, memory: int) -> dict[str, Any]:
+    image, header = decode_image(data, limits)
+    os.lseek(memory, 0, os.SEEK_SET)
+    with open(memory, "wb", buffering=0, closefd=False) as file:
+        # A short header, then rows of RGB: Pillow writes it in pieces, without a copy of the whole.
+        image.save(file, "PPM")
+    num_pixel_bytes = image.width * image.height * 3
+    end = os.lseek(memory, 0, os.SEEK_CUR)
+    return {"header": header, "size": image.size, "place": end - num_pixel_bytes}
+
+
+_OPERATIONS: Mapping[str, Callable[[bytes, MediaLimits, int], dict[str, Any]]] = {
+    "read_header": _read_header,
+    "decode_image": _decode_image,
+}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,246 @@
+"""The one way from the URL of a medium, of any scheme, to the file's bytes.
+
+`data:` URLs are decoded at once, in the caller's thread. Others are noted while a request is
+parsed, and fetched together once the rest of it is known to be right.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from mmjax.config import MultiModalConfig
+from mmjax.decoders.image_file import IMAGE_FORMATS
+from mmjax.decoders.limits import MediaLimits
+from mmjax.decoders.workers import DecodeWorkers
+from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
+from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
+from mmjax.frontend.media.local_file import read_local_file
+from mmjax.frontend.media.urls import HttpUrl, parse_http_url
+from mmjax.frontend.prompt.prompts import PromptDict, PromptType
+from mmjax.processing.media.decode import decode_data_url
+from mmjax.processing.media.encoded import EncodedImage, PixelRange
+from mmjax.request_times import measuring
+
+_MAX_FETCHED_AT_ONCE = 8
+"""Of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class PendingMedia:
+    """A medium that is yet to be fetched; stands in `multi_modal_data` until then."""
+
+    url: HttpUrl | str
+    """A text is a `file:` URL."""
+    place: str
+    """The field of the request."""
+    pixel_range: PixelRange | None = None
+
+
+class MediaConnector:
+    """Turns URLs into encoded media, under one set of limits; threads share it."""
+
+    def __init__(self, mm: MultiModalConfig, *, workers: DecodeWorkers | None = None) -> None:
+        """`workers`: processes that decode what comes from here; None: the threads that use it."""
+        self._mm = mm
+        self._workers = workers
+        self._policy = FetchPolicy(
+            allowed_domains=mm.allowed_media_domains,
+            are_private_addresses_allowed=mm.allow_private_media_addresses,
+            are_redirects_allowed=mm.media_url_allow_redirects,
+            timeout_s=mm.media_fetch_timeout_s,
+        )
+        self._limits = MediaLimits(
+            max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels
+        )
+        self._fetcher = HttpFetcher(self._policy)
+        self._turns = asyncio.Semaphore(mm.media_fetch_concurrency)
+        self.num_held_bytes = 0
+        """Fetched, of requests that are not processed yet."""
+
+    @classmethod
+    def with_workers(cls, mm: MultiModalConfig, num_cores: int) -> "MediaConnector":
+        """Return one that decodes in processes, unless the settings say otherwise."""
+        num_workers = mm.media_decode_workers
+        if num_workers is None:
+            num_workers = min(num_cores, 4)
+        if num_workers == 0:
+            return cls(mm)
+        return cls(
+            mm,
+            workers=DecodeWorkers(
+                num_workers,
+                timeout_s=mm.media_decode_timeout_s,
+                memory_bytes=mm.decode_memory_bytes,
+            ),
+        )
+
+    def open_image(
+        self, url: str, place: str, pixel_range: PixelRange | None = None
+    ) -> EncodedImage | PendingMedia:
+        """Return the image of a URL, decoded from base64 or noted; RequestError names `place`."""
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            try:
+                with measuring("fetch"):
+                    data = decode_data_url(url, self._limits, param=place)
+            except RequestError as error:
+                raise _explain(place, error) from error
+            return self._encoded(data, place, pixel_range)
+        if scheme == "file":
+            return PendingMedia(url, place, pixel_range)
+        if scheme not in ("http", "https"):
+            raise RequestValueError(
+                f"`{place}` is a URL of another scheme than `https`, `http`, `data` and `file`; "
+                "send the file itself as `data:image/png;base64,...`",
+                param=place,
+            )
+        if not self._mm.enable_media_fetch:
+            raise RequestValueError(
+                f"`{place}` is an `{scheme}:` URL, which this server does not fetch "
+                "(`--no-enable-media-fetch`); send the file itself as a base64 `data:` URL",
+                param=place,
+            )
+        return PendingMedia(parse_http_url(url, param=place), place, pixel_range)
+
+    def is_whole(self, prompt: PromptType) -> bool:
+        """Return whether nothing of the prompt is yet to be fetched."""
+        return not any(_pending(prompt))
+
+    @asynccontextmanager
+    async def fetched(self, prompt: PromptType) -> AsyncIterator[PromptType]:
+        """Yield the prompt with all of its media; their bytes count as held meanwhile."""
+        download = _Download(self, self._mm)
+        try:
+            yield await self._fetch(prompt, download)
+        finally:
+            self.num_held_bytes -= download.num_bytes
+
+    def fetch_now(self, prompt: PromptType) -> PromptType:
+        """Return the prompt with all of its media, from a thread of any kind."""
+        if self.is_whole(prompt):
+            return prompt
+
+        async def fetch() -> PromptType:
+            # Of its own: fetchers and semaphores belong to one event loop.
+            connector = MediaConnector(self._mm, workers=self._workers)
+            try:
+                async with connector.fetched(prompt) as whole:
+                    return whole
+            finally:
+                connector._fetcher.close()
+
+        with ThreadPoolExecutor(1, thread_name_prefix="mmjax-fetch") as pool:
+            return pool.submit(lambda: asyncio.run(fetch())).result()
+
+    def close(self) -> None:
+        """End the threads and the processes."""
+        self._fetcher.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
+        pending = list(dict.fromkeys(_pending(prompt)))
+        turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {
+                    medium: group.create_task(self._fetch_one(medium, turns, download))
+                    for medium in pending
+                }
+        except* RequestError as errors:
+            raise _first(errors) from None
+        return _replace(prompt, {medium: task.result() for medium, task in tasks.items()})
+
+    async def _fetch_one(
+        self, medium: PendingMedia, turns: asyncio.Semaphore, download: "_Download"
+    ) -> EncodedImage:
+        async with turns, self._turns:
+            data = await self._read(medium, download)
+        return self._encoded(data, medium.place, medium.pixel_range)
+
+    async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
+        max_bytes = self._limits.max_image_bytes
+        if isinstance(medium.url, HttpUrl):
+            take = partial(download.take, param=medium.place)
+            return await self._fetcher.fetch(medium.url, max_bytes, param=medium.place, take=take)
+        root = self._mm.allowed_local_media_path
+        data = await asyncio.to_thread(
+            read_local_file, medium.url, root, max_bytes, param=medium.place
+        )
+        download.take(len(data), param=medium.place)
+        return data
+
+    def _encoded(self, data: bytes, place: str, pixel_range: PixelRange | None) -> EncodedImage:
+        return EncodedImage(
+            data,
+            self._limits,
+            place,
+            explain=partial(_explain, place),
+            workers=self._workers,
+            pixel_range=pixel_range,
+        )
+
+
+class _Download:
+    """What one request has fetched."""
+
+    def __init__(self, connector: MediaConnector, mm: MultiModalConfig) -> None:
+        self._connector = connector
+        self._max_request_bytes = mm.max_media_request_download_bytes
+        self._max_bytes = mm.max_media_download_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int, *, param: str) -> None:
+        """Count bytes before they are kept; RequestError where they are too many."""
+        if self.num_bytes + num_bytes > self._max_request_bytes:
+            raise RequestValueError(
+                f"the files up to `{param}` have more than {self._max_request_bytes} bytes, which "
+                "one request may fetch; send fewer or smaller ones",
+                param=param,
+            )
+        if self._connector.num_held_bytes + num_bytes > self._max_bytes:
+            raise CapacityError("too many files are being fetched; try again in a moment")
+        self.num_bytes += num_bytes
+        self._connector.num_held_bytes += num_bytes
+
+
+def _pending(prompt: PromptType) -> Sequence[PendingMedia]:
+    data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+    lists = [] if data is None else [entry for entry in data.values() if isinstance(entry, list)]
+    return [item for items in lists for item in items if isinstance(item, PendingMedia)]
+
+
+def _replace(prompt: PromptType, fetched: Mapping[PendingMedia, EncodedImage]) -> PromptType:
+    if not isinstance(prompt, Mapping):
+        return prompt
+    data: dict[str, Any] = dict(prompt.get("multi_modal_data") or {})
+    for modality, items in data.items():
+        if isinstance(items, list):
+            data[modality] = [
+                fetched[item] if isinstance(item, PendingMedia) else item for item in items
+            ]
+    whole: PromptDict = {**prompt, "multi_modal_data": data}
+    return whole
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def _explain(place: str, error: RequestError) -> RequestError:
+    """Return an error for the client about the image at `place`."""
+    if isinstance(error, MediaError):
+        # The decoder's message may hold memory addresses.
+        return MediaError(
+            f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
+            f"of one of the formats {', '.join(IMAGE_FORMATS)}",
+            param=place,
+        )
+    return type(error)(f"`{place}`: {error}", param=place)

@@ -1,0 +1,197 @@
+"""Fetch one file over HTTP(S). The only module that opens connections to hosts that clients name.
+
+Each connection resolves its host once, checks every address of the answer, and dials one of these.
+"""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import httpcore2
+
+from mmjax import __version__
+from mmjax.errors import MediaError, RequestValueError
+from mmjax.frontend.media.addresses import is_public_address
+from mmjax.frontend.media.urls import HttpUrl, check_domain, refuse_url
+
+MAX_REDIRECTS = 5
+
+_MAX_DIALLED = 3
+"""Addresses of one host."""
+_NUM_RESOLVERS = 16
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_HEADERS = (
+    (b"User-Agent", f"mmjax/{__version__}".encode()),
+    (b"Accept", b"image/*, video/*;q=0.9, */*;q=0.5"),
+    # What is compressed could be a bomb; pictures are compressed already.
+    (b"Accept-Encoding", b"identity"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchPolicy:
+    """What may be fetched, and for how long."""
+
+    allowed_domains: Collection[str] = ()
+    """None: all."""
+    are_private_addresses_allowed: bool = False
+    are_redirects_allowed: bool = True
+    timeout_s: float = 10.0
+    """For one file, redirects and all."""
+
+
+class _RefusedAddressError(Exception):
+    """A host has an address that is not public, or none."""
+
+
+class HttpFetcher:
+    """Fetches files under one policy; used by one event loop."""
+
+    def __init__(self, policy: FetchPolicy) -> None:
+        self._policy = policy
+        # Resolving cannot be cancelled: slow name servers get threads of their own.
+        self._resolvers = ThreadPoolExecutor(_NUM_RESOLVERS, thread_name_prefix="mmjax-resolve")
+        self._backend = _CheckedBackend(self._resolvers, policy.are_private_addresses_allowed)
+
+    async def fetch(
+        self, url: HttpUrl, max_bytes: int, *, param: str, take: Callable[[int], None]
+    ) -> bytes:
+        """Return the file; RequestValueError where it is refused, MediaError where it fails.
+
+        `take` is called with the number of bytes before they are kept; what it raises is raised.
+        """
+        try:
+            async with asyncio.timeout(self._policy.timeout_s):
+                return await self._follow(url, max_bytes, param, take)
+        except TimeoutError:
+            reason = f"did not arrive within {self._policy.timeout_s:g} s"
+        except _RefusedAddressError:
+            raise refuse_url(param, "has a host without a public address") from None
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
+            reason = "could not be fetched: the connection failed"
+        except (OSError, ssl.SSLError):
+            reason = "could not be fetched: the connection failed"
+        raise _failed(param, reason)
+
+    def close(self) -> None:
+        """Start no more threads."""
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+
+    async def _follow(
+        self, url: HttpUrl, max_bytes: int, param: str, take: Callable[[int], None]
+    ) -> bytes:
+        for _ in range(MAX_REDIRECTS + 1):
+            check_domain(url, self._policy.allowed_domains, param=param)
+            async with self._get(url) as response:
+                if response.status not in _REDIRECTS:
+                    return await _read(response, max_bytes, param, take)
+                if not self._policy.are_redirects_allowed:
+                    raise refuse_url(param, "is redirected, which this server does not follow")
+                url = url.join(_header(response, b"location"), param=param)
+        raise refuse_url(param, f"is redirected more than {MAX_REDIRECTS} times")
+
+    @asynccontextmanager
+    async def _get(self, url: HttpUrl) -> AsyncIterator[httpcore2.Response]:
+        """Yield the response; over a connection of its own, so that nothing is left of it."""
+        context = None
+        if url.scheme == "https":
+            loop = asyncio.get_running_loop()
+            context = await loop.run_in_executor(self._resolvers, lambda: self._ssl_context)
+        pool = httpcore2.AsyncConnectionPool(
+            ssl_context=context, max_connections=1, network_backend=self._backend
+        )
+        address = httpcore2.URL(
+            scheme=url.scheme, host=url.host, port=url.port, target=url.target.encode("ascii")
+        )
+        headers = [(b"Host", url.authority.encode("ascii")), *_HEADERS, (b"Connection", b"close")]
+        async with pool, pool.stream("GET", address, headers=headers) as response:
+            yield response
+
+    @cached_property
+    def _ssl_context(self) -> ssl.SSLContext:
+        return httpcore2.default_ssl_context()
+
+
+class _CheckedBackend(httpcore2.AsyncNetworkBackend):
+    """Connects to public addresses alone."""
+
+    def __init__(self, resolvers: ThreadPoolExecutor, are_private_addresses_allowed: bool) -> None:
+        self._resolvers = resolvers
+        self._are_private_addresses_allowed = are_private_addresses_allowed
+        self._dialler: httpcore2.AsyncNetworkBackend = httpcore2.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        """Resolve `host`, check all of its addresses, and connect to the first that answers."""
+        addresses = await self._resolve(host, port)
+        error: Exception = _RefusedAddressError()
+        for address in addresses[:_MAX_DIALLED]:
+            try:
+                return await self._dialler.connect_tcp(
+                    address, port, timeout, local_address, socket_options
+                )
+            except httpcore2.ConnectError as failure:
+                error = failure
+        raise error
+
+    async def _resolve(self, host: str, port: int) -> list[str]:
+        def resolve() -> list[str]:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+        loop = asyncio.get_running_loop()
+        try:
+            addresses = await loop.run_in_executor(self._resolvers, resolve)
+        except (OSError, UnicodeError):
+            raise _RefusedAddressError from None
+        if not self._are_private_addresses_allowed and not all(map(is_public_address, addresses)):
+            raise _RefusedAddressError
+        return addresses
+
+
+async def _read(
+    response: httpcore2.Response, max_bytes: int, param: str, take: Callable[[int], None]
+) -> bytes:
+    if response.status != 200:
+        raise _failed(param, f"could not be fetched: its host answered {response.status}")
+    if _header(response, b"content-encoding").lower() not in ("", "identity"):
+        raise _failed(param, "came compressed, which was not asked for")
+    declared = _header(response, b"content-length")
+    if declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(param, max_bytes)
+    body = bytearray()
+    async for chunk in response.aiter_stream():
+        if len(body) + len(chunk) > max_bytes:
+            raise _too_large(param, max_bytes)
+        take(len(chunk))
+        body += chunk
+    return bytes(body)
+
+
+def _header(response: httpcore2.Response, name: bytes) -> str:
+    values = [value for key, value in response.headers if key.lower() == name]
+    return values[0].decode("latin-1") if values else ""
+
+
+def _failed(param: str, reason: str) -> MediaError:
+    return MediaError(
+        f"`{param}` {reason}; check the URL, or send the file itself as a base64 `data:` URL",
+        param=param,
+    )
+
+
+def _too_large(param: str, max_bytes: int) -> RequestValueError:
+    return RequestValueError(
+        f"`{param}` leads to a file of more than {max_bytes} bytes; give a smaller one", param=param
+    )
