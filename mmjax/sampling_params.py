@@ -23,7 +23,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 1024
 MAX_CHOICES = 4096
 """Texts of a `choice`."""
-MAX_GRAMMAR_CHARS = 2**18
+MAX_GRAMMAR_CHARS = 2**16
 """Of a schema, a regex, a grammar, or all texts of a choice."""
 
 

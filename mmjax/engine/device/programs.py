@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.engine.device.batch import (
     Layout,
+    SampleTables,
     add_padding_row,
+    empty_tables,
     sample_layout,
     step_layout,
     unpack_sample,
@@ -49,6 +51,8 @@ class ModelShape(NamedTuple):
     """The model's structure, for `layers.module.bind`."""
     num_token_ids: int
     """Ids that a prompt may hold."""
+    vocab_size: int
+    """Ids that have a logit."""
     hidden_size: int
     dtype: Any
     """Of hidden states, encoder outputs and the KV cache."""
@@ -64,7 +68,7 @@ class ModelShape(NamedTuple):
 
         embeds, logits = jax.eval_shape(probe, params)
         num_token_ids = max(logits.shape[1], getattr(bind(graphdef, params), "num_token_ids", 0))
-        return cls(graphdef, num_token_ids, embeds.shape[1], embeds.dtype)
+        return cls(graphdef, num_token_ids, logits.shape[1], embeds.shape[1], embeds.dtype)
 
 
 class StepState(NamedTuple):
@@ -190,12 +194,12 @@ def sample(
     params: Params,
     hidden: Shaped[Array, "rows D"],
     packed: Int[Array, " size"],
-    history: Int[Array, "R S"],
+    tables: SampleTables,
     previous: Int[Array, " sampled"],
 ) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities. `history` and `previous`:
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `tables` and `previous`:
     as in `sample_full`. The tokens fill the first
     `num_rows` of an array of fixed size, which the next step reads.
     """
@@ -203,7 +207,7 @@ def sample(
     logits = bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows]))
     if is_plain:
         return _pad_tokens(placement.argmax(logits), layout)
-    drawn = sample_full(placement.gather(logits, 1), batch, history, previous)
+    drawn = sample_full(placement.gather(logits, 1), batch, tables, previous)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
@@ -264,6 +268,7 @@ class Programs:
         }
         self.sample_layout = sample_layout(buckets.sample[-1])
         self.num_token_ids = shape.num_token_ids
+        self.vocab_size = shape.vocab_size
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
         self._shape = shape
@@ -367,6 +372,10 @@ class Programs:
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
 
+    def empty_tables(self, num_rows: int) -> SampleTables:
+        """Return the tables of a sample, on the host, which ask for nothing."""
+        return empty_tables(num_rows, self.history_len, self.vocab_size)
+
     # ---- programs ------------------------------------------------------------------------------
 
     def all(self, num_blocks: int, sizes: Sizes | None = None) -> list[Program]:
@@ -440,7 +449,9 @@ class Programs:
                 "params": self._params,
                 "hidden": arrays.state.hidden,
                 "packed": self._flat(self.sample_layout.size),
-                "history": self._describe((bucket.num_rows, self.history_len)),
+                "tables": jax.tree.map(
+                    lambda table: self._describe(table.shape), self.empty_tables(bucket.num_rows)
+                ),
                 "previous": arrays.previous,
             }
             yield Program(sample_label(bucket), self.sample, arguments)
