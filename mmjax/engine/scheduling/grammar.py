@@ -43,14 +43,14 @@ class Grammar:
         self._job = submit(partial(self._start, make_matcher))
 
     @property
-    def is_ready(self) -> bool:
-        """Whether `allowed_bits` are those of the next token, or `error` says why not."""
-        return self._job.done()
+    def has_next(self) -> bool:
+        """Whether `allowed_bits` are those of the next token."""
+        return self._job.done() and self._job.exception() is None
 
     @property
     def error(self) -> RequestError | None:
-        """Why the grammar cannot go on, once it is ready."""
-        error = self._job.exception()
+        """Why the grammar cannot go on; None while it is not known to fail."""
+        error = self._job.exception() if self._job.done() else None
         if error is None or isinstance(error, RequestError):
             return error
         logger.error("a grammar failed", exc_info=error)
@@ -63,7 +63,7 @@ class Grammar:
 
     def advance(self, token_id: int) -> None:
         """Begin to read a token, in another thread."""
-        assert self.is_ready, "its last token was read before it was scheduled"
+        assert self.has_next, "its last token was read before it was scheduled"
         self._job = self._submit(partial(self._read, token_id))
 
     def _start(self, make_matcher: Callable[[], Any]) -> np.ndarray:

@@ -245,8 +245,8 @@ class Request:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether nothing of it can be scheduled before its grammar has read its last token."""
-        return self.grammar is not None and (self.num_in_flight > 0 or not self.grammar.is_ready)
+        """Whether nothing of it can be scheduled: its grammar has not read its last token."""
+        return self.grammar is not None and (self.num_in_flight > 0 or not self.grammar.has_next)
 
     @property
     def reports_prompt(self) -> bool:

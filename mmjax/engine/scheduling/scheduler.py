@@ -159,9 +159,9 @@ class Scheduler:
         """Return the requests whose grammar cannot go on, and why."""
         failed = []
         for request_id, request in self._requests.items():
-            grammar = request.grammar
-            if grammar is not None and grammar.is_ready and grammar.error is not None:
-                failed.append((request_id, grammar.error))
+            error = None if request.grammar is None else request.grammar.error
+            if error is not None:
+                failed.append((request_id, error))
         return failed
 
     def has_unfinished(self) -> bool:

@@ -116,11 +116,17 @@ class OutputProcessor:
     def _apply(self, sequence: "_Sequence", delta: RequestOutputDelta) -> CompletionOutput:
         params = sequence.params
         token_ids = delta.new_token_ids
-        visible = token_ids
+        visible: Sequence[int] = token_ids
         if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
             # The last id is the EOS or a stop token, which is not part of the text.
             visible = token_ids[:-1]
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            sequence.parent.prompt_logprobs = [
+                None if entry is None else self._position(entry) for entry in delta.prompt_logprobs
+            ]
+        if not params.detokenize:
+            visible = ()
         new_text = ""
         num_taken = 0
         for token_id in visible:
@@ -134,7 +140,7 @@ class OutputProcessor:
         taken = token_ids[:num_taken] if is_stopped else token_ids
         logprobs = self._logprobs(delta, len(taken))
         sequence.add(taken, logprobs)
-        if not is_stopped and delta.finish_reason is not None:
+        if params.detokenize and not is_stopped and delta.finish_reason is not None:
             may_stop = len(sequence.token_ids) > params.min_tokens
             new_text += sequence.text.finish(check_stop=may_stop)
             is_stopped = sequence.text.stop_string is not None
@@ -192,9 +198,14 @@ class _Parent:
     request: ProcessedRequest
     stream: bool
     sequences: list["_Sequence"] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
+        prompt_logprobs = self.prompt_logprobs
+        if self.stream:
+            self.prompt_logprobs = None
         return RequestOutput(
+            prompt_logprobs=prompt_logprobs,
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,

@@ -55,7 +55,13 @@ class GrammarReader:
             return self._known.get(key)
 
     def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the process; a later grammar starts it again."""
+        if (process := self._process) is not None:
+            process.kill()  # whoever waits for its answer stops waiting
+        with self._asking:
+            self._end()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -77,7 +83,7 @@ class GrammarReader:
         finally:
             guard.cancel()
         if not line:
-            self.close()
+            self._end()
             logger.info("a grammar ended the process that read it, and is refused")
             return ReadGrammar(error="it is too large or too deep, or takes too long to read")
         return msgspec.json.decode(line, type=ReadGrammar)
@@ -92,7 +98,7 @@ class GrammarReader:
         )
         assert process.stdout is not None
         if not process.stdout.readline():
-            self.close()
+            self._end()
             raise InternalError("the process that reads grammars did not start")
         return process
 

@@ -105,6 +105,7 @@ class TextChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """As `ChatAnswer.parsed`; of a stream, in the last chunk."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -118,6 +119,7 @@ class Answer(msgspec.Struct, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
     system_fingerprint: str
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -216,6 +218,13 @@ def text_choice(
         token_ids=options.token_ids(output),
         parsed=_parsed(output),
     )
+
+
+def prompt_logprobs(
+    output: RequestOutput,
+) -> list[dict[int, Logprob] | None] | msgspec.UnsetType:
+    """Return those of a prompt's tokens, as vLLM's, if the request wants them."""
+    return msgspec.UNSET if output.prompt_logprobs is None else output.prompt_logprobs
 
 
 def _parsed(output: CompletionOutput) -> Mapping[str, Any] | msgspec.UnsetType:
