@@ -18,6 +18,7 @@ from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import check_places, resolve_features
 from mmjax.engine.scheduling.grammar import Grammars
+from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.start import EngineStart
@@ -133,9 +134,12 @@ class EngineCore:
             lora_name=message.lora_name,
             # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
             block_hasher=self._block_hasher if params.prompt_logprobs is None else None,
-            bad_words_token_ids=message.bad_words_token_ids,
-            vocab_size=self._limits.vocab_size,
-            grammar=grammar,
+            logit_rules=LogitRules(
+                params,
+                vocab_size=self._limits.vocab_size,
+                bad_words_token_ids=message.bad_words_token_ids,
+                grammar=grammar,
+            ),
         )
         self._limits.check_request(request)
         self._scheduler.add_request(request)

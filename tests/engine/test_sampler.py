@@ -20,7 +20,7 @@ from mmjax.engine.device.batch import (
     empty_tables,
 )
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
-from mmjax.engine.scheduling.request import pack_token_ids
+from mmjax.engine.scheduling.logit_rules import pack_token_ids
 from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 VOCAB = 40

@@ -436,9 +436,9 @@ class BatchBuilder:
             fields["positions"][row] = scheduled.end
             fields["token_from"][row] = scheduled.token_from
             fields["ngram_sizes"][row] = params.no_repeat_ngram_size
-            fields["reports_masked"][row] = request.grammar is not None
-            fields["has_masks"][...] |= request.allowed_bits is not None
-            fields["has_edits"][...] |= request.has_edits
+            fields["reports_masked"][row] = request.logit_rules.grammar is not None
+            fields["has_masks"][...] |= request.logit_rules.has_mask
+            fields["has_edits"][...] |= request.logit_rules.has_edits
             if params.has_penalties:
                 _fill_penalties(fields, row, request)
             if not params.is_greedy:
@@ -483,18 +483,20 @@ def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> Sa
         if params.no_repeat_ngram_size or params.has_penalties:
             history = empty.history.copy() if history is None else history
             history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
-        if request.allowed_bits is not None:
+        if request.logit_rules.has_mask:
             masks = empty.masks.copy() if masks is None else masks
-            masks[row] = request.allowed_bits
-        if request.has_edits:
+            masks[row] = request.logit_rules.allowed_bits
+        if request.logit_rules.has_edits:
             edits = empty.edits.copy() if edits is None else edits
             _fill_edits(edits[row], scheduled)
     return SampleTables(history, masks, edits)
 
 
 def _fill_edits(edits: np.ndarray, scheduled: ScheduledRequest) -> None:
-    request, biases = scheduled.request, scheduled.request.sampling_params.logit_bias or {}
-    bans = request.find_bans(is_last_known=scheduled.token_from < 0)
+    request, biases = scheduled.request, scheduled.request.logit_rules.biases
+    bans = request.logit_rules.find_bans(
+        request.output_token_ids, is_last_known=scheduled.token_from < 0
+    )
     edits[: len(bans)] = [last for last, _ in bans]
     edits[MAX_BAD_WORDS : MAX_BAD_WORDS + len(bans)] = [token_id for _, token_id in bans]
     start = 2 * MAX_BAD_WORDS

@@ -268,7 +268,6 @@ class Programs:
         }
         self.sample_layout = sample_layout(buckets.sample[-1])
         self.num_token_ids = shape.num_token_ids
-        self.vocab_size = shape.vocab_size
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
         self._shape = shape
@@ -338,6 +337,11 @@ class Programs:
             if isinstance(module, Linear) and (path[0] in towers) == is_tower
         )
         return placement.platform == "cpu" and all(map(is_small, weights))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that have a logit."""
+        return self._shape.vocab_size
 
     @property
     def bytes_per_block(self) -> int:

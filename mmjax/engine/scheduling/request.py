@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
-from mmjax.engine.scheduling.grammar import Grammar
+from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.rounding import cdiv
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import TokenLogprobs
 
@@ -124,9 +123,7 @@ class Request:
         cache_salt: str | None = None,
         lora_name: str | None = None,
         block_hasher: BlockHasher | None = None,
-        bad_words_token_ids: Sequence[Sequence[int]] = (),
-        vocab_size: int = 0,
-        grammar: Grammar | None = None,
+        logit_rules: LogitRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -148,19 +145,14 @@ class Request:
         """Sampled tokens that the host has not read yet."""
         self.sampled_row = 0
         """Row of the last sample that holds the token in flight."""
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.lora_name = lora_name
-        self.grammar = grammar
-        """What the answer must match; it, and nothing else, allows an end where it has one."""
-        if sampling_params.ignore_eos and grammar is None:
+        self.priority, self.cache_salt, self.lora_name = priority, cache_salt, lora_name
+        self.logit_rules = logit_rules or LogitRules(sampling_params)
+        if sampling_params.ignore_eos and self.logit_rules.grammar is None:
             eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
@@ -169,12 +161,6 @@ class Request:
         ending_from = self.num_prompt_tokens + sampling_params.min_tokens
         self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
-        self.bad_words_token_ids = bad_words_token_ids
-        self.has_edits = bool(bad_words_token_ids or sampling_params.logit_bias)
-        """Whether single logits are changed."""
-        self._listed_bits = None
-        if sampling_params.allowed_token_ids is not None:
-            self._listed_bits = pack_token_ids(sampling_params.allowed_token_ids, vocab_size)
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         """Of the prompt's tokens as far as they are known; the first is None."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
@@ -236,17 +222,10 @@ class Request:
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
 
     @property
-    def allowed_bits(self) -> np.ndarray | None:
-        """int32[words]: a bit for each token that may be the next; None: any may."""
-        if self.grammar is None:
-            return self._listed_bits
-        bits = self.grammar.allowed_bits
-        return bits if self._listed_bits is None else bits & self._listed_bits
-
-    @property
     def is_blocked(self) -> bool:
         """Whether nothing of it can be scheduled: its grammar has not read its last token."""
-        return self.grammar is not None and (self.num_in_flight > 0 or not self.grammar.has_next)
+        grammar = self.logit_rules.grammar
+        return grammar is not None and (self.num_in_flight > 0 or not grammar.has_next)
 
     @property
     def reports_prompt(self) -> bool:
@@ -256,24 +235,6 @@ class Request:
     def prompt_between(self, start: int, end: int) -> np.ndarray:
         """Return int32[tokens]: the prompt's tokens at the positions [start, end), if any."""
         return self.token_ids[start : min(end, self.num_prompt_tokens)]
-
-    def find_bans(self, *, is_last_known: bool) -> list[tuple[int, int]]:
-        """Return which tokens would complete bad words: (token before or -1, banned token).
-
-        If the last token is in flight, it is to be compared with the first of a pair; -1 stands for
-        any. Of bad words 5 6 7 and 8, behind 5 and a token in flight: (6, 7), (-1, 8).
-        """
-        output = self.token_ids[self.num_prompt_tokens : self.num_tokens].tolist()
-        num_output = len(output) + (not is_last_known)
-        bans = []
-        for word in self.bad_words_token_ids:
-            *before, last = word
-            if len(before) > num_output:
-                continue
-            awaited = -1 if is_last_known or not before else before.pop()
-            if not before or output[-len(before) :] == before:
-                bans.append((awaited, last))
-        return bans
 
     def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs | None]) -> None:
         """Add those of the tokens behind a window that starts at `start`.
@@ -291,14 +252,15 @@ class Request:
         if self._block_hasher is not None:
             self._hash_new_blocks()
         num_output_tokens = self.num_tokens - self.num_prompt_tokens
-        may_stop = num_output_tokens >= self.sampling_params.min_tokens or self.grammar is not None
+        grammar = self.logit_rules.grammar
+        may_stop = num_output_tokens >= self.sampling_params.min_tokens or grammar is not None
         if may_stop and token_id in self.ending_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED
             self.stop_reason = None if token_id == self._own_eos_token_id else token_id
         elif num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
-        elif self.grammar is not None:
-            self.grammar.advance(token_id)
+        elif grammar is not None:
+            grammar.advance(token_id)
 
     def _hash_new_blocks(self) -> None:
         if self._block_hasher is not None:
@@ -316,13 +278,6 @@ class Request:
         if start >= self.items_end:
             return []
         return [item for item in self.items if item.start < end and item.end > start]
-
-
-def pack_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Return int32[words] with the bits of `token_ids` set: 0 and 33 of 40 give 1 and 2."""
-    is_allowed = np.zeros(cdiv(vocab_size, 32) * 32, bool)
-    is_allowed[list(token_ids)] = True
-    return np.packbits(is_allowed, bitorder="little").view("<i4")
 
 
 def _span_ends(items: Sequence[EncoderItem], num_prompt_tokens: int) -> np.ndarray:

@@ -159,8 +159,8 @@ class Scheduler:
         """Return the requests whose grammar cannot go on, and why."""
         failed = []
         for request_id, request in self._requests.items():
-            error = None if request.grammar is None else request.grammar.error
-            if error is not None:
+            grammar = request.logit_rules.grammar
+            if grammar is not None and (error := grammar.error) is not None:
                 failed.append((request_id, error))
         return failed
 
