@@ -102,12 +102,21 @@ def test_each_kind_holds_for_the_whole_answer(llm: LLM) -> None:
 
 def test_bad_words_are_those_with_and_without_a_space(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    (free,) = llm.generate("red", params, use_tqdm=False)
-    words = list(dict.fromkeys(re.findall("[a-z]+", free.outputs[0].text)))[:3]
+    (free,) = llm.generate("a red circle", params, use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    texts = [tokenizer.decode([token_id]).strip() for token_id in free.outputs[0].token_ids]
+    ids_of = {
+        text: [tokenizer.encode(space + text, add_special_tokens=False) for space in ("", " ")]
+        for text in texts
+        if text
+    }
+    words = [text for text, (plain, _) in ids_of.items() if len(plain) == 1]
     assert words
     banned = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, bad_words=words)
-    (held,) = llm.generate("red", banned, use_tqdm=False)
-    assert not set(words) & set(re.findall("[a-z]+", held.outputs[0].text))
+    (held,) = llm.generate("a red circle", banned, use_tqdm=False)
+    ids = {ids[0] for word in words for ids in ids_of[word] if len(ids) == 1}
+    assert ids & set(free.outputs[0].token_ids)
+    assert not ids & set(held.outputs[0].token_ids)
 
 
 def test_prompt_logprobs_are_logprobs_of_the_same_text(llm: LLM) -> None:
