@@ -1,6 +1,6 @@
 """mmjax: serve multimodal models with JAX.
 
-    from mmjax import LLM, SamplingParams                                        # to answer
+    from mmjax import LLM, SamplingParams, StructuredOutputsParams               # to answer
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
 Importing this package loads neither jax nor a model: names are imported when first used.
@@ -16,6 +16,7 @@ __all__ = [
     "MULTIMODAL_REGISTRY",
     "ProcessorFactories",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "create_processor",
     "draw_boxes",
@@ -38,6 +39,7 @@ _HOMES = {
     "MULTIMODAL_REGISTRY": _REGISTRY,
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.sampling_params",
+    "StructuredOutputsParams": "mmjax.sampling_params",
     "create_processor": _REGISTRY,
     "draw_boxes": "mmjax.frontend.output.draw",
     "register_model": _REGISTRY,

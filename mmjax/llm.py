@@ -237,6 +237,8 @@ class LLM:
                 while len(outputs) < len(jobs):
                     self._prepare(waiting, processing)
                     self._add(processing)
+                    for _, error in self.engine.pop_failed():
+                        raise error
                     for output in self._take(self.engine.step()):
                         outputs[output.request_id] = output
                         bar.update()

@@ -129,6 +129,10 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     return make("engine", model=model, **parts)
 
 
+_SAMPLING_DEFAULTS = "temperature top_p top_k min_p repetition_penalty no_repeat_ngram_size".split()
+"""Fields of generation_config.json that are taken, as vLLM does, and HF's n-gram size."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The checkpoint's defaults of sampling and its EOS tokens."""
@@ -148,9 +152,7 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
         except ValueError as error:
             raise CheckpointError(f"generation_config.json is not valid JSON: {error}") from error
     sampling = {
-        name: raw[name]
-        for name in ("temperature", "top_p", "top_k", "min_p", "no_repeat_ngram_size")
-        if isinstance(raw.get(name), int | float)
+        name: raw[name] for name in _SAMPLING_DEFAULTS if isinstance(raw.get(name), int | float)
     }
     text_config = model_config.hf_config.get_text_config()
     found: list[int] = []

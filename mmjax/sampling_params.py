@@ -1,8 +1,9 @@
 """Sampling parameters, validated on construction."""
 
+import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,6 +16,67 @@ MAX_LOGPROBS = 20
 """Maximum of `logprobs` (OpenAI's limit on `top_logprobs`)."""
 MAX_NGRAM_SIZE = 32
 """Maximum of `no_repeat_ngram_size`: a step compares so many tokens at each place of a sequence."""
+MAX_BIASES = 1024
+"""Entries of `logit_bias`, as vLLM's; OpenAI takes 300."""
+MAX_BAD_WORDS = 128
+"""Sequences of tokens that `bad_words` may stand for, as vLLM's."""
+MAX_BAD_WORD_CHARS = 1024
+MAX_CHOICES = 4096
+"""Texts of a `choice`."""
+MAX_GRAMMAR_CHARS = 2**16
+"""Of a schema, a regex, a grammar, or all texts of a choice."""
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What the answer must match: exactly one of the first five fields, which are vLLM's."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema; a dict becomes its text."""
+    regex: str | None = None
+    """Of the whole answer, in the syntax of Rust's `regex`."""
+    choice: Sequence[str] | None = None
+    """The texts that the answer may be."""
+    grammar: str | None = None
+    """A grammar in Lark's syntax, or GBNF, with the rule `start` or `root`."""
+    json_object: bool | None = None
+    """Whether the answer is any JSON object; False is None."""
+    disable_any_whitespace: bool = False
+    """Whether JSON has no white space between its parts."""
+    disable_additional_properties: bool = False
+    """Whether objects have no properties but those that the schema names."""
+    whitespace_pattern: str | None = None
+    """A regex of what may stand between parts of JSON."""
+
+    def __post_init__(self) -> None:
+        for name, to_type in _STRUCTURE_TYPES.items():
+            path = f"structured_outputs.{name}"
+            made = to_type(path, getattr(self, name))
+            msgspec.structs.force_setattr(self, name, made)
+            _check_number(path, _count_chars(made), MAX_GRAMMAR_CHARS, "characters")
+        given = [name for name in _KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise RequestValueError(
+                f"`structured_outputs` has {' and '.join(given) or 'no structure'}; give one of "
+                f"{', '.join(_KINDS)}",
+                param="structured_outputs",
+            )
+        _check_number("structured_outputs.choice", len(self.choice or ()), MAX_CHOICES, "texts")
+        unread = [name for name in _JSON_OPTIONS if getattr(self, name)]
+        if unread and not self.kind.startswith("json"):
+            raise RequestValueError(
+                f"`structured_outputs.{unread[0]}` is about JSON, and `{self.kind}` is not; leave "
+                "it out",
+                param=f"structured_outputs.{unread[0]}",
+            )
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in _KINDS if getattr(self, name) is not None)
+
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +87,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the answer has; vLLM's, as the next two."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the answer has it."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that the prompt or the answer has, multiplies others."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -39,7 +107,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     """Number of most probable tokens to return at each position, besides the sampled one."""
+    prompt_logprobs: int | None = None
+    """As `logprobs`, of each token of the prompt but the first; nothing of it is then taken from
+    the prefix cache."""
+    detokenize: bool = True
+    """Whether the answer has a text; without it there are token ids alone."""
     skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> what is added to its logit, in [-100, 100]."""
+    allowed_token_ids: Sequence[int] | None = None
+    """The only tokens that may be sampled; None: all."""
+    bad_words: Sequence[str] = ()
+    """Texts whose last token is not sampled where it would complete them within the answer."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the answer must match."""
     no_repeat_ngram_size: int = 0
     """So many tokens in a row never come twice, in prompt and answer together, as in HF's
     `generate`; 0: no limit. vLLM has no such field."""
@@ -48,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name, to_type in _TYPES.items():
             msgspec.structs.force_setattr(self, name, to_type(name, getattr(self, name)))
         _check_ranges(self)
+        _check_together(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -57,7 +139,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_plain(self) -> bool:
         """Whether tokens are an argmax (`min_tokens` aside), and nothing else is asked for."""
-        return self.is_greedy and self.logprobs is None and not self.no_repeat_ngram_size
+        return (
+            self.is_greedy
+            and self.logprobs is None
+            and not self.no_repeat_ngram_size
+            and not self.has_penalties
+            and not self.logit_bias
+            and not self.bad_words
+            and self.allowed_token_ids is None
+            and self.structured_outputs is None
+        )
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
 
 def _to_number(name: str, value: Any) -> float:
@@ -94,10 +191,75 @@ def _to_texts(name: str, value: Any) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise RequestTypeError(f"`{name}` holds {text!r}; give strings", param=name)
         if not text:
-            raise RequestValueError(
-                f"`{name}` holds an empty string; remove it: it would stop at once", param=name
-            )
+            raise RequestValueError(f"`{name}` holds an empty string; remove it", param=name)
+    return tuple(dict.fromkeys(texts))
+
+
+def _to_choice(name: str, value: Any) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    texts = _to_texts(name, value)
+    if not texts:
+        raise RequestValueError(f"`{name}` is empty; give texts to choose from", param=name)
     return texts
+
+
+def _to_optional_text(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise RequestTypeError(f"`{name}` is {value!r}; give a string", param=name)
+    return value
+
+
+def _to_schema(name: str, value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestTypeError(
+            f"`{name}` is {value!r}; give a JSON schema, as a dict or its text", param=name
+        )
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RequestTypeError(f"`{name}` is not valid JSON; give a schema", param=name) from None
+
+
+def _to_biases(name: str, value: Any) -> dict[int, float] | None:
+    if not value and (value is None or isinstance(value, Mapping)):
+        return None
+    if not isinstance(value, Mapping):
+        raise RequestTypeError(f"`{name}` is {value!r}; give a dict of token ids", param=name)
+    _check_number(name, len(value), MAX_BIASES, "entries")
+    biases: dict[int, float] = {}
+    for key, number in value.items():
+        bias = _to_number(name, number)
+        if not -100 <= bias <= 100:
+            raise RequestValueError(f"`{name}` holds {bias}; give [-100, 100]", param=name)
+        biases[_to_token_id(name, key)] = bias
+    return biases
+
+
+def _to_token_id(name: str, value: Any) -> int:
+    # OpenAI's keys are JSON's, and so texts.
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 10:
+        return int(value)
+    return _to_integers(name, [value])[0]
+
+
+def _to_allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    token_ids = tuple(sorted(set(_to_integers(name, value))))
+    if not token_ids:
+        raise RequestValueError(
+            f"`{name}` is empty: no token could be sampled; name some, or leave it out", param=name
+        )
+    return token_ids
+
+
+def _to_structure(name: str, value: Any) -> StructuredOutputsParams | None:
+    if value is not None and not isinstance(value, StructuredOutputsParams):
+        raise RequestTypeError(f"`{name}` is {value!r}; give a StructuredOutputsParams", param=name)
+    return value
 
 
 def _to_integers(name: str, value: Any) -> tuple[int, ...]:
@@ -118,6 +280,9 @@ def _to_tuple(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
 
 _TYPES: dict[str, Callable[[str, Any], Any]] = {
     "n": _to_integer,
+    "presence_penalty": _to_number,
+    "frequency_penalty": _to_number,
+    "repetition_penalty": _to_number,
     "temperature": _to_number,
     "top_p": _to_number,
     "top_k": _to_integer,
@@ -130,15 +295,36 @@ _TYPES: dict[str, Callable[[str, Any], Any]] = {
     "include_stop_str_in_output": _to_bool,
     "ignore_eos": _to_bool,
     "logprobs": _to_optional_integer,
+    "prompt_logprobs": _to_optional_integer,
+    "detokenize": _to_bool,
     "skip_special_tokens": _to_bool,
+    "logit_bias": _to_biases,
+    "allowed_token_ids": _to_allowed,
+    "bad_words": _to_texts,
+    "structured_outputs": _to_structure,
     "no_repeat_ngram_size": _to_integer,
 }
 """Conversion of each field to its declared type, or an error."""
+
+_STRUCTURE_TYPES: dict[str, Callable[[str, Any], Any]] = {
+    "json": _to_schema,
+    "regex": _to_optional_text,
+    "choice": _to_choice,
+    "grammar": _to_optional_text,
+    "json_object": lambda name, value: None if value is None else _to_bool(name, value) or None,
+    "disable_any_whitespace": _to_bool,
+    "disable_additional_properties": _to_bool,
+    "whitespace_pattern": _to_optional_text,
+}
 
 
 def _check_ranges(params: SamplingParams) -> None:
     limits: dict[str, tuple[float, float]] = {
         "n": (1, 64),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+        # Beyond them logits could overflow float32.
+        "repetition_penalty": (0.01, 100.0),
         "temperature": (0.0, 100.0),
         "top_p": (0.0, 1.0),
         "top_k": (-1, 2**31 - 1),
@@ -147,6 +333,7 @@ def _check_ranges(params: SamplingParams) -> None:
         "max_tokens": (1, 2**31 - 1),
         "min_tokens": (0, 2**31 - 1),
         "logprobs": (0, MAX_LOGPROBS),
+        "prompt_logprobs": (0, MAX_LOGPROBS),
         "no_repeat_ngram_size": (0, MAX_NGRAM_SIZE),
     }
     for name, (low, high) in limits.items():
@@ -165,3 +352,25 @@ def _check_ranges(params: SamplingParams) -> None:
             "lower it",
             param="min_tokens",
         )
+    _check_number("bad_words", len(params.bad_words), MAX_BAD_WORDS, "texts")
+    _check_number(
+        "bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_CHARS, "characters"
+    )
+
+
+def _count_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(len, value)) if isinstance(value, tuple) else 0
+
+
+def _check_together(params: SamplingParams) -> None:
+    if params.stop and not params.detokenize:
+        raise RequestValueError(
+            "`stop` needs the text, and `detokenize` is False; leave one of them out", param="stop"
+        )
+
+
+def _check_number(name: str, number: int, limit: int, things: str) -> None:
+    if number > limit:
+        raise RequestValueError(f"`{name}` has {number} {things}; give at most {limit}", param=name)

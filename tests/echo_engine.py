@@ -117,6 +117,9 @@ class EchoEngine:
         expired = self._deadlines.pop_expired(time.monotonic())
         return [request_id for request_id in expired if self.running.pop(request_id, None)]
 
+    def pop_failed(self) -> list[tuple[str, RequestError]]:
+        return []
+
     def has_unfinished(self) -> bool:
         return bool(self.running)
 

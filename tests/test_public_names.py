@@ -10,8 +10,8 @@ import mmjax.cache
 import mmjax.processing
 
 MMJAX = """
-    LLM SamplingParams MULTIMODAL_REGISTRY ProcessorFactories create_processor register_model
-    draw_boxes
+    LLM SamplingParams StructuredOutputsParams MULTIMODAL_REGISTRY ProcessorFactories
+    create_processor register_model draw_boxes
 """
 PROCESSING = """
     PlaceholderRange MultiModalFieldConfig MultiModalFieldElem MultiModalKwargsItem

@@ -8,7 +8,7 @@ import pytest
 
 from mmjax import sampling_params
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.sampling_params import SamplingParams
+from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
 
 WRONG = [
     ("n", 1.5),
@@ -41,6 +41,20 @@ WRONG = [
     ("no_repeat_ngram_size", 2.0),
     ("logprobs", 2.0),
     ("skip_special_tokens", "no"),
+    ("presence_penalty", "1"),
+    ("frequency_penalty", None),
+    ("repetition_penalty", True),
+    ("prompt_logprobs", 1.5),
+    ("detokenize", None),
+    ("logit_bias", [1]),
+    ("logit_bias", {"word": 1.0}),
+    ("logit_bias", {5: "1"}),
+    ("logit_bias", {True: 1.0}),
+    ("allowed_token_ids", 5),
+    ("allowed_token_ids", ["5"]),
+    ("bad_words", 5),
+    ("bad_words", [5]),
+    ("structured_outputs", {"regex": "a"}),
 ]
 
 
@@ -89,9 +103,69 @@ def test_what_vllm_takes_becomes_python_s(name: str, value: Any, made: Any) -> N
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 10**400), ("temperature", float("nan")), ("stop", ["a", ""]), ("n", 0)],
+    [
+        ("temperature", 10**400),
+        ("temperature", float("nan")),
+        ("stop", ["a", ""]),
+        ("n", 0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e30),
+        ("prompt_logprobs", 21),
+        ("logit_bias", {5: 101}),
+        ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+        ("allowed_token_ids", []),
+        ("bad_words", ["a", ""]),
+        ("bad_words", [str(number) for number in range(129)]),
+        ("bad_words", ["a" * 1025]),
+    ],
 )
 def test_a_wrong_value_names_its_field(name: str, value: Any) -> None:
     with pytest.raises(RequestValueError) as caught:
         SamplingParams(**{name: value})
     assert caught.value.param == name
+
+
+STRUCTURES = {
+    "nothing": ({}, "structured_outputs"),
+    "two": ({"json": "{}", "regex": "a"}, "structured_outputs"),
+    "no object": ({"json_object": False}, "structured_outputs"),
+    "a number": ({"json": 3}, "structured_outputs.json"),
+    "not JSON": ({"json": {"a": {1, 2}}}, "structured_outputs.json"),
+    "NaN": ({"json": {"const": float("nan")}}, "structured_outputs.json"),
+    "no choice": ({"choice": []}, "structured_outputs.choice"),
+    "an empty choice": ({"choice": ["a", ""]}, "structured_outputs.choice"),
+    "choices": ({"choice": [str(n) for n in range(4097)]}, "structured_outputs.choice"),
+    "long": ({"regex": "a" * (2**16 + 1)}, "structured_outputs.regex"),
+    "long choices": ({"choice": ["a" * 2**16, "b"]}, "structured_outputs.choice"),
+    "unread": ({"regex": "a", "disable_any_whitespace": True}, "structured_outputs.disable_any"),
+    "no bool": ({"json": "{}", "disable_any_whitespace": None}, "structured_outputs.disable_any"),
+}
+
+
+@pytest.mark.parametrize(("given", "param"), STRUCTURES.values(), ids=STRUCTURES)
+def test_a_wrong_structure_names_its_field(given: dict[str, Any], param: str) -> None:
+    with pytest.raises((RequestTypeError, RequestValueError)) as caught:
+        StructuredOutputsParams(**given)
+    assert (caught.value.param or "").startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "made"),
+    [
+        ({"json": {"b": "ü", "a": 1}}, "json", '{"b": "ü", "a": 1}'),
+        ({"json": "{}"}, "json", "{}"),
+        ({"regex": "a+"}, "regex", "a+"),
+        ({"choice": ["b", "a", "b"]}, "choice", ("b", "a")),
+        ({"grammar": "start: A"}, "grammar", "start: A"),
+        ({"json_object": True}, "json_object", True),
+    ],
+)
+def test_a_structure_crosses_to_p1_as_it_is(given: dict[str, Any], kind: str, made: Any) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**given))
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.kind == kind
+    assert getattr(params.structured_outputs, kind) == made
+    wire = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(wire, type=SamplingParams) == params

@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +17,16 @@ from mmjax.engine.device.runner import InFlight
 from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import check_places, resolve_features
+from mmjax.engine.scheduling.grammar import Grammars
+from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.outputs import SchedulerOutput
 from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.start import EngineStart
-from mmjax.errors import RequestRuntimeError, RequestValueError
+from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, PromptItem, RotaryPositions
+from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
 
@@ -88,6 +92,9 @@ class EngineCore:
         self._counter = CompilationCounter()
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._deadlines = Deadlines()
+        self._grammars = Grammars(
+            partial(MULTIMODAL_REGISTRY.load_tokenizer, config.model), parts.limits.vocab_size
+        )
         if self._runner.ready != self._runner.buckets:
             self._scheduler.limit_steps(self._limits_of(self._runner.ready))
 
@@ -119,10 +126,15 @@ class EngineCore:
             encoder_items = [self._to_item(feature) for feature in features]
             items, encoder = [], self._encoder_inputs.make(encoder_ids, encoder_items)
         self._limits.check_prompt(message.prompt_token_ids, items)
+        self._limits.check_sampling(message)
+        params = message.sampling_params
+        grammar = None
+        if message.grammar is not None:
+            grammar = self._grammars.start(message.grammar, message.eos_token_ids)
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
-            sampling_params=message.sampling_params,
+            sampling_params=params,
             max_model_len=self.config.model.max_model_len,
             items=items,
             encoder=encoder,
@@ -131,7 +143,14 @@ class EngineCore:
             priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
             lora_name=message.lora_name,
-            block_hasher=self._block_hasher,
+            # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
+            block_hasher=self._block_hasher if params.prompt_logprobs is None else None,
+            logit_rules=LogitRules(
+                params,
+                vocab_size=self._limits.vocab_size,
+                bad_words_token_ids=message.bad_words_token_ids,
+                grammar=grammar,
+            ),
         )
         self._limits.check_request(request)
         self._scheduler.add_request(request)
@@ -150,6 +169,12 @@ class EngineCore:
         expired = [request_id for request_id in expired if request_id in unfinished]
         self._scheduler.abort(expired)
         return expired
+
+    def pop_failed(self) -> list[tuple[str, RequestError]]:
+        """Abort the requests whose grammar cannot go on; return their ids, and why."""
+        failed = self._scheduler.find_failed()
+        self._scheduler.abort([request_id for request_id, _ in failed])
+        return failed
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests, waiting or running; unknown ids are ignored."""
@@ -172,7 +197,7 @@ class EngineCore:
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
-                if self._in_flight is None:
+                if self._in_flight is None and not self._grammars.wait(_PROGRAM_WAIT_S):
                     # What waits needs a larger program than there is yet.
                     self._programs.wait(_PROGRAM_WAIT_S)
                     self._programs.check()
@@ -212,6 +237,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Free resources outside of Python. Idempotent."""
+        self._grammars.close()
         self._programs.close()
         self._runner.end()
         if self._receiver_cache is not None:

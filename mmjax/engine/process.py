@@ -134,6 +134,8 @@ class EngineLoop:
     def _expire(self) -> None:
         for request_id in self.core.expire():
             self._fail(request_id, RequestTimeoutError())
+        for request_id, error in self.core.pop_failed():
+            self._fail(request_id, error)
 
     def _step(self) -> None:
         try:

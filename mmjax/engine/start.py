@@ -292,6 +292,7 @@ class EngineStart:
         self._limits = AdmissionLimits(
             max_model_len=max_model_len,
             num_token_ids=programs.num_token_ids,
+            vocab_size=programs.vocab_size,
             num_blocks=self.num_kv_blocks,
             block_size=cache.block_size,
             max_num_batched_tokens=schedule.max_num_batched_tokens,

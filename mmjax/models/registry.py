@@ -229,9 +229,14 @@ class MultiModalRegistry:
                 f"its architecture `{architecture}`; {_nearest(architecture)}"
             )
         if tokenizer is None:
-            tokenizer = _load_tokenizer(model_config, factories.load_tokenizer)
+            tokenizer = self.load_tokenizer(model_config)
         ctx = InputProcessingContext(model_config=model_config, tokenizer=tokenizer)
         return factories.build_processor(ctx, cache=cache)
+
+    def load_tokenizer(self, model_config: ModelConfig) -> Any:
+        """Load a checkpoint's tokenizer, as its family does or HF."""
+        factories = self.find_factories(model_config.architecture)
+        return _load_tokenizer(model_config, factories.load_tokenizer if factories else None)
 
     def supports_multimodal_inputs(self, model_config: ModelConfig) -> bool:
         """Whether a prompt may hold media: not for a text model, nor where every limit is 0."""

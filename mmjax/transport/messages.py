@@ -30,6 +30,10 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """The LoRA adapter, or None."""
     encoder_prompt_token_ids: list[int] | None = None
     """An encoder-decoder model's encoder prompt, with the placeholders; None for other models."""
+    bad_words_token_ids: list[list[int]] = []
+    """What the sampling parameters' `bad_words` stand for."""
+    grammar: str | None = None
+    """What their `structured_outputs` stand for, in llguidance's form."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -73,6 +77,8 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_default
     encoded: list[str] = []
     """Identifiers of the items that were encoded for it, with the first token; the others' outputs
     were cached, or not needed."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With the first token: of each of the prompt's, None for the first, or if it has no logit."""
 
 
 class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):

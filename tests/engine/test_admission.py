@@ -14,6 +14,7 @@ from mmjax.sampling_params import SamplingParams
 LIMITS: dict[str, Any] = {
     "max_model_len": 32,
     "num_token_ids": 100,
+    "vocab_size": 100,
     "num_blocks": 5,
     "block_size": 4,
     "max_num_batched_tokens": 16,

@@ -213,7 +213,7 @@ def test_sampling_rows_carry_their_parameters(builder: BatchBuilder) -> None:
     flat = np.zeros(sample_layout(4).size, np.int32)
     assert not builder.fill_sample(flat, requests, np.array([3, 4]))
     fields = sample_layout(4).views(flat)
-    assert fields["positions"].tolist() == [6, 0, 0, 0]
+    assert fields["positions"].tolist() == [6, 7, 0, 0]
     assert fields["temperature"].view(np.float32).tolist() == [0.5, 0, 0, 0]
     assert fields["top_p"].view(np.float32)[0] == np.float32(0.9)
     assert fields["min_p"].view(np.float32)[0] == 0.25

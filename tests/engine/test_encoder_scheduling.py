@@ -355,6 +355,7 @@ def test_what_never_fits_beside_its_encoder_is_refused() -> None:
     limits = AdmissionLimits(
         max_model_len=MAX_MODEL_LEN,
         num_token_ids=10,
+        vocab_size=10,
         num_blocks=8,
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=16,

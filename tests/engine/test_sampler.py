@@ -7,10 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
-from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
+from mmjax.engine.device.batch import (
+    EDIT_WIDTH,
+    NO_TOKEN,
+    SampleBatch,
+    SampleTables,
+    empty_tables,
+)
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
+from mmjax.engine.scheduling.logit_rules import pack_token_ids
+from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 VOCAB = 40
 DEFAULTS: dict[str, Any] = {
@@ -23,6 +34,15 @@ DEFAULTS: dict[str, Any] = {
     "masked": (),
     "tokens": (),
     "ngram": 0,
+    "prompt": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "allowed": None,
+    "grammar": False,
+    "bans": (),
+    "bias": {},
+    "reported": -1,
 }
 HISTORY_LEN = 24
 
@@ -44,8 +64,24 @@ def make_batch(rows: list[dict[str, Any]], *, has_logprobs: bool = False) -> Sam
         "masked_token_ids": masked,
         "token_from": np.array([row.get("from", -1) for row in rows], np.int32),
         "ngram_sizes": np.array([row["ngram"] for row in rows], np.int32),
+        "prompt_lengths": np.array([row["prompt"] for row in rows], np.int32),
+        **{
+            f"{name}_penalty": np.array([row[f"{name}_penalty"] for row in rows], np.float32)
+            for name in ("repetition", "presence", "frequency")
+        },
+        "reports_masked": np.array([row["grammar"] for row in rows], np.int32),
+        "reported": np.array([row["reported"] + 1 for row in rows], np.int32),
         "has_filters": np.int32(filters),
         "has_logprobs": np.int32(has_logprobs),
+        "has_masks": np.int32(any(row["allowed"] is not None for row in rows)),
+        "has_edits": np.int32(any(row["bans"] or row["bias"] for row in rows)),
+        "has_penalties": np.int32(
+            any(
+                (row["repetition_penalty"], row["presence_penalty"], row["frequency_penalty"])
+                != (1, 0, 0)
+                for row in rows
+            )
+        ),
     }
     return SampleBatch(**{name: jnp.asarray(value) for name, value in fields.items()})
 
@@ -61,12 +97,26 @@ def draw(
     **options: bool,
 ) -> SampleOutput:
     """Sample; a row's `tokens` are those that the host knows."""
-    history = np.zeros((len(rows), HISTORY_LEN), np.int32)
-    for number, row in enumerate(rows):
-        tokens = row.get("tokens", ())
-        history[number, : len(tokens)] = tokens
-    arrays = (jnp.asarray(history), jnp.asarray(previous, jnp.int32))
+    tables = make_tables([{**DEFAULTS, **row} for row in rows])
+    arrays = (jax.tree.map(jnp.asarray, tables), jnp.asarray(previous, jnp.int32))
     return jax.device_get(_sample(jnp.asarray(logits), make_batch(rows, **options), *arrays))
+
+
+def make_tables(rows: list[dict[str, Any]]) -> SampleTables:
+    tables = empty_tables(len(rows), HISTORY_LEN, VOCAB)
+    assert tables.edits.shape[1] == EDIT_WIDTH
+    for number, row in enumerate(rows):
+        tables.history[number, : len(row["tokens"])] = row["tokens"]
+        if row["allowed"] is not None:
+            tables.masks[number] = pack_token_ids(row["allowed"], VOCAB)
+        edits = tables.edits[number]
+        bans, biases = edits[: 2 * MAX_BAD_WORDS].reshape(2, -1), edits[2 * MAX_BAD_WORDS :]
+        for place, ban in enumerate(row["bans"]):
+            bans[:, place] = ban
+        for place, (token_id, bias) in enumerate(row["bias"].items()):
+            biases[place] = token_id
+            biases.view(np.float32)[MAX_BIASES + place] = bias
+    return tables
 
 
 def make_logits(seed: int, num_rows: int = 1) -> np.ndarray:
@@ -120,12 +170,133 @@ def test_draws_follow_the_filtered_distribution(row: dict[str, Any]) -> None:
     assert (np.abs(counts - num_draws * expected) <= tolerance).all()
 
 
+EDITS: list[dict[str, Any]] = [
+    {"tokens": (3, 5, 5, 9, 5, 9, 0, 3, 1), "prompt": 3, "repetition_penalty": 1.7},
+    {"tokens": (3, 5, 5, 9, 5, 9, 0, 3, 1), "prompt": 3, "repetition_penalty": 0.4},
+    {"tokens": (3, 5, 5, 9, 5, 9, 0, 3, 1), "prompt": 3, "presence_penalty": 1.5},
+    {"tokens": (3, 5, 5, 9, 5, 9, 0, 3, 1), "prompt": 3, "frequency_penalty": -1.3},
+    {
+        "tokens": (3, 5, 5, 9, 5, 9, 0, 3),
+        "from": 1,
+        "prompt": 3,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -0.7,
+        "frequency_penalty": 0.9,
+    },
+    {"allowed": (0, 7, 31, 32, 39)},
+    {"allowed": (7,), "masked": (7,)},
+    {"bans": ((-1, 4), (6, 7), (5, 8)), "from": 0},
+    {"bias": {4: 100.0, 5: -100.0, 39: 3.5}},
+    {
+        "allowed": tuple(range(3, 30)),
+        "bans": ((-1, 4), (6, 7)),
+        "from": 1,
+        "bias": {9: 2.0, 11: -4.0},
+        "masked": (12,),
+        "tokens": (3, 5, 5, 9, 5, 9, 0, 3),
+        "prompt": 2,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.9,
+    },
+]
+PREVIOUS = (5, 6)
+"""The tokens in flight."""
+
+
+def edited_logits(logits: np.ndarray, row: dict[str, Any]) -> np.ndarray:
+    """What vLLM's sampler makes of a row before temperature, one step after the other."""
+    row = {**DEFAULTS, **row}
+    tokens = list(row["tokens"])
+    if row.get("from", -1) >= 0:
+        tokens.append(PREVIOUS[row["from"]])
+    masked = logits.astype(np.float32).copy()
+    if row["allowed"] is not None:
+        masked[[token for token in range(VOCAB) if token not in row["allowed"]]] = -np.inf
+    scores = masked.copy()
+    for last, banned in row["bans"]:
+        if last < 0 or last == PREVIOUS[row["from"]]:
+            scores[banned] = -np.inf
+    scores[list(row["masked"])] = -np.inf
+    for token, bias in row["bias"].items():
+        scores[token] += np.float32(bias)
+    if not np.isfinite(scores).any():
+        scores = masked
+    output = tokens[row["prompt"] :]
+    for token in set(tokens):
+        penalty = np.float32(row["repetition_penalty"])
+        scores[token] = scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
+    for token in set(output):
+        scores[token] -= np.float32(row["frequency_penalty"]) * output.count(token)
+        scores[token] -= np.float32(row["presence_penalty"])
+    return scores
+
+
+@pytest.mark.parametrize("row", EDITS, ids=str)
+def test_greedy_takes_the_best_of_the_edited_logits(row: dict[str, Any]) -> None:
+    logits = make_logits(23, 200)
+    rows = [{**row, "temperature": 0.0, "position": 9}] * len(logits)
+    tokens = draw(logits, rows, previous=PREVIOUS).token_ids
+    expected = [int(edited_logits(one, row).argmax()) for one in logits]
+    assert tokens.tolist() == expected
+    assert tokens.tolist() != logits.argmax(-1).tolist(), "the edit says nothing"
+
+
+@pytest.mark.parametrize("row", EDITS[-1:], ids=str)
+def test_draws_follow_the_edited_distribution(row: dict[str, Any]) -> None:
+    num_draws = 4000
+    logits = make_logits(29)
+    scores = edited_logits(logits[0], row).astype(np.float64)
+    expected = np.exp(scores - scores.max())
+    expected /= expected.sum()
+    rows = [
+        {**row, "seed": seed << 32, "position": 9, "temperature": 1.0} for seed in range(num_draws)
+    ]
+    tokens = draw(np.repeat(logits, num_draws, axis=0), rows, previous=PREVIOUS).token_ids
+    counts = np.bincount(tokens, minlength=VOCAB)
+    assert (counts[expected == 0] == 0).all()
+    tolerance = 5 * np.sqrt(num_draws * expected * (1 - expected)) + 1e-9
+    assert (np.abs(counts - num_draws * expected) <= tolerance).all()
+
+
+def test_repetition_is_that_of_hf() -> None:
+    tokens = (3, 5, 5, 9, 5, 9, 0, 3, 1)
+    logits = make_logits(31, 300)
+    for penalty in (0.3, 1.1, 2.5):
+        process: Any = RepetitionPenaltyLogitsProcessor(penalty)
+        scores = process(torch.tensor([tokens] * len(logits)), torch.tensor(logits))
+        row = {"temperature": 0.0, "position": 9, "tokens": tokens, "repetition_penalty": penalty}
+        drawn = draw(logits, [row] * len(logits)).token_ids
+        assert drawn.tolist() == scores.argmax(-1).tolist()
+
+
+def test_logprobs_are_of_the_raw_logits_but_for_a_grammar_s_mask() -> None:
+    """As vLLM: it masks by the grammar before the sampler, which reports what it is given."""
+    logits = np.repeat(make_logits(37), 3, axis=0)
+    rows = [
+        {"allowed": (0, 7, 39), "bias": {7: 50.0}, "temperature": 0.0},
+        {"allowed": (0, 7, 39), "grammar": True, "bias": {7: 50.0}, "temperature": 0.0},
+        {"allowed": (0, 7, 39), "reported": 5, "temperature": 0.0},
+    ]
+    output = draw(logits, rows, has_logprobs=True)
+    assert output.token_ids.tolist()[:2] == [7, 7]
+    raw = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    kept = raw[[0, 7, 39]]
+    masked = raw[7] - np.log(np.exp(kept).sum())
+    np.testing.assert_allclose(output.logprobs, [raw[7], masked, raw[5]], rtol=1e-5)
+    assert output.ranks[1] == 1 + (kept > raw[7]).sum()
+    assert output.ranks[2] == 1 + (raw > raw[5]).sum()
+    assert set(output.top_token_ids[1, :3]) == {0, 7, 39}
+    assert np.isneginf(output.top_logprobs[1, 3:]).all()
+
+
 def test_a_draw_does_not_depend_on_its_neighbours() -> None:
-    rows = [{**row, "seed": 2**40 + 5, "position": 9} for row in FILTERS]
+    rows = [{**row, "seed": 2**40 + 5, "position": 9} for row in (*FILTERS, *EDITS)]
     logits = make_logits(5, len(rows))
-    together = draw(logits, rows).token_ids
-    alone = [draw(logits[n : n + 1], [row]).token_ids[0] for n, row in enumerate(rows)]
-    backwards = draw(logits[::-1], rows[::-1], has_logprobs=True).token_ids[::-1]
+    together = draw(logits, rows, previous=PREVIOUS).token_ids
+    alone = [
+        draw(logits[n : n + 1], [row], previous=PREVIOUS).token_ids[0] for n, row in enumerate(rows)
+    ]
+    backwards = draw(logits[::-1], rows[::-1], previous=PREVIOUS, has_logprobs=True).token_ids[::-1]
     np.testing.assert_array_equal(together, alone)
     np.testing.assert_array_equal(together, backwards)
 

@@ -18,13 +18,16 @@ from jaxtyping import Array, Float, Int, UInt32
 from mmjax.engine.scheduling.admission import MAX_MASKED_TOKEN_IDS
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
+from mmjax.engine.scheduling.request import Request
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.rounding import cdiv
+from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 NO_TOKEN = np.iinfo(np.int32).max
 """Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
 
 _CROSS = "cross_"
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -63,9 +66,50 @@ class SampleBatch(NamedTuple):
     """Row of the previous sample that is the sequence's last token, or -1."""
     ngram_sizes: Int[Array, " R"]
     """`no_repeat_ngram_size`; 0: no limit."""
+    prompt_lengths: Int[Array, " R"]
+    """Tokens that repetition penalties count, and presence and frequency penalties do not."""
+    repetition_penalty: Float[Array, " R"]
+    """Of rows without penalties 0, which leaves all as it is, as that of the other two."""
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+    reports_masked: Int[Array, " R"]
+    """1: log-probabilities are of what the row's mask leaves, as vLLM's with a grammar."""
+    reported: Int[Array, " R"]
+    """The token whose log-probability is wanted, and 1 added; 0: the sampled one."""
     has_filters: Int[Array, ""]
     """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
     has_logprobs: Int[Array, ""]
+    has_masks: Int[Array, ""]
+    """Whether the tables' masks are to be read; so, too, of edits and penalties."""
+    has_edits: Int[Array, ""]
+    has_penalties: Int[Array, ""]
+
+
+class SampleTables(NamedTuple):
+    """What some rows of a sample need besides; without such rows a table stays as it is.
+
+    On the host numpy's, and None for a table that no row needs.
+    """
+
+    history: Any
+    """int32[R, S]: the tokens that are known, of rows with penalties or an n-gram size."""
+    masks: Any
+    """int32[R, words]: a bit for each token that may be sampled; token 33 is bit 1 of word 1."""
+    edits: Any
+    """int32[R, EDIT_WIDTH]: as `Edits`, one behind the other."""
+
+
+class Edits(NamedTuple):
+    """Changes of single logits of a row; padding is `NO_TOKEN`."""
+
+    last_token_ids: Int[Array, "R _words"]
+    """The token in flight behind which another is banned; -1: whatever it is."""
+    banned_token_ids: Int[Array, "R _words"]
+    biased_token_ids: Int[Array, "R _biases"]
+    biases: Float[Array, "R _biases"]
+
+
+EDIT_WIDTH = 2 * MAX_BAD_WORDS + 2 * MAX_BIASES
 
 
 @dataclass(frozen=True)
@@ -139,8 +183,15 @@ def sample_layout(num_requests: int) -> Layout:
         "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
         "token_from": one,
         "ngram_sizes": one,
+        "prompt_lengths": one,
+        **dict.fromkeys(_PENALTIES, one),
+        "reports_masked": one,
+        "reported": one,
         "has_filters": (),
         "has_logprobs": (),
+        "has_masks": (),
+        "has_edits": (),
+        "has_penalties": (),
     }
     return Layout(tuple(shapes.items()))
 
@@ -189,7 +240,7 @@ def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> S
         name: value[:num_rows] if value.ndim else value
         for name, value in layout.views(flat).items()
     }
-    for name in ("temperature", "top_p", "min_p"):
+    for name in ("temperature", "top_p", "min_p", *_PENALTIES):
         fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
     fields["seeds"] = jax.lax.bitcast_convert_type(fields["seeds"], jnp.uint32)
     return SampleBatch(**fields)
@@ -382,38 +433,87 @@ class BatchBuilder:
             if not may_end:
                 masked = sorted(request.ending_token_ids)
                 fields["masked_token_ids"][row, : len(masked)] = masked
-            if params.no_repeat_ngram_size:
-                fields["positions"][row] = scheduled.end
-                fields["token_from"][row] = scheduled.token_from
-                fields["ngram_sizes"][row] = params.no_repeat_ngram_size
+            fields["positions"][row] = scheduled.end
+            fields["token_from"][row] = scheduled.token_from
+            fields["ngram_sizes"][row] = params.no_repeat_ngram_size
+            fields["reports_masked"][row] = request.logit_rules.grammar is not None
+            fields["has_masks"][...] |= request.logit_rules.has_mask
+            fields["has_edits"][...] |= request.logit_rules.has_edits
+            if params.has_penalties:
+                _fill_penalties(fields, row, request)
             if not params.is_greedy:
                 _fill_sampling(fields, row, scheduled)
         return is_plain
 
+    def build_reports(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """Pack a sample that reports the log-probabilities of given tokens, and draws none."""
+        flat = np.zeros(self.sample_layout.size, np.int32)
+        fields = self.sample_layout.views(flat)
+        fields["masked_token_ids"][:] = NO_TOKEN
+        fields["rows"][: len(rows)] = rows
+        fields["reported"][: len(rows)] = token_ids + 1
+        fields["has_logprobs"][...] = 1
+        return flat
 
-def make_history(
-    requests: Sequence[ScheduledRequest], num_rows: int, max_len: int
-) -> np.ndarray | None:
-    """Return int32[num_rows, max_len]: the known tokens of requests that may not repeat any.
 
-    None if there are no such requests.
+def unpack_edits(edits: Int[Array, "R _width"]) -> Edits:
+    """Return the parts of `SampleTables.edits`, under jit."""
+    ends = np.cumsum([MAX_BAD_WORDS, MAX_BAD_WORDS, MAX_BIASES])
+    last, banned, biased, biases = jnp.split(edits, ends, axis=1)
+    return Edits(last, banned, biased, jax.lax.bitcast_convert_type(biases, jnp.float32))
+
+
+def empty_tables(num_rows: int, history_len: int, vocab_size: int) -> SampleTables:
+    """Return tables that ask for nothing."""
+    return SampleTables(
+        history=np.zeros((num_rows, history_len), np.int32),
+        masks=np.full((num_rows, cdiv(vocab_size, 32)), -1, np.int32),
+        edits=np.full((num_rows, EDIT_WIDTH), NO_TOKEN, np.int32),
+    )
+
+
+def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> SampleTables:
+    """Return the tables of requests that need any, None for the others.
+
+    `empty`: of the sample's number of rows.
     """
-    rows = [
-        (row, scheduled.request)
-        for row, scheduled in enumerate(requests)
-        if scheduled.request.sampling_params.no_repeat_ngram_size
-    ]
-    if not rows:
-        return None
-    history = np.zeros((num_rows, max_len), np.int32)
-    for row, request in rows:
-        history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
-    return history
+    history = masks = edits = None
+    for row, scheduled in enumerate(requests):
+        request, params = scheduled.request, scheduled.request.sampling_params
+        if params.no_repeat_ngram_size or params.has_penalties:
+            history = empty.history.copy() if history is None else history
+            history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
+        if request.logit_rules.has_mask:
+            masks = empty.masks.copy() if masks is None else masks
+            masks[row] = request.logit_rules.allowed_bits
+        if request.logit_rules.has_edits:
+            edits = empty.edits.copy() if edits is None else edits
+            _fill_edits(edits[row], scheduled)
+    return SampleTables(history, masks, edits)
+
+
+def _fill_edits(edits: np.ndarray, scheduled: ScheduledRequest) -> None:
+    request, biases = scheduled.request, scheduled.request.logit_rules.biases
+    bans = request.logit_rules.find_bans(
+        request.output_token_ids, is_last_known=scheduled.token_from < 0
+    )
+    edits[: len(bans)] = [last for last, _ in bans]
+    edits[MAX_BAD_WORDS : MAX_BAD_WORDS + len(bans)] = [token_id for _, token_id in bans]
+    start = 2 * MAX_BAD_WORDS
+    edits[start : start + len(biases)] = list(biases)
+    start += MAX_BIASES
+    edits.view(np.float32)[start : start + len(biases)] = list(biases.values())
+
+
+def _fill_penalties(fields: dict[str, np.ndarray], row: int, request: Request) -> None:
+    fields["has_penalties"][...] = 1
+    fields["prompt_lengths"][row] = request.num_prompt_tokens
+    for name in _PENALTIES:
+        fields[name].view(np.float32)[row] = getattr(request.sampling_params, name)
 
 
 def _fill_sampling(fields: dict[str, np.ndarray], row: int, scheduled: ScheduledRequest) -> None:
     request, params = scheduled.request, scheduled.request.sampling_params
-    fields["positions"][row] = scheduled.end
     seed = request.seed % 2**64
     fields["seeds"].view(np.uint32)[row] = (seed >> 32, seed & 0xFFFFFFFF)
     fields["top_k"][row] = max(params.top_k, 0)

@@ -7,7 +7,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from functools import partial
 from typing import Any
 
@@ -55,14 +55,17 @@ class Call(IntEnum):
     """Size of the call."""
 
 
-class SampleKind(IntEnum):
-    """What a sample asks for."""
+class SampleKind(IntFlag):
+    """What a sample asks for, and which tables are sent with it."""
 
     FULL = 0
     PLAIN = 1
     """Greedy tokens alone."""
-    WITH_HISTORY = 2
-    """As `FULL`, and tokens that are not to be repeated are sent with it."""
+    REPORTS = 2
+    """Log-probabilities of a prompt's tokens: its batch is sent with it, and it draws none."""
+    HISTORY = 4
+    MASKS = 8
+    EDITS = 16
 
 
 class Placement:

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from mmjax.engine.device.batch import (
     Layout,
+    SampleTables,
     add_padding_row,
+    empty_tables,
     sample_layout,
     step_layout,
     unpack_sample,
@@ -49,6 +51,8 @@ class ModelShape(NamedTuple):
     """The model's structure, for `layers.module.bind`."""
     num_token_ids: int
     """Ids that a prompt may hold."""
+    vocab_size: int
+    """Ids that have a logit."""
     hidden_size: int
     dtype: Any
     """Of hidden states, encoder outputs and the KV cache."""
@@ -64,7 +68,7 @@ class ModelShape(NamedTuple):
 
         embeds, logits = jax.eval_shape(probe, params)
         num_token_ids = max(logits.shape[1], getattr(bind(graphdef, params), "num_token_ids", 0))
-        return cls(graphdef, num_token_ids, embeds.shape[1], embeds.dtype)
+        return cls(graphdef, num_token_ids, logits.shape[1], embeds.shape[1], embeds.dtype)
 
 
 class StepState(NamedTuple):
@@ -194,12 +198,12 @@ def sample(
     params: Params,
     hidden: Shaped[Array, "rows D"],
     packed: Int[Array, " size"],
-    history: Int[Array, "R S"],
+    tables: SampleTables,
     previous: Int[Array, " sampled"],
 ) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
-    `is_plain`: all rows are greedy, without masks or log-probabilities. `history` and `previous`:
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `tables` and `previous`:
     as in `sample_full`. The tokens fill the first
     `num_rows` of an array of fixed size, which the next step reads.
     """
@@ -207,7 +211,7 @@ def sample(
     logits = bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows]))
     if is_plain:
         return _pad_tokens(placement.argmax(logits), layout)
-    drawn = sample_full(placement.gather(logits, 1), batch, history, previous)
+    drawn = sample_full(placement.gather(logits, 1), batch, tables, previous)
     return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
 
 
@@ -339,6 +343,11 @@ class Programs:
         return placement.platform == "cpu" and all(map(is_small, weights))
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that have a logit."""
+        return self._shape.vocab_size
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of a KV block on one device."""
         one, two = (shard_bytes(self.describe_arrays(number).state.kv_cache) for number in (1, 2))
@@ -370,6 +379,10 @@ class Programs:
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
+
+    def empty_tables(self, num_rows: int) -> SampleTables:
+        """Return the tables of a sample, on the host, which ask for nothing."""
+        return empty_tables(num_rows, self.history_len, self.vocab_size)
 
     # ---- programs ------------------------------------------------------------------------------
 
@@ -444,7 +457,9 @@ class Programs:
                 "params": self._params,
                 "hidden": arrays.state.hidden,
                 "packed": self._flat(self.sample_layout.size),
-                "history": self._describe((bucket.num_rows, self.history_len)),
+                "tables": jax.tree.map(
+                    lambda table: self._describe(table.shape), self.empty_tables(bucket.num_rows)
+                ),
                 "previous": arrays.previous,
             }
             yield Program(sample_label(bucket), self.sample, arguments)

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import msgspec
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.engine.device.batch import BatchBuilder, make_history
+from mmjax.engine.device.batch import BatchBuilder, SampleTables, make_tables
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement, SampleKind
 from mmjax.engine.device.padding import PaddingCounter
@@ -25,6 +26,7 @@ from mmjax.engine.scheduling.buckets import (
     Sizes,
     StepBucket,
     next_bucket,
+    split_calls,
 )
 from mmjax.engine.scheduling.outputs import (
     ModelRunnerOutput,
@@ -49,6 +51,17 @@ class InFlight(NamedTuple):
     """The sample; if nothing is sampled, an array that is ready once the step has run."""
     encoded: Array | None
     """Ready once its items are encoded; None: it has none."""
+    reports: "Sequence[PromptReport]" = ()
+
+
+class PromptReport(NamedTuple):
+    """Log-probabilities of tokens of one request's prompt."""
+
+    scheduled: ScheduledRequest
+    token_ids: np.ndarray
+    """int32[tokens]: those behind the window's; some may have no logit."""
+    drawn: Sequence[SampleOutput]
+    """Their rows, in order."""
 
 
 class ModelRunner:
@@ -87,11 +100,13 @@ class ModelRunner:
             has_spans=has_spans,
             max_encoder_blocks=max_encoder_blocks,
         )
-        self._no_history = {
-            num_rows: placement.put(self._empty_history(num_rows))
-            for num_rows in self.buckets.sample
+        self._empty_tables = {
+            num_rows: programs.empty_tables(num_rows) for num_rows in self.buckets.sample
         }
-        """For samples in which every token may be repeated; stays on the device."""
+        self._no_tables = {
+            num_rows: placement.put(tables) for num_rows, tables in self._empty_tables.items()
+        }
+        """For samples that need none; they stay on the device."""
         self._padding = PaddingCounter()
         self._encoded: Array | None = None
         """Ready once the last encoder call has run."""
@@ -107,9 +122,6 @@ class ModelRunner:
         for array in jax.tree.leaves((self._state, self._pool, self._previous)):
             array.delete()
         self._make_arrays()
-
-    def _empty_history(self, num_rows: int) -> np.ndarray:
-        return np.zeros((num_rows, self._programs.history_len), np.int32)
 
     def _make_arrays(self) -> None:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
@@ -142,12 +154,14 @@ class ModelRunner:
         self._padding.add(bucket, output.num_tokens)
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)
+        reports = self._report_prompts(output.requests)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
-            return InFlight(sampled, rest, self._encoded)
+            return InFlight(sampled, rest, self._encoded, reports)
         size = next_bucket(self.ready.sample, len(sampled))
-        history = None if is_plain else make_history(sampled, size, self._programs.history_len)
-        return InFlight(sampled, self._run_sample(size, is_plain, rest, history), self._encoded)
+        tables = None if is_plain else make_tables(sampled, self._empty_tables[size])
+        drawn = self._run_sample(size, is_plain, rest, tables)
+        return InFlight(sampled, drawn, self._encoded, reports)
 
     def wait_encoded(self, in_flight: InFlight) -> None:
         """Wait for a step's items."""
@@ -156,10 +170,17 @@ class ModelRunner:
 
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
-        if not in_flight.sampled:
+        output: ModelRunnerOutput = {}
+        if in_flight.sampled:
+            output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+        else:
             jax.block_until_ready(in_flight.drawn)
-            return {}
-        return _read(in_flight.sampled, jax.device_get(in_flight.drawn))
+        for report in in_flight.reports:
+            logprobs = _read_report(report, self._programs.vocab_size)
+            request_id = report.scheduled.request.request_id
+            token = output.get(request_id, SampledToken())
+            output[request_id] = msgspec.structs.replace(token, prompt_logprobs=logprobs)
+        return output
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
         if self._is_leading:
@@ -175,26 +196,60 @@ class ModelRunner:
         )
         return rest
 
+    def _report_prompts(self, requests: Sequence[ScheduledRequest]) -> list[PromptReport]:
+        """Compute the log-probabilities of the prompts' tokens that the step's rows predict."""
+        reports, first_row = [], 0
+        for scheduled in requests:
+            request = scheduled.request
+            token_ids = request.prompt_between(scheduled.start + 1, scheduled.end + 1)
+            if request.reports_prompt and len(token_ids):
+                drawn = list(self._report_tokens(first_row, token_ids))
+                reports.append(PromptReport(scheduled, token_ids, drawn))
+            first_row += scheduled.num_tokens
+        return reports
+
+    def _report_tokens(self, row: int, token_ids: np.ndarray) -> Iterator[SampleOutput]:
+        """Report tokens that rows from `row` on predict, in as many samples as that takes."""
+        known = np.minimum(token_ids, self._programs.vocab_size - 1)
+        start = 0
+        for size, number in split_calls(self.ready.sample, len(token_ids)):
+            chosen = slice(start, start + number)
+            rows = np.arange(row + start, row + start + number, dtype=np.int32)
+            yield self._run_reports(size, self._builder.build_reports(rows, known[chosen]))
+            start += number
+
+    def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
+        self._broadcast(Call.SAMPLE, num_rows, SampleKind.REPORTS)
+        drawn = self._call_sample(num_rows, self._placement.put(packed), None, is_plain=False)
+        assert isinstance(drawn, SampleOutput), "log-probabilities are of a full sample"
+        return drawn
+
     def _run_sample(
-        self, num_rows: int, is_plain: bool, rest: Array, history: np.ndarray | None = None
+        self, num_rows: int, is_plain: bool, rest: Array, tables: SampleTables | None = None
     ) -> Array | SampleOutput:
-        kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
-        kind = kind if history is None else SampleKind.WITH_HISTORY
-        self._broadcast(Call.SAMPLE, num_rows, kind)
+        self._broadcast(Call.SAMPLE, num_rows, _kind_of(tables, is_plain=is_plain))
+        drawn = self._call_sample(num_rows, rest, tables, is_plain=is_plain)
+        self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
+        return drawn
+
+    def _call_sample(
+        self, num_rows: int, packed: Array, tables: SampleTables | None, *, is_plain: bool
+    ) -> Array | SampleOutput:
         self._prepare(sample=(SampleBucket(num_rows, is_plain),))
-        no_history = self._no_history[num_rows]
-        drawn = self._programs.sample(
+        on_device = self._no_tables[num_rows]
+        for name, table in () if tables is None else tables._asdict().items():
+            if table is not None:
+                on_device = on_device._replace(**{name: self._placement.put(table)})
+        return self._programs.sample(
             layout=self._programs.sample_layout,
             num_rows=num_rows,
             is_plain=is_plain,
             params=self._params,
             hidden=self._state.hidden,
-            packed=rest,
-            history=no_history if history is None else self._placement.put(history),
+            packed=packed,
+            tables=on_device,
             previous=self._previous,
         )
-        self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
-        return drawn
 
     def _run_encode(self, call: EncoderCall) -> None:
         size = len(next(iter(call.inputs.values())))
@@ -284,9 +339,19 @@ class ModelRunner:
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
             elif call is Call.SAMPLE:
                 assert rest is not None, "a sample follows a step"
-                has_history = second == SampleKind.WITH_HISTORY
-                history = self._empty_history(first) if has_history else None
-                self._run_sample(first, second == SampleKind.PLAIN, rest, history)
+                self._follow_sample(first, SampleKind(second), rest)
+
+    def _follow_sample(self, num_rows: int, kind: SampleKind, rest: Array) -> None:
+        if kind is SampleKind.REPORTS:
+            self._run_reports(num_rows, np.zeros(self._programs.sample_layout.size, np.int32))
+            return
+        empty = self._empty_tables[num_rows]
+        tables = SampleTables(
+            empty.history if SampleKind.HISTORY in kind else None,
+            empty.masks if SampleKind.MASKS in kind else None,
+            empty.edits if SampleKind.EDITS in kind else None,
+        )
+        self._run_sample(num_rows, kind is SampleKind.PLAIN, rest, tables)
 
     def _broadcast(self, call: Call, first: int = 0, second: int = 0) -> None:
         if self._is_leading:
@@ -326,6 +391,16 @@ class ModelRunner:
         return jax.device_get(self._run_sample(num_rows, is_plain, rest))
 
 
+def _kind_of(tables: SampleTables | None, *, is_plain: bool) -> SampleKind:
+    kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
+    if tables is None:
+        return kind
+    flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
+    for flag, table in zip(flags, tables, strict=True):
+        kind |= SampleKind.FULL if table is None else flag
+    return kind
+
+
 def _read(
     sampled: Sequence[ScheduledRequest], drawn: np.ndarray | SampleOutput
 ) -> ModelRunnerOutput:
@@ -342,13 +417,28 @@ def _read(
         num_wanted = scheduled.request.sampling_params.logprobs
         logprobs = None
         if num_wanted is not None:
-            logprobs = TokenLogprobs(
-                token_ids=[tokens[row], *drawn.top_token_ids[row, :num_wanted].tolist()],
-                logprobs=[
-                    float(drawn.logprobs[row]),
-                    *drawn.top_logprobs[row, :num_wanted].tolist(),
-                ],
-                sampled_rank=int(drawn.ranks[row]),
-            )
+            logprobs = _read_row(drawn, row, tokens[row], num_wanted)
         output[scheduled.request.request_id] = SampledToken(tokens[row], logprobs)
     return output
+
+
+def _read_report(report: PromptReport, vocab_size: int) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities of each token; None for one that has no logit."""
+    num_wanted = report.scheduled.request.sampling_params.prompt_logprobs or 0
+    token_ids = report.token_ids.tolist()
+    logprobs: list[TokenLogprobs | None] = []
+    for drawn in jax.device_get(report.drawn):
+        part = token_ids[len(logprobs) : len(logprobs) + len(drawn.ranks)]
+        logprobs += [
+            _read_row(drawn, row, token_id, num_wanted) if token_id < vocab_size else None
+            for row, token_id in enumerate(part)
+        ]
+    return logprobs
+
+
+def _read_row(drawn: SampleOutput, row: int, token_id: int, num_wanted: int) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_ids=[token_id, *drawn.top_token_ids[row, :num_wanted].tolist()],
+        logprobs=[float(drawn.logprobs[row]), *drawn.top_logprobs[row, :num_wanted].tolist()],
+        sampled_rank=int(drawn.ranks[row]),
+    )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
+from mmjax.engine.device.batch import NO_TOKEN, SampleBatch, SampleTables, unpack_edits
 from mmjax.sampling_params import MAX_LOGPROBS
 
 _GROUP = 64
@@ -24,9 +24,9 @@ class SampleOutput(NamedTuple):
 
     token_ids: Int[Array, " R"]
     logprobs: Float[Array, " R"]
-    """Of the sampled tokens, from the raw logits, before temperature and masks."""
+    """Of the sampled tokens, or those asked for; from the raw logits, but for a grammar's mask."""
     ranks: Int[Array, " R"]
-    """Ranks of the sampled tokens by probability, from 1."""
+    """Ranks of these tokens by probability, from 1."""
     top_token_ids: Int[Array, "R W"]
     top_logprobs: Float[Array, "R W"]
 
@@ -47,35 +47,118 @@ def sample_greedy(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 def sample_full(
     logits: Float[Array, "R V"],
     batch: SampleBatch,
-    history: Int[Array, "R S"],
+    tables: SampleTables,
     previous: Int[Array, " sampled"],
 ) -> SampleOutput:
-    """Mask, sample, and compute log-probabilities.
+    """Edit the logits, sample, and compute log-probabilities.
 
-    `history`: tokens of rows with an n-gram size, but for the one in flight, which is a row of the
-    `previous` sample.
+    In the order of vLLM's sampler (v1/sample/sampler.py): masks, bad words, `min_tokens`, biases,
+    penalties, temperature, min-p, top-k and top-p; log-probabilities are of the logits before.
+
+    `previous`: the last sample, with the tokens that the host has not read.
     """
-    each_row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-    allowed = logits.at[each_row, batch.masked_token_ids].set(-jnp.inf, mode="drop")
-    allowed = jax.lax.cond(
-        (batch.ngram_sizes > 0).any(),
-        lambda: _mask_repeated_ngrams(allowed, batch, history, previous),
-        lambda: allowed,
+    masked = jax.lax.cond(
+        batch.has_masks > 0, lambda: _keep_allowed(logits, tables.masks), lambda: logits
+    )
+    edited = _ban(masked, batch, tables, previous)
+    edited = jax.lax.cond(
+        batch.has_penalties > 0,
+        lambda: _penalize(edited, batch, tables.history, previous),
+        lambda: edited,
     )
     is_random = batch.temperature > 0
     drawn = jax.lax.cond(
-        is_random.any(), lambda: _draw(allowed, batch), lambda: jnp.zeros_like(batch.rows)
+        is_random.any(), lambda: _draw(edited, batch), lambda: jnp.zeros_like(batch.rows)
     )
-    token_ids = jnp.where(is_random, drawn, sample_greedy(allowed))
+    token_ids = jnp.where(is_random, drawn, sample_greedy(edited))
+    shown = jnp.where((batch.reports_masked > 0)[:, None], masked, logits)
+    wanted = jnp.where(batch.reported > 0, batch.reported - 1, token_ids)
     reports = jax.lax.cond(
         batch.has_logprobs > 0,
-        lambda: _report(logits, token_ids),
+        lambda: _report(shown, wanted),
         lambda: jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-            jax.eval_shape(_report, logits, token_ids),
+            jax.eval_shape(_report, shown, wanted),
         ),
     )
     return SampleOutput(token_ids, *reports)
+
+
+def _keep_allowed(
+    logits: Float[Array, "R V"], masks: Int[Array, "R _words"]
+) -> Float[Array, "R V"]:
+    bits = (masks[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
+    is_allowed = bits.reshape(len(masks), -1)[:, : logits.shape[1]] > 0
+    return jnp.where(is_allowed, logits, -jnp.inf)
+
+
+def _ban(
+    masked: Float[Array, "R V"],
+    batch: SampleBatch,
+    tables: SampleTables,
+    previous: Int[Array, " sampled"],
+) -> Float[Array, "R V"]:
+    """Mask single tokens, and add biases; a row that would have no token left stays as it is.
+
+    So a grammar that has only its end left may end the text before `min_tokens`.
+    """
+    each_row = jnp.arange(len(masked), dtype=jnp.int32)[:, None]
+
+    def edit() -> Float[Array, "R V"]:
+        edits = unpack_edits(tables.edits)
+        is_met = (edits.last_token_ids < 0) | (
+            edits.last_token_ids == _in_flight(batch, previous)[:, None]
+        )
+        banned = jnp.where(is_met, edits.banned_token_ids, NO_TOKEN)
+        biased = masked.at[each_row, edits.biased_token_ids].add(edits.biases, mode="drop")
+        return biased.at[each_row, banned].set(-jnp.inf, mode="drop")
+
+    edited = jax.lax.cond(batch.has_edits > 0, edit, lambda: masked)
+    edited = edited.at[each_row, batch.masked_token_ids].set(-jnp.inf, mode="drop")
+    edited = jax.lax.cond(
+        (batch.ngram_sizes > 0).any(),
+        lambda: _mask_repeated_ngrams(edited, batch, tables.history, previous),
+        lambda: edited,
+    )
+    is_left = edited.max(-1, keepdims=True) > -jnp.inf
+    return jnp.where(is_left, edited, masked)
+
+
+def _in_flight(batch: SampleBatch, previous: Int[Array, " sampled"]) -> Int[Array, " R"]:
+    """Return each row's last token, of rows where the host has not read it."""
+    return previous[jnp.maximum(batch.token_from, 0)]
+
+
+def _known_tokens(
+    batch: SampleBatch, history: Int[Array, "R S"], previous: Int[Array, " sampled"]
+) -> Int[Array, "R S"]:
+    """Return the history with the tokens in flight in it."""
+    place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    is_last = place == batch.positions[:, None] - 1
+    is_in_flight = is_last & (batch.token_from >= 0)[:, None]
+    return jnp.where(is_in_flight, _in_flight(batch, previous)[:, None], history)
+
+
+def _penalize(
+    logits: Float[Array, "R V"],
+    batch: SampleBatch,
+    history: Int[Array, "R S"],
+    previous: Int[Array, " sampled"],
+) -> Float[Array, "R V"]:
+    """Apply the three penalties, as vLLM's `apply_penalties` (model_executor/layers/utils.py)."""
+    tokens = _known_tokens(batch, history, previous)
+    place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
+    each_row = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
+    is_known = place < batch.positions[:, None]
+    is_output = is_known & (place >= batch.prompt_lengths[:, None])
+    counts = jnp.zeros(logits.shape, jnp.int32)
+    seen = counts.at[each_row, jnp.where(is_known, tokens, NO_TOKEN)].set(1, mode="drop")
+    counts = counts.at[each_row, jnp.where(is_output, tokens, NO_TOKEN)].add(1, mode="drop")
+    has_any = (batch.repetition_penalty > 0)[:, None]
+    repetition = jnp.where(has_any & (seen > 0), batch.repetition_penalty[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - batch.frequency_penalty[:, None] * counts.astype(logits.dtype)
+    return logits - batch.presence_penalty[:, None] * (counts > 0).astype(logits.dtype)
 
 
 def _mask_repeated_ngrams(
@@ -90,8 +173,7 @@ def _mask_repeated_ngrams(
     """
     size, length = batch.ngram_sizes[:, None], batch.positions[:, None]
     place = jnp.arange(history.shape[1], dtype=jnp.int32)[None, :]
-    is_in_flight = (place == length - 1) & (batch.token_from >= 0)[:, None]
-    tokens = jnp.where(is_in_flight, previous[jnp.maximum(batch.token_from, 0)][:, None], history)
+    tokens = _known_tokens(batch, history, previous)
 
     def compare(offset: Int[Array, ""], is_same: Bool[Array, "R S"]) -> Bool[Array, "R S"]:
         """Compare the token `offset` behind each place with that of the last, partial n-gram."""

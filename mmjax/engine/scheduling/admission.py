@@ -7,8 +7,10 @@ import numpy as np
 
 from mmjax.cache.kv.block_hash import PlacedItem
 from mmjax.engine.scheduling.request import EncoderItem, Request
-from mmjax.errors import MediaIdConflictError, RequestValueError
+from mmjax.errors import MediaIdConflictError, RequestRuntimeError, RequestValueError
 from mmjax.rounding import cdiv
+from mmjax.sampling_params import MAX_BAD_WORDS
+from mmjax.transport.messages import EngineCoreRequest
 
 MAX_MASKED_TOKEN_IDS = 32
 """End and stop token ids that `min_tokens` can mask: the width of the sampler's table."""
@@ -20,6 +22,8 @@ class AdmissionLimits:
 
     max_model_len: int
     num_token_ids: int
+    vocab_size: int
+    """Tokens that have a logit, and so can be sampled."""
     num_blocks: int
     block_size: int
     max_num_batched_tokens: int
@@ -71,6 +75,38 @@ class AdmissionLimits:
                 f"{self.encoder_budget}: send fewer items, or raise `max_num_encoder_input_tokens` "
                 "and `encoder_cache_size`",
                 param="prompt",
+            )
+
+    def check_sampling(self, message: EngineCoreRequest) -> None:
+        """Raise `RequestError` for token ids that no logit has, or parts that P0 left out."""
+        params = message.sampling_params
+        listed = {
+            "logit_bias": list(params.logit_bias or ()),
+            "allowed_token_ids": list(params.allowed_token_ids or ()),
+            "bad_words": [token_id for word in message.bad_words_token_ids for token_id in word],
+        }
+        for name, token_ids in listed.items():
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+                raise RequestValueError(
+                    f"`{name}` holds a token that the model cannot give; ids lie in "
+                    f"[0, {self.vocab_size - 1}]",
+                    param=name,
+                )
+        words = message.bad_words_token_ids
+        if len(words) > MAX_BAD_WORDS or not all(words):
+            raise RequestValueError(
+                f"`bad_words` stand for {len(words)} sequences of tokens; give at most "
+                f"{MAX_BAD_WORDS}, none of them empty",
+                param="bad_words",
+            )
+        is_complete = bool(params.bad_words) <= bool(words) and (
+            (params.structured_outputs is None) == (message.grammar is None)
+        )
+        if not is_complete:
+            raise RequestRuntimeError(
+                "the request's sampling parameters come without the tokens or the grammar that P0 "
+                "makes of them",
+                param="sampling_params",
             )
 
     def check_request(self, request: Request) -> None:

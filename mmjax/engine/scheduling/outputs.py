@@ -59,9 +59,12 @@ class SchedulerOutput:
 class SampledToken(msgspec.Struct, frozen=True):
     """The sampled token of one request, with log-probabilities if it asked for them."""
 
-    token_id: int
+    token_id: int = -1
+    """-1: the window did not sample; it reports its prompt's log-probabilities alone."""
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] = ()
+    """Of the prompt's tokens behind those of the window."""
 
 
 ModelRunnerOutput = dict[str, SampledToken]
-"""request_id -> token, of the requests whose window `samples`."""
+"""request_id -> token, of the requests whose window `samples` or has log-probabilities."""

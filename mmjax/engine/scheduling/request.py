@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
+from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -122,6 +124,7 @@ class Request:
         cache_salt: str | None = None,
         lora_name: str | None = None,
         block_hasher: BlockHasher | None = None,
+        logit_rules: LogitRules | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
@@ -143,9 +146,7 @@ class Request:
         """Sampled tokens that the host has not read yet."""
         self.sampled_row = 0
         """Row of the last sample that holds the token in flight."""
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.queued_at = 0.0
         self.started_at = 0.0
         """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
@@ -156,10 +157,10 @@ class Request:
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.lora_name = lora_name
-        eos_token_ids = () if sampling_params.ignore_eos else eos_token_ids
+        self.priority, self.cache_salt, self.lora_name = priority, cache_salt, lora_name
+        self.logit_rules = logit_rules or LogitRules(sampling_params)
+        if sampling_params.ignore_eos and self.logit_rules.grammar is None:
+            eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
@@ -167,6 +168,8 @@ class Request:
         ending_from = self.num_prompt_tokens + sampling_params.min_tokens
         self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
+        self.prompt_logprobs: list[TokenLogprobs | None] = []
+        """Of the prompt's tokens as far as they are known; the first is None."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
         """Of the full blocks of `token_ids`; empty without prefix caching."""
@@ -225,6 +228,30 @@ class Request:
         """Return whether `min_tokens` masks end tokens at a position."""
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether nothing of it can be scheduled: its grammar has not read its last token."""
+        grammar = self.logit_rules.grammar
+        return grammar is not None and (self.num_in_flight > 0 or not grammar.has_next)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether its prompt's log-probabilities are wanted, and were not sent."""
+        return self.sampling_params.prompt_logprobs is not None and not self.num_output_tokens
+
+    def prompt_between(self, start: int, end: int) -> np.ndarray:
+        """Return int32[tokens]: the prompt's tokens at the positions [start, end), if any."""
+        return self.token_ids[start : min(end, self.num_prompt_tokens)]
+
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[TokenLogprobs | None]) -> None:
+        """Add those of the tokens behind a window that starts at `start`.
+
+        A preempted request computes its prompt again: its windows begin anew.
+        """
+        if not start:
+            self.prompt_logprobs = [None]
+        self.prompt_logprobs[start + 1 :] = logprobs
+
     def append_token(self, token_id: int) -> None:
         """Append a sampled token, and finish the request if it ends there."""
         self.token_ids[self.num_tokens] = token_id
@@ -232,12 +259,15 @@ class Request:
         if self._block_hasher is not None:
             self._hash_new_blocks()
         num_output_tokens = self.num_tokens - self.num_prompt_tokens
-        may_stop = num_output_tokens >= self.sampling_params.min_tokens
+        grammar = self.logit_rules.grammar
+        may_stop = num_output_tokens >= self.sampling_params.min_tokens or grammar is not None
         if may_stop and token_id in self.ending_token_ids:
             self.status = RequestStatus.FINISHED_STOPPED
             self.stop_reason = None if token_id == self._own_eos_token_id else token_id
         elif num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
+        elif grammar is not None:
+            grammar.advance(token_id)
 
     def start(self, now: float) -> None:
         """Record when a step first holds it."""

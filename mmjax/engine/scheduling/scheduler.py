@@ -17,7 +17,7 @@ from mmjax.engine.scheduling.admission import ItemSizes
 from mmjax.engine.scheduling.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.windows import WindowFitter
-from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.errors import CapacityError, MediaIdConflictError, RequestError, RequestValueError
 from mmjax.logger import get_logger
 from mmjax.transport.messages import RequestOutputDelta
 
@@ -50,13 +50,9 @@ class WaitingQueue:
         """Return (priority, arrival)."""
         return request.priority, self._arrivals[request.request_id]
 
-    def peek(self) -> Request:
-        """Return the first request without removing it."""
-        return self._entries[0][2]
-
-    def pop(self) -> Request:
-        """Remove and return the first request."""
-        return self._entries.pop(0)[2]
+    def peek(self) -> Request | None:
+        """Return the first request that may run, without removing it."""
+        return next((request for request in self if not request.is_blocked), None)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
@@ -162,6 +158,15 @@ class Scheduler:
                 request.status = RequestStatus.FINISHED_ABORTED
                 self._finish(request)
 
+    def find_failed(self) -> list[tuple[str, RequestError]]:
+        """Return the requests whose grammar cannot go on, and why."""
+        failed = []
+        for request_id, request in self._requests.items():
+            grammar = request.logit_rules.grammar
+            if grammar is not None and (error := grammar.error) is not None:
+                failed.append((request_id, error))
+        return failed
+
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
         return bool(self._requests)
@@ -184,10 +189,14 @@ class Scheduler:
             request = scheduled.request
             if scheduled.encodes:
                 request.times.encode += encode_s
-            # The request has ended since the step was scheduled: drop its token.
-            if not scheduled.samples or request.is_finished:
+            token = sampled.get(request.request_id)
+            # The request may have ended since the step was scheduled: drop its token.
+            if token is None or request.is_finished:
                 continue
-            token = sampled[request.request_id]
+            if token.prompt_logprobs:
+                request.add_prompt_logprobs(scheduled.start, token.prompt_logprobs)
+            if not scheduled.samples:
+                continue
             holds_blocks = request.status is RequestStatus.RUNNING
             request.num_in_flight -= 1
             num_hashed = len(request.block_hashes)
@@ -198,10 +207,12 @@ class Scheduler:
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
             self.num_generation_tokens += 1
+            prompt_logprobs = None
             is_first = request.num_output_tokens == 1
             if is_first:
                 self.num_prompt_tokens += request.num_prompt_tokens
                 request.times.prefill = now - request.started_at - request.times.encode
+                prompt_logprobs = request.prompt_logprobs or None
             deltas.append(
                 RequestOutputDelta(
                     request_id=request.request_id,
@@ -212,6 +223,7 @@ class Scheduler:
                     num_cached_tokens=request.num_cached_tokens,
                     times=request.times if is_first else None,
                     encoded=request.encoded if is_first else [],
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
             if request.is_finished:
@@ -268,6 +280,8 @@ class Scheduler:
         went_first, self._deferred = self._deferred, set()
         while queue and plan.tokens_left:
             request = queue.popleft()
+            if request.is_blocked:
+                continue
             # Reserve one token for each request after this one, but not against deferred ones.
             reserve = 0 if request.request_id in went_first else len(queue)
             num_tokens, items = self._windows.fit(
@@ -304,8 +318,10 @@ class Scheduler:
 
     def _admit_waiting(self, plan: _Plan) -> None:
         most = self._limits.max_num_seqs
-        while self.waiting and plan.tokens_left and len(self.running) < most:
+        while plan.tokens_left and len(self.running) < most:
             request = self.waiting.peek()
+            if request is None:
+                return
             num_tokens, items = 0, []
             if self._windows.start(request, plan.states_left):
                 num_tokens, items = self._windows.fit(request, plan.tokens_left, plan.embeds_left)
@@ -315,7 +331,7 @@ class Scheduler:
             if not (may_run and self.kv_cache.allocate_slots(request.request_id, num_computed)):
                 self._release(request)
                 return
-            self.waiting.pop()
+            self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             request.start(time.monotonic())
             if request.num_preemptions == 0:

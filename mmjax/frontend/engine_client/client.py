@@ -5,6 +5,7 @@ import copy
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -120,6 +121,7 @@ class AsyncEngineClient:
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
         self._lanes = WorkLanes(num_workers)
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         self._streams: dict[str, RequestStream] = {}
         self._max_start_wait_s = max_start_wait_s
         self._stats_log = _stats_log(supervisor, input_processor)
@@ -139,6 +141,7 @@ class AsyncEngineClient:
         await self._resend_queue.stop()
         await self.supervisor.close()
         self._lanes.close()
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self._resend_queue.close()
         # In a thread: another one may still hold the caches' locks.
         await asyncio.to_thread(self.input_processor.close)
@@ -193,6 +196,11 @@ class AsyncEngineClient:
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
+            if (structure := sampling_params.structured_outputs) is not None:
+                # In a thread of its own, so that a slow one delays no request without; `prepare`
+                # finds it read.
+                read = self.input_processor.grammars.read
+                await loop.run_in_executor(self._grammar_thread, read, structure)
             job = partial(self._process, pending, prepare, loop)
             await self._run(job, prompt, pending.cancellation, pending.times, deadline)
         except BaseException:

@@ -102,6 +102,8 @@ def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
             sampling_params=msgspec.structs.replace(
                 params,
                 n=1,
+                # They are the same for all.
+                prompt_logprobs=None if index else params.prompt_logprobs,
                 seed=None if params.seed is None else _next_seed(params.seed, index),
             ),
         )

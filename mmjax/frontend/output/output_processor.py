@@ -124,12 +124,18 @@ class OutputProcessor:
     def _apply(self, sequence: "_Sequence", delta: RequestOutputDelta) -> CompletionOutput:
         params = sequence.params
         token_ids = delta.new_token_ids
-        visible = token_ids
+        visible: Sequence[int] = token_ids
         if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
             # The last id is the EOS or a stop token, which is not part of the text.
             visible = token_ids[:-1]
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
         sequence.parent.note(delta)
+        if delta.prompt_logprobs is not None:
+            sequence.parent.prompt_logprobs = [
+                None if entry is None else self._position(entry) for entry in delta.prompt_logprobs
+            ]
+        if not params.detokenize:
+            visible = ()
         new_text = ""
         num_taken = 0
         for token_id in visible:
@@ -143,7 +149,7 @@ class OutputProcessor:
         taken = token_ids[:num_taken] if is_stopped else token_ids
         logprobs = self._logprobs(delta, len(taken))
         sequence.add(taken, logprobs)
-        if not is_stopped and delta.finish_reason is not None:
+        if params.detokenize and not is_stopped and delta.finish_reason is not None:
             may_stop = len(sequence.token_ids) > params.min_tokens
             new_text += sequence.text.finish(check_stop=may_stop)
             is_stopped = sequence.text.stop_string is not None
@@ -203,6 +209,7 @@ class _Parent:
     sequences: list["_Sequence"] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
     """Hashes of the items that P1 encoded for it."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def note(self, delta: RequestOutputDelta) -> None:
         """Record when tokens came, and what P1 says with the first one."""
@@ -215,7 +222,11 @@ class _Parent:
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
         items = self.request.items if finished else ()
+        prompt_logprobs = self.prompt_logprobs
+        if self.stream:
+            self.prompt_logprobs = None
         return RequestOutput(
+            prompt_logprobs=prompt_logprobs,
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,

@@ -68,6 +68,9 @@ class RequestOutput:
     """The given text; None for token ids."""
     prompt_token_ids: list[int]
     """With placeholders expanded."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per token of the prompt, if they were asked for; None for the first, and for one
+    that the model cannot give (an image's). Streaming, in the first output."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
     num_cached_tokens: int = 0

@@ -21,6 +21,7 @@ from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitte
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
+from mmjax.frontend.prompt.grammars import GrammarReader
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
 from mmjax.model_source import load_generation_defaults
@@ -31,7 +32,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
 from mmjax.request_times import current_times, measuring
-from mmjax.sampling_params import SamplingParams
+from mmjax.sampling_params import MAX_BAD_WORDS, SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 __all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
@@ -62,6 +63,7 @@ class InputProcessor:
         self._pool = ProcessorPool(model_config, self.cache)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
+        self.grammars = GrammarReader()
         self.committer = SenderCacheCommitter(self._pool, self.cache)
         self._random = random.Random(model_config.seed)
         self._counter = count()
@@ -170,7 +172,11 @@ class InputProcessor:
         params = sampling_params or self.default_sampling_params()
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
-        self._check_stop_token_ids(params)
+        self._check_token_ids(params)
+        bad_words = self._tokenize_bad_words(params.bad_words)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = self.grammars.read(params.structured_outputs)
         prepared = self.prepare_inputs(
             parts,
             id_domain=id_domain,
@@ -190,6 +196,8 @@ class InputProcessor:
             cache_salt=parts.cache_salt,
             lora_name=lora_name,
             encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
+            bad_words_token_ids=bad_words,
+            grammar=grammar,
         )
         return ProcessedRequest.create(
             template, prepared, continues_prompt=continues_prompt, times=current_times()
@@ -276,8 +284,9 @@ class InputProcessor:
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
-        """Free the cache's resources outside of Python, and end what decodes. Idempotent."""
+        """End what decodes and what reads grammars, and free the cache's resources. Idempotent."""
         self.connector.close()
+        self.grammars.close()
         if self.cache is not None:
             self.cache.close()
 
@@ -291,13 +300,45 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _check_stop_token_ids(self, params: SamplingParams) -> None:
-        bad = next((i for i in params.stop_token_ids if not 0 <= i < self._vocab_size), None)
-        if bad is not None:
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            token_ids = getattr(params, name) or ()
+            bad = next((i for i in token_ids if not 0 <= i < self._vocab_size), None)
+            if bad is not None:
+                raise RequestValueError(
+                    f"`{name}` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
+                    param=name,
+                )
+
+    def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return each word's tokens, and those it has behind a space if these are others.
+
+        As vLLM's `SamplingParams.update_from_tokenizer`.
+        """
+        if not words:
+            return []
+        sequences: list[list[int]] = []
+        with self._pool.borrow() as processor:
+            tokenizer = processor.info.get_tokenizer()
+            for word in words:
+                plain, spaced = (
+                    list(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+                    for space in ("", " ")
+                )
+                if not plain:
+                    raise RequestValueError(
+                        "`bad_words` holds a text without a token; remove it", param="bad_words"
+                    )
+                sequences.append(plain)
+                if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+                    sequences.append(spaced)
+        if len(sequences) > MAX_BAD_WORDS:
             raise RequestValueError(
-                f"`stop_token_ids` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
-                param="stop_token_ids",
+                f"`bad_words` stand for {len(sequences)} sequences of tokens, with and without a "
+                f"space before; give at most {MAX_BAD_WORDS}",
+                param="bad_words",
             )
+        return sequences
 
     def _check_prompts(self, prepared: PreparedInputs) -> None:
         self._check_prompt(prepared.prompt_token_ids, "prompt")

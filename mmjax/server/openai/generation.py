@@ -32,9 +32,11 @@ from mmjax.server.openai.responses import (
     UsageCounter,
     chat_choice,
     chat_chunk_choice,
+    prompt_logprobs,
     text_choice,
 )
 from mmjax.server.openai.streaming import EventStream, begin, collect, while_connected
+from mmjax.server.openai.structure import errors_of_format
 
 
 class GenerationService:
@@ -59,7 +61,7 @@ class GenerationService:
         make_prompt = partial(self._chat_prompt, body)
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
         options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
-        with _errors_of_messages():
+        with _errors_of_messages(), errors_of_format(body.response_format is not None):
             streams = await self._submit(
                 request,
                 answer_id,
@@ -80,6 +82,7 @@ class GenerationService:
             usage=usage.usage(),
             prompt_token_ids=_prompt_token_ids(body, outputs[0]),
             metrics=self._metrics(body, usage),
+            prompt_logprobs=prompt_logprobs(outputs[0]),
         )
         return json_response(answer)
 
@@ -142,16 +145,17 @@ class GenerationService:
         params = body.sampling_params(self._default_params())
         answer_id = f"cmpl-{uuid.uuid4().hex}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
-        streams = await self._submit(
-            request,
-            answer_id,
-            prompts,
-            params,
-            is_stream=bool(body.stream),
-            continues_prompt=True,
-            id_domain=self._id_domain(request),
-            limits=_limits(body, self._config),
-        )
+        with errors_of_format(body.response_format is not None):
+            streams = await self._submit(
+                request,
+                answer_id,
+                prompts,
+                params,
+                is_stream=bool(body.stream),
+                continues_prompt=True,
+                id_domain=self._id_domain(request),
+                limits=_limits(body, self._config),
+            )
         new_answer = self._answer_factory(answer_id, "text_completion", False)
         options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
         if body.stream:
@@ -164,6 +168,8 @@ class GenerationService:
             for number, output in enumerate(outputs)
             for item in output.outputs
         ]
+        for number, output in enumerate(outputs):
+            choices[number * body.n].prompt_logprobs = prompt_logprobs(output)
         metrics = self._metrics(body, usage)
         return json_response(new_answer(choices=choices, usage=usage.usage(), metrics=metrics))
 

@@ -20,7 +20,14 @@ from pydantic import (
 )
 
 from mmjax.errors import RequestValueError
-from mmjax.sampling_params import MAX_LOGPROBS, MAX_NGRAM_SIZE, SamplingParams
+from mmjax.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_LOGPROBS,
+    MAX_NGRAM_SIZE,
+    SamplingParams,
+)
+from mmjax.server.openai.structure import read_structure
 from mmjax.server.openai.validation import unknown_fields_error
 
 T = TypeVar("T")
@@ -122,9 +129,10 @@ class StreamOptions(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """`response_format`; only text is supported."""
+    """`response_format`; `structure.py` reads its schema."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Object | None = None
 
 
 class GenerationRequest(_Strict):
@@ -138,6 +146,18 @@ class GenerationRequest(_Strict):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     no_repeat_ngram_size: Annotated[StrictInt, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = None
     """HF's; neither OpenAI nor vLLM has it."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: (
+        Annotated[dict[Label, float], Field(max_length=MAX_BIASES, fail_fast=True)] | None
+    ) = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
+        None
+    )
+    structured_outputs: Object | None = None
+    prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
@@ -168,39 +188,23 @@ class GenerationRequest(_Strict):
     holds as well."""
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
     # Not supported: only the value without effect is allowed.
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
     length_penalty: float | None = 1.0
-    logit_bias: Annotated[dict[Label, float], Field(fail_fast=True)] | None = None
     spaces_between_special_tokens: StrictBool = True
     truncate_prompt_tokens: StrictInt | None = None
-    prompt_logprobs: StrictInt | None = None
-    allowed_token_ids: TokenIds | None = None
-    bad_words: Labels | None = None
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
     return_tokens_as_token_ids: StrictBool | None = None
-    structured_outputs: Object | None = None
     media_io_kwargs: Object | None = None
 
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0.0, None),
-        "presence_penalty": (0.0, None),
-        "repetition_penalty": (1.0, None),
         "length_penalty": (1.0, None),
-        "logit_bias": (None, {}),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": (None,),
-        "prompt_logprobs": (None,),
-        "allowed_token_ids": (None,),
-        "bad_words": (None, []),
         "best_of": (None, 1),
         "use_beam_search": (False,),
         "return_tokens_as_token_ids": (None, False),
-        "structured_outputs": (None,),
         "media_io_kwargs": (None, {}),
     }
     """Field -> its values without effect."""
@@ -216,6 +220,11 @@ class GenerationRequest(_Strict):
                 "`stream_options` needs `stream`: true; set it, or leave the options out",
                 param="stream_options",
             )
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestValueError(
+                "`prompt_logprobs` are not streamed; leave them or `stream` out",
+                param="prompt_logprobs",
+            )
 
     def to_sampling_params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
@@ -228,6 +237,17 @@ class GenerationRequest(_Strict):
             top_k=_or(self.top_k, defaults.top_k),
             min_p=_or(self.min_p, defaults.min_p),
             no_repeat_ngram_size=_or(self.no_repeat_ngram_size, defaults.no_repeat_ngram_size),
+            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
+            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
+            logit_bias=self.logit_bias,  # pyright: ignore[reportArgumentType]  # keys are texts
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words or (),
+            structured_outputs=read_structure(
+                self.structured_outputs,
+                None if self.response_format is None else self.response_format.model_dump(),
+            ),
+            prompt_logprobs=self.prompt_logprobs,
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,

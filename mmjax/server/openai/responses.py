@@ -111,6 +111,7 @@ class TextChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """As `ChatAnswer.parsed`; of a stream, in the last chunk."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ItemMetrics(msgspec.Struct, kw_only=True):
@@ -163,6 +164,7 @@ class Answer(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     metrics: RequestMetrics | msgspec.UnsetType = msgspec.UNSET
     """If the request asks; of a stream, in the last chunk."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -311,6 +313,13 @@ def text_choice(
         token_ids=options.token_ids(output),
         parsed=_parsed(output),
     )
+
+
+def prompt_logprobs(
+    output: RequestOutput,
+) -> list[dict[int, Logprob] | None] | msgspec.UnsetType:
+    """Return those of a prompt's tokens, as vLLM's, if the request wants them."""
+    return msgspec.UNSET if output.prompt_logprobs is None else output.prompt_logprobs
 
 
 def _parsed(output: CompletionOutput) -> Mapping[str, Any] | msgspec.UnsetType:

@@ -1,0 +1,180 @@
+"""Grammars of structured outputs in P1: which tokens of the vocabulary may come next.
+
+Computed in threads of their own, so that no step waits for one: a request is scheduled again once
+its grammar has read its last token. Knows nothing of requests or of the device.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from mmjax.cache.lru import LRUCache
+from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
+from mmjax.logger import get_logger
+from mmjax.rounding import cdiv
+from mmjax.structured_outputs import STACK_BYTES, make_limits, shorten
+
+logger = get_logger(__name__)
+
+NUM_THREADS = 2
+CACHE_CHARS = 2**20
+"""Texts of the grammars that are kept as they are before their first token."""
+_PARAM = "structured_outputs"
+
+
+class Grammar:
+    """The state of one request's grammar. Only the engine's thread calls it."""
+
+    def __init__(
+        self,
+        submit: "Callable[[Callable[[], np.ndarray]], Future[np.ndarray]]",
+        make_matcher: Callable[[], Any],
+        num_words: int,
+    ) -> None:
+        """Begin to find the first tokens, in another thread."""
+        self._submit = submit
+        self._num_words = num_words
+        self._matcher: Any = None
+        self._job = submit(partial(self._start, make_matcher))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `allowed_bits` are those of the next token."""
+        return self._job.done() and self._job.exception() is None
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why the grammar cannot go on; None while it is not known to fail."""
+        error = self._job.exception() if self._job.done() else None
+        if error is None or isinstance(error, RequestError):
+            return error
+        logger.error("a grammar failed", exc_info=error)
+        return InternalError("internal error in a grammar")
+
+    @property
+    def allowed_bits(self) -> np.ndarray:
+        """int32[words]: a bit for each token that may come next."""
+        return self._job.result()
+
+    def advance(self, token_id: int) -> None:
+        """Begin to read a token, in another thread."""
+        assert self.has_next, "its last token was read before it was scheduled"
+        self._job = self._submit(partial(self._read, token_id))
+
+    def _start(self, make_matcher: Callable[[], Any]) -> np.ndarray:
+        self._matcher = make_matcher()
+        return self._find_bits()
+
+    def _read(self, token_id: int) -> np.ndarray:
+        if not self._matcher.consume_token(token_id):
+            raise RequestRuntimeError(
+                f"no token that `{_PARAM}` allows here may be sampled; check it against "
+                "`allowed_token_ids`",
+                param=_PARAM,
+            )
+        return self._find_bits()
+
+    def _find_bits(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():
+            raise RequestRuntimeError(
+                f"`{_PARAM}` cannot go on ({shorten(self._matcher.get_error())}); make it simpler",
+                param=_PARAM,
+            )
+        return bits[: self._num_words]
+
+
+class Grammars:
+    """Makes the grammars of one engine's requests."""
+
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
+        """Load nothing: the vocabulary is read for the first grammar, which takes a second or so.
+
+        Args:
+            load_tokenizer: Returns HF's.
+            vocab_size: Tokens that have a logit.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mmjax-grammar")
+        self._pending: set[Future[np.ndarray]] = set()
+        self._lock = threading.Lock()
+        self._vocabularies: dict[tuple[int, ...], Any] = {}
+        """By the tokens that end a text."""
+        self._started: LRUCache[tuple[tuple[int, ...], str], Any] = LRUCache(
+            CACHE_CHARS, getsizeof=_count_chars
+        )
+
+    def start(self, text: str, eos_token_ids: Sequence[int]) -> Grammar:
+        """Return the grammar of a request, which is not ready yet."""
+        make_matcher = partial(self._make_matcher, text, tuple(eos_token_ids))
+        return Grammar(self._submit, make_matcher, cdiv(self._vocab_size, 32))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a grammar is ready; return False, at once, if there is none to wait for."""
+        pending = set(self._pending)
+        wait(pending, timeout_s, FIRST_COMPLETED)
+        return bool(pending)
+
+    def close(self) -> None:
+        """Start no more jobs, without waiting for running ones. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, job: Callable[[], np.ndarray]) -> "Future[np.ndarray]":
+        # A thread that the pool starts for the job gets the stack.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            future = self._pool.submit(job)
+        finally:
+            threading.stack_size(before)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def _make_matcher(self, text: str, eos_token_ids: tuple[int, ...]) -> Any:
+        from llguidance import LLMatcher
+
+        with self._lock:
+            started = self._started.get((eos_token_ids, text))
+            if started is None:
+                vocabulary = self._find_vocabulary(eos_token_ids)
+                started = _Started(text, LLMatcher(vocabulary, text, limits=make_limits()))
+                self._started[eos_token_ids, text] = started
+            matcher = started.matcher.deep_copy()
+        if matcher.is_error():
+            raise RequestValueError(
+                f"`{_PARAM}` cannot be used: {shorten(matcher.get_error())}; mend it",
+                param=_PARAM,
+            )
+        return matcher
+
+    def _find_vocabulary(self, eos_token_ids: tuple[int, ...]) -> Any:
+        """Return llguidance's tokenizer, over as many tokens as the model or HF's has."""
+        from llguidance.hf import from_tokenizer
+
+        found = self._vocabularies.get(eos_token_ids)
+        if found is None:
+            tokenizer = self._load_tokenizer()
+            num_tokens = max(self._vocab_size, max(tokenizer.get_vocab().values()) + 1)
+            eos = list(eos_token_ids)
+            found = from_tokenizer(copy.copy(tokenizer), n_vocab=num_tokens, eos_token=eos)
+            self._vocabularies[eos_token_ids] = found
+        return found
+
+
+class _Started:
+    """A grammar before its first token."""
+
+    def __init__(self, text: str, matcher: Any) -> None:
+        self.text = text
+        self.matcher = matcher
+
+
+def _count_chars(started: _Started) -> int:
+    # What little ones take besides.
+    return 4096 + len(started.text)

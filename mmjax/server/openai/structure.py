@@ -1,0 +1,73 @@
+"""`structured_outputs` and `response_format` of a body, as what its answer must match."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.sampling_params import StructuredOutputsParams
+
+_SCHEMA = "response_format.json_schema.schema"
+_FIELDS = frozenset(StructuredOutputsParams.__struct_fields__)
+_SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
+
+
+def read_structure(
+    structured_outputs: Mapping[str, Any] | None, response_format: Mapping[str, Any] | None
+) -> StructuredOutputsParams | None:
+    """Return the structure that a body asks for; RequestError names a wrong field."""
+    formatted = None if response_format is None else _read_format(response_format)
+    if structured_outputs is None:
+        return formatted
+    if formatted is not None:
+        raise RequestValueError(
+            "`response_format` and `structured_outputs` both say what the answer must match; "
+            "leave one of them out",
+            param="structured_outputs",
+        )
+    _check_names(structured_outputs, _FIELDS, "structured_outputs")
+    given = {name: value for name, value in structured_outputs.items() if value is not None}
+    return StructuredOutputsParams(**given)
+
+
+def _read_format(response_format: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    kind, described = response_format.get("type"), response_format.get("json_schema")
+    if described is not None and kind != "json_schema":
+        raise RequestValueError(
+            f"`response_format.json_schema` has no effect with the type {kind}; leave it out",
+            param="response_format.json_schema",
+        )
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        return None
+    path = "response_format.json_schema"
+    if not isinstance(described, Mapping):
+        raise RequestTypeError(f"`{path}` is missing; give an object with a `schema`", param=path)
+    _check_names(described, _SCHEMA_FIELDS, path)
+    if not isinstance(described.get("schema"), Mapping):
+        raise RequestTypeError(f"`{_SCHEMA}` is missing; give a JSON schema", param=_SCHEMA)
+    with errors_of_format(True):
+        return StructuredOutputsParams(json=described["schema"])
+
+
+@contextmanager
+def errors_of_format(has_format: bool, /) -> Iterator[None]:
+    """Rename the field of errors from `structured_outputs`, if the body said it otherwise."""
+    try:
+        yield
+    except RequestError as error:
+        if has_format and (error.param or "").startswith("structured_outputs"):
+            error.message = error.message.replace(f"`{error.param}`", f"`{_SCHEMA}`")
+            error.param = _SCHEMA
+        raise
+
+
+def _check_names(given: Mapping[str, Any], known: frozenset[str], path: str) -> None:
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is not None:
+        raise RequestValueError(
+            f"`{path}.{unknown[:64]}` is not a field that mmjax knows; it has "
+            f"{', '.join(sorted(known))}",
+            param=f"{path}.{unknown[:64]}",
+        )

@@ -1,0 +1,149 @@
+"""Grammars of llguidance for structured outputs, and the limits that they are read under.
+
+A grammar may still crash what reads it (thousands of rules that each name the next overflow its
+stack), or take minutes: P0 reads one in a process of its own first (`frontend/prompt/grammars.py`).
+
+    python -m mmjax.structured_outputs 2.0     # that process: CPU seconds; a line in, a line out
+"""
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+
+from mmjax.sampling_params import StructuredOutputsParams
+
+MAX_ERROR_CHARS = 300
+MAX_BYTES = 2**31
+"""Address space of the process."""
+READER_STACK_BYTES = 2**22
+"""Of the thread that reads a grammar in the process."""
+STACK_BYTES = 2**26
+"""Of a thread that reads it in P1: what passed in the process passes there."""
+
+
+class ReadGrammar(msgspec.Struct):
+    """A grammar, or what is wrong with it."""
+
+    grammar: str = ""
+    error: str = ""
+
+
+def make_limits() -> Any:
+    """Return llguidance's limits (`LLParserLimits`), in P0 and P1 alike."""
+    # On use only: few requests have a grammar.
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        # 1 to 2 kB each, of one request.
+        max_lexer_states=25_000,
+        # Details of the parser's state say nothing to a client.
+        verbose_errors=False,
+    )
+
+
+def make_grammar(params: StructuredOutputsParams) -> str:
+    """Return the grammar of what the answer must match; ValueError if there is none."""
+    from llguidance import LLMatcher, grammar_from
+
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        return grammar_from("grammar", params.grammar)
+    if params.choice is not None:
+        return grammar_from("choice", json.dumps(params.choice))
+    return LLMatcher.grammar_from_json_schema(_read_schema(params), overrides=_options(params))
+
+
+def find_error(grammar: str) -> str:
+    """Return what is wrong with a grammar; "" if nothing is."""
+    from llguidance import LLMatcher
+
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=make_limits())
+    return messages[0] if is_error else ""
+
+
+def shorten(error: str) -> str:
+    """Return an error of llguidance's in one line, of bounded length."""
+    text = " ".join(error.split())
+    return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
+
+
+def _read_schema(params: StructuredOutputsParams) -> Any:
+    if params.json is None:
+        return {"type": "object"}
+    assert isinstance(params.json, str), "a dict becomes its text"
+    schema = json.loads(params.json)
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise ValueError("a JSON schema is an object, or true")
+    return _close_objects(schema) if params.disable_additional_properties else schema
+
+
+def _options(params: StructuredOutputsParams) -> Any:
+    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+    if params.whitespace_pattern is not None:
+        options["whitespace_pattern"] = params.whitespace_pattern
+    return options
+
+
+def _close_objects(schema: Any) -> Any:
+    """Return the schema with no properties but the named ones, wherever it describes an object."""
+    if isinstance(schema, list):
+        return [_close_objects(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _close_objects(part) for name, part in schema.items()}
+    if "properties" in closed or "patternProperties" in closed:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+# ---- the process --------------------------------------------------------------------------------
+
+
+def _read(line: str) -> ReadGrammar:
+    params = msgspec.json.decode(line, type=StructuredOutputsParams)
+    try:
+        grammar = make_grammar(params)
+        return ReadGrammar(grammar=grammar, error=shorten(find_error(grammar)))
+    except (ValueError, RecursionError) as error:
+        return ReadGrammar(error=shorten(str(error)))
+
+
+def _serve(cpu_seconds: float) -> None:
+    for line in sys.stdin:
+        # Nothing here takes the signal: it ends the process.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+        answer = _read(line)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(answer)
+
+
+def _write(answer: ReadGrammar) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+def _main(cpu_seconds: float) -> None:
+    # A Ctrl-C is for the server, which ends this process when it is done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warm = StructuredOutputsParams(json_object=True)
+    first = _read(msgspec.json.encode(warm).decode())
+    threading.stack_size(READER_STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(cpu_seconds,), daemon=True)
+    thread.start()
+    _write(first)
+    thread.join()
+
+
+if __name__ == "__main__":
+    _main(float(sys.argv[1]))

@@ -1,0 +1,142 @@
+"""Grammars are read in a process of their own: what is wrong with one is a 400 that names it."""
+
+import random
+import string
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mmjax.errors import RequestTypeError, RequestValueError
+from mmjax.frontend.prompt.grammars import GrammarReader
+from mmjax.sampling_params import StructuredOutputsParams
+
+NUM_BAD = 60
+NUM_BAD_SLOW = 1000
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[GrammarReader]:
+    reader = GrammarReader(cpu_seconds=0.5)
+    yield reader
+    reader.close()
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Return a schema whose definitions each hold the next."""
+    links: dict[str, Any] = {
+        f"{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/{n + 1}"}}}
+        for n in range(length)
+    }
+    return {"$defs": {**links, f"{length}": {"type": "string"}}, "$ref": "#/$defs/0"}
+
+
+DEADLY = {
+    "crashes": {"grammar": "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(4500))},
+    "crashes by a schema": {"json": chain(850)},
+    "takes minutes": {
+        "json": {
+            "type": "object",
+            "patternProperties": {f"^a{n}.*b{n}$": {"type": "string"} for n in range(1000)},
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("given", DEADLY.values(), ids=DEADLY)
+def test_what_kills_the_process_is_refused(reader: GrammarReader, given: dict[str, Any]) -> None:
+    params = StructuredOutputsParams(**given)
+    with pytest.raises(RequestValueError, match="too large or too deep") as caught:
+        reader.read(params)
+    assert caught.value.param == f"structured_outputs.{params.kind}"
+    assert reader.read(StructuredOutputsParams(choice=["a", "b"]))
+    process = reader._process
+    with pytest.raises(RequestValueError, match="too large"):
+        reader.read(params)
+    assert reader._process is process, "it is known, and not read again"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "(a+)+b"},
+        {"regex": "a{1,1000000}"},
+        {"regex": "(a{1,1000}){1,1000}"},
+        {"json": {"type": "array", "minItems": 10**6, "items": {"type": "string"}}},
+        {"json": {}},
+        {"json": "true"},
+        {"json_object": True, "disable_any_whitespace": True},
+        {"json": {"type": "object"}, "whitespace_pattern": " ?"},
+        {"choice": ['"', "\\", "a|b", "/x/", "\n", "é✓", "\x01"]},
+        {"grammar": 'root ::= "a" | "b" root'},
+        {"grammar": 'start: A+\nA: "x"'},
+    ],
+    ids=str,
+)
+def test_what_can_be_read_becomes_a_grammar(reader: GrammarReader, given: dict[str, Any]) -> None:
+    assert reader.read(StructuredOutputsParams(**given))
+
+
+def test_objects_are_closed_where_it_is_asked(reader: GrammarReader) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
+    closed = reader.read(StructuredOutputsParams(json=schema, disable_additional_properties=True))
+    assert closed.count('"additionalProperties":false') == 2
+    assert "additionalProperties" not in reader.read(StructuredOutputsParams(json=schema))
+
+
+def test_errors_name_the_field_and_are_short(reader: GrammarReader) -> None:
+    with pytest.raises(RequestValueError) as caught:
+        reader.read(StructuredOutputsParams(regex="(" * 60_000))
+    assert caught.value.param == "structured_outputs.regex"
+    assert len(caught.value.message) < 500
+    assert "\n" not in caught.value.message
+
+
+def bad(chance: random.Random) -> dict[str, Any]:
+    """Return something that is no structure, or hardly one."""
+    junk = "".join(chance.choices(string.printable, k=chance.randint(1, 60)))
+    broken = {
+        "type": chance.choice(["colour", 3, None, ["x"], {}]),
+        chance.choice(["minLength", "maxItems", "pattern", "$ref", "properties", "required"]): (
+            chance.choice([-1, "((", {"a": 1}, [1], "#/nowhere", "http://127.0.0.1/a", 1e400])
+        ),
+    }
+    return chance.choice(
+        [
+            {"json": junk},
+            {"json": broken},
+            {"json": {"type": "object", "properties": {"a": broken}}},
+            {"json": {"allOf": [{"$ref": "#"}, broken]}},
+            {"regex": "(" + junk},
+            {"regex": "(?=" + junk.replace("\\", "") + ")"},
+            {"grammar": junk},
+            {"grammar": "start: " + junk},
+            {"grammar": f"root ::= {junk} undefined"},
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "number", [NUM_BAD, pytest.param(NUM_BAD_SLOW, marks=pytest.mark.slow)], ids=str
+)
+def test_bad_ones_are_refused_and_the_next_is_read(reader: GrammarReader, number: int) -> None:
+    chance = random.Random(number)
+    params: list[str] = []
+    for _ in range(number):
+        try:
+            reader.read(StructuredOutputsParams(**bad(chance)))
+        except (RequestValueError, RequestTypeError) as error:
+            params.append(error.param or "")
+    assert len(params) > 0.8 * number
+    assert {param.partition(".")[0] for param in params} == {"structured_outputs"}
+    assert reader.read(StructuredOutputsParams(regex="a+"))
+
+
+@pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)], ids=str)
+def test_what_is_kept_is_bounded(reader: GrammarReader, number: int) -> None:
+    for n in range(number):
+        reader.read(StructuredOutputsParams(json={"type": "string", "const": f"{n}" * 50}))
+    known = reader._known
+    assert known.currsize <= known.capacity
+    assert len(known) <= known.capacity // 1024
