@@ -17,6 +17,13 @@ MAX_NGRAM_SIZE = 32
 """Maximum of `no_repeat_ngram_size`: a step compares so many tokens at each place of a sequence."""
 
 
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must be, under vLLM's names; one of them."""
+
+    json: str | None = None
+    """A JSON schema."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's sampling parameters, as far as mmjax supports them.
 
@@ -43,6 +50,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     no_repeat_ngram_size: int = 0
     """So many tokens in a row never come twice, in prompt and answer together, as in HF's
     `generate`; 0: no limit. vLLM has no such field."""
+
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         for name, to_type in _TYPES.items():
@@ -132,6 +141,7 @@ _TYPES: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _to_optional_integer,
     "skip_special_tokens": _to_bool,
     "no_repeat_ngram_size": _to_integer,
+    "structured_outputs": lambda name, value: value,
 }
 """Conversion of each field to its declared type, or an error."""
 

@@ -13,9 +13,10 @@ from PIL import Image
 from mmjax import MULTIMODAL_REGISTRY
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestError
-from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
+from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.literals import ControlTokens
 from mmjax.models.gemma3.processor import (
     Gemma3DummyInputsBuilder,
     Gemma3MultiModalProcessor,

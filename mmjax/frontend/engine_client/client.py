@@ -7,11 +7,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from typing import TypeVar
 
 from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     EngineUnavailableError,
     InternalError,
+    RequestCancelledError,
     RequestError,
     RequestTimeoutError,
 )
@@ -38,6 +40,8 @@ from mmjax.transport.messages import (
 )
 
 logger = get_logger(__name__)
+
+T = TypeVar("T")
 
 PromptSource = PromptType | Callable[[], PromptType]
 """A prompt, or a function that makes it (decodes its images) outside of the event loop."""
@@ -71,6 +75,12 @@ class RequestStream:
         """Queue an output, or the error that ends the stream."""
         self._is_done = isinstance(item, RequestError) or item.finished
         self._queue.put_nowait(item)
+
+    def cancel(self) -> None:
+        """Abort the request; whoever reads the stream gets RequestCancelledError."""
+        if not self._is_done:
+            self._client.abort(self.request.request_id)
+            self.put(RequestCancelledError())
 
     def close(self) -> None:
         """Abort the request unless it has finished."""
@@ -201,10 +211,29 @@ class AsyncEngineClient:
             raise _unavailable(self.supervisor)
         return pending.handle
 
-    async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
-        """Process a prompt, and describe the result; counts as a request meanwhile."""
+    async def explain(
+        self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True
+    ) -> Explanation:
+        """Process a prompt, and describe the result; counts as a request meanwhile.
+
+        Without `is_bounded`, the prompt may be too long for the model.
+        """
+        explain = partial(self.input_processor.explain, id_domain=id_domain, is_bounded=is_bounded)
+        make_prompt = _make_once(prompt)
+        return await self._work(lambda control: explain(make_prompt(), control=control))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids; counts as a request meanwhile."""
+        tokenize = self.input_processor.tokenize
+        return await self._work(lambda _: tokenize(text, add_special_tokens=add_special_tokens))
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of token ids; counts as a request meanwhile."""
+        return await self._work(lambda _: self.input_processor.detokenize(token_ids))
+
+    async def _work(self, job: Callable[[DecodeControl], T]) -> T:
+        """Run a job in a thread for requests."""
         self._admit(1)
-        job = partial(_explain, self.input_processor, _make_once(prompt), id_domain)
         cancellation = Cancellation()
         try:
             return await self._lanes.run(job, cancellation)
@@ -376,15 +405,6 @@ def _internal_error() -> RequestError:
 def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
     """Return a function that makes the prompt at its first call, and caches it."""
     return cache(prompt) if callable(prompt) else lambda: prompt
-
-
-def _explain(
-    input_processor: InputProcessor,
-    make_prompt: Callable[[], PromptType],
-    id_domain: str | None,
-    control: DecodeControl,
-) -> Explanation:
-    return input_processor.explain(make_prompt(), id_domain=id_domain, control=control)
 
 
 def _error_of(failure: RequestFailed) -> RequestError:

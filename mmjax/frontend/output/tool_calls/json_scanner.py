@@ -59,7 +59,7 @@ class JsonValueScanner:
 
 
 class JsonCallScanner:
-    """Reads `{"name": ..., "arguments": {...}}`, with `parameters` as another word for arguments."""
+    """Reads `{"name": ..., "arguments": {...}}`; `parameters` is another word for arguments."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -7,7 +7,7 @@ take the same way as streams. No regular expressions: a model's text may be a us
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
 from mmjax.frontend.output.tool_calls.json_scanner import (
@@ -24,6 +24,7 @@ _MAX_HELD_CHARS = 1024
 """Of text that may yet be part of a call; more is text, so that the time stays linear."""
 
 
+@runtime_checkable
 class ToolCallParser(Protocol):
     """Reads one answer."""
 
@@ -70,7 +71,7 @@ class JsonCallParser:
         takes_names: bool = False,
         tool_names: Collection[str] = (),
     ) -> None:
-        """`unmarked`: calls need no `start`, at the answer's beginning, if a tool has their name."""
+        """`unmarked`: the answer may begin with a call without `start`, of a tool's name."""
         self._start, self._end = start, end
         self._takes_names = takes_names
         self._tool_names = tool_names if unmarked else None
