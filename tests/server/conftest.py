@@ -21,7 +21,6 @@ from mmjax.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
 
-
 T = TypeVar("T")
 
 TOOLS_TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}{% endif -%}

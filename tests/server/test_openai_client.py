@@ -470,11 +470,13 @@ def test_errors(
         async with server.async_openai() as client:
             await client.chat.completions.create(**body)
 
-    with pytest.raises(kind) as caught:
+    def create_in_mode() -> Any:
         if mode == "async":
-            server.in_loop(create)
-        else:
-            server.openai().chat.completions.create(**body)
+            return server.in_loop(create)
+        return server.openai().chat.completions.create(**body)
+
+    with pytest.raises(kind) as caught:
+        create_in_mode()
     assert caught.value.param == param, caught.value.message
     assert caught.value.request_id
 

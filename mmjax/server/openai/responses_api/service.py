@@ -262,19 +262,22 @@ def _new_stored(
     response: ResponseObject,
 ) -> StoredResponse:
     given = body.input
-    items = (
-        [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
-        if isinstance(given, str)
-        else given
-    )
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return StoredResponse(
         response=response,
         owner=_owner(request),
-        input_items=[
-            {"id": f"msg_{uuid.uuid4().hex}", "type": "message", **item} for item in items
-        ],
+        input_items=[_shown_item(item) for item in items],
         messages=list(conversation.messages),
     )
+
+
+def _shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an item of the input with an id, and its text as a part."""
+    shown = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", **item}
+    if isinstance(shown.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": shown["content"]}]
+    return shown
 
 
 def _answer_of(response: ResponseObject) -> Message:
