@@ -19,7 +19,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_page import api_page
-from mmjax.server.connections import HeaderCountMiddleware
+from mmjax.server.connections import HeaderLimitMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
@@ -90,7 +90,11 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id"],
         )
-    app.add_middleware(HeaderCountMiddleware, max_headers=config.h11_max_header_count)
+    app.add_middleware(
+        HeaderLimitMiddleware,
+        max_headers=config.h11_max_header_count,
+        max_bytes=config.h11_max_incomplete_event_size,
+    )
     app.add_middleware(RequestIdMiddleware)
     return app
 

@@ -546,7 +546,7 @@ def test_what_the_template_has_no_place_for_is_refused_by_name(
 def test_fields_that_nothing_reads_are_refused_by_name(parser: ChatParser) -> None:
     empty = {"tool_calls": [], "audio": None, "annotations": [], "function_call": None}
     assert text_of(parser.parse(answered(**empty))) == text_of(parser.parse(answered()))
-    with pytest.raises(RequestError, match="messages\\[1\\].sentiment` has no effect") as caught:
+    with pytest.raises(RequestError, match="sentiment` has no effect") as caught:
         parser.parse(answered(sentiment=["x"]))
     assert caught.value.param == "messages[1].sentiment"
     with pytest.raises(RequestError, match="no place for it") as caught:

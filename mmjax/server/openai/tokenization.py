@@ -1,5 +1,6 @@
 """/tokenize and /detokenize, with vLLM's bodies."""
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from mmjax.server.openai.protocol import (
     TokenIds,
 )
 from mmjax.server.openai.streaming import while_connected
+from mmjax.server.openai.validation import validated
 
 
 class TokenizeRequest(Strict):
@@ -74,9 +76,8 @@ class TokenizationService:
         if body.messages is None:
             token_ids = await self._tokenize_text(request, body)
         else:
-            chat = ChatCompletionRequest.model_validate(
-                body.model_dump(exclude_none=True, exclude={"return_token_strs", "prompt"})
-            )
+            fields = body.model_dump(exclude_none=True, exclude={"return_token_strs", "prompt"})
+            chat = await asyncio.to_thread(validated, ChatCompletionRequest, fields)
             explained = await self._generation.explain_chat(request, chat, is_bounded=False)
             token_ids = explained.prompt_token_ids
         input_processor = self._client.input_processor

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -35,7 +34,7 @@ from mmjax.server.openai.responses_api.objects import (
 from mmjax.server.openai.responses_api.protocol import ResponsesRequest
 from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
 from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect
-from mmjax.server.openai.validation import refusal_of
+from mmjax.server.openai.validation import validated
 
 _DEFAULT_PAGE = 20
 _MAX_PAGE = 100
@@ -234,12 +233,7 @@ def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompleti
         "tool_choice": to_chat_tool_choice(body.tool_choice),
         "response_format": to_chat_format(None if body.text is None else body.text.format),
     }
-    try:
-        return ChatCompletionRequest.model_validate(fields)
-    except ValidationError as error:
-        refusal = refusal_of(error)
-    # Outside of `except`, so that the error does not reference pydantic's, and so the body.
-    raise refusal
+    return validated(ChatCompletionRequest, fields)
 
 
 @contextmanager
