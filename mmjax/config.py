@@ -13,6 +13,7 @@ from typing import Any, Literal
 from mmjax.errors import ConfigError
 from mmjax.settings import Setting, check_settings, setting, settings_of
 
+ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -21,6 +22,7 @@ Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ToolCallParserName = Literal["hermes", "internlm", "llama3_json", "mistral", "pythonic"]
 
 DEFAULT_SHM_OBJECT_SIZE_MB = 128
 """Default of the largest item in shared memory."""
@@ -267,6 +269,16 @@ class ModelConfig:
         None,
         "Chat template that replaces the checkpoint's: a file, or the template itself.",
         unset="the checkpoint's, else the family's",
+    )
+    chat_template_content_format: ChatContentFormat = setting(
+        "auto",
+        """What the chat template takes as a message's content. string: one text; openai: a list of
+        parts; auto: as its syntax tree says.""",
+    )
+    interleave_mm_strings: bool = setting(
+        False,
+        """Whether placeholders stand where the parts stood, for templates that take one text;
+        otherwise before the message's text.""",
     )
     seed: int = setting(
         0,
@@ -532,8 +544,52 @@ class ServerConfig:
         minimum=0,
     )
     trust_request_chat_template: bool = setting(
-        False, "Whether HTTP clients may send a `chat_template`, which is rendered in a sandbox."
+        False,
+        """Whether HTTP clients may send a `chat_template`, which is rendered in a process of its
+        own, and `chat_template_kwargs`.""",
     )
+    chat_template_render_timeout_s: float = setting(
+        10.0,
+        "Seconds after which the rendering of a request's own chat template is ended.",
+        name="chat_template_render_timeout",
+        above=0,
+        maximum=3600,
+    )
+    enable_auto_tool_choice: bool = setting(
+        False,
+        """Whether answers to requests with `tools` and `tool_choice` "auto" are read for tool
+        calls.""",
+    )
+    tool_call_parser: ToolCallParserName | None = setting(
+        None,
+        "Format of the model's tool calls.",
+        unset="by the marks in the chat template",
+    )
+    max_num_stored_responses: int = setting(
+        1024,
+        """Responses of `/v1/responses` that are kept for `previous_response_id` and for being
+        read again; 0: none.""",
+        minimum=0,
+    )
+    max_stored_responses_bytes: int = setting(
+        256 * 2**20, "Size of the kept responses, with the pictures in them.", minimum=1
+    )
+    h11_max_incomplete_event_size: int = setting(
+        64 * 2**10, "Size of a request's line and headers; larger ones are refused.", minimum=1024
+    )
+    h11_max_header_count: int = setting(
+        256, "Number of a request's headers; more are refused with 431.", minimum=1
+    )
+    max_num_connections: int = setting(
+        4096, "Open connections; further ones are closed at once.", minimum=1
+    )
+    request_head_timeout_s: float = setting(
+        30.0,
+        "Seconds from a connection's beginning to the end of its first request's headers; 0: any.",
+        name="request_head_timeout",
+        minimum=0,
+    )
+    disable_fastapi_docs: bool = setting(False, "Whether `/docs` and `/openapi.json` are left out.")
     uvicorn_log_level: LogLevel = setting("info", "Log level of uvicorn.")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         ("/health", "/ready", "/metrics"),

@@ -46,6 +46,13 @@ class ModelNotFoundError(RequestValueError):
     code = "model_not_found"
 
 
+class ResponseNotFoundError(RequestValueError):
+    """A response of `/v1/responses` that is not kept."""
+
+    status = 404
+    code = "response_not_found"
+
+
 class MediaError(RequestValueError):
     """Media that could not be fetched or decoded."""
 

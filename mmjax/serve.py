@@ -139,6 +139,7 @@ async def _run(
 ) -> int:
     import uvicorn
 
+    from mmjax.server.connections import limited_protocol
     from mmjax.server.draining import DrainingServer
 
     configure_http_logging(process="P0", quiet_paths=config.disable_access_log_for_endpoints)
@@ -147,7 +148,11 @@ async def _run(
             app,
             log_config=None,
             # h11 limits the size of a request's head; httptools does not.
-            http="h11",
+            http=limited_protocol(
+                max_connections=config.max_num_connections,
+                head_timeout_s=config.request_head_timeout_s,
+            ),
+            h11_max_incomplete_event_size=config.h11_max_incomplete_event_size,
             ws="none",
             root_path=config.root_path,
             log_level=config.uvicorn_log_level,

@@ -92,6 +92,8 @@ class EchoEngine:
         self.running: dict[str, _Running] = {}
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.answer: list[int] | None = None
+        """What is said instead of an echo."""
         self._deadlines = Deadlines()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -102,7 +104,7 @@ class EchoEngine:
         if request.prompt_token_ids[-1] == REFUSED_TOKEN:
             raise RequestValueError("the engine does not like this prompt", param="prompt")
         self.added.append(request)
-        script = list(request.prompt_token_ids)
+        script = list(request.prompt_token_ids if self.answer is None else self.answer)
         if request.sampling_params.ignore_eos:
             script = script * (request.sampling_params.max_tokens or 1)
         self.running[request.request_id] = _Running(request, script)

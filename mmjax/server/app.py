@@ -18,14 +18,27 @@ from mmjax.errors import ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.server.api_page import api_page
+from mmjax.server.connections import HeaderLimitMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.responses import ModelCard, ModelList
+from mmjax.server.openai.responses_api.protocol import ResponsesRequest
+from mmjax.server.openai.responses_api.service import ResponsesService
+from mmjax.server.openai.tokenization import (
+    DetokenizeRequest,
+    TokenizationService,
+    TokenizeRequest,
+)
 from mmjax.server.playground import PAGE_FILES, serve_page
 
+_BODIES: tuple[type[BaseModel], ...] = (
+    *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
+    *(TokenizeRequest, DetokenizeRequest),
+)
 _SCHEMAS = "#/components/schemas/"
 
 
@@ -39,28 +52,36 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
             yield
         finally:
             reader.close()
+            generation.close()
             await client.close()
 
     reader = RequestReader(config.request_body_timeout_s)
+    generation = GenerationService(client, chat, config)
     app = FastAPI(
         title="mmjax",
         version=__version__,
         lifespan=lifespan,
-        # No /docs: the page would load scripts from other hosts.
+        # FastAPI's pages would load scripts from other hosts; /docs is a page of ours.
         docs_url=None,
         redoc_url=None,
+        openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         # A redirect would contain the Host header, which the client chooses.
         redirect_slashes=False,
     )
     app.state.request_reader = reader
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)
-    _add_generation_routes(app, GenerationService(client, chat, config), reader)
+    _add_generation_routes(app, generation, reader)
+    _add_responses_routes(app, ResponsesService(generation, config), reader)
+    _add_tokenization_routes(app, TokenizationService(client, generation), reader)
+    _describe_bodies(app)
+    if not config.disable_fastapi_docs:
+        _add_docs_route(app)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
     for path in PAGE_FILES:
         app.add_api_route(path, serve_page, include_in_schema=False)
-    # The last one added is outermost: ids, then CORS, then keys, then the body's size.
+    # The last one added is outermost: ids, the headers' number, CORS, keys, the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
@@ -68,10 +89,15 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["DELETE", "GET", "POST"],
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id"],
         )
+    app.add_middleware(
+        HeaderLimitMiddleware,
+        max_headers=config.h11_max_header_count,
+        max_bytes=config.h11_max_incomplete_event_size,
+    )
     app.add_middleware(RequestIdMiddleware)
     return app
 
@@ -90,12 +116,59 @@ def _add_generation_routes(app: FastAPI, service: GenerationService, reader: Req
     async def completions(request: Request) -> Response:
         return await service.complete(request, await reader.read(request, CompletionRequest))
 
+
+def _add_responses_routes(app: FastAPI, service: ResponsesService, reader: RequestReader) -> None:
+    @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        return await service.create(request, await reader.read(request, ResponsesRequest))
+
+    @app.post("/v1/responses/input_tokens", openapi_extra=_takes(ResponsesRequest))
+    async def input_tokens(request: Request) -> Response:
+        return await service.count(request, await reader.read(request, ResponsesRequest))
+
+    @app.get("/v1/responses/{response_id}")
+    async def response(request: Request, response_id: str) -> Response:
+        return service.retrieve(request, response_id)
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(request: Request, response_id: str) -> Response:
+        return service.delete(request, response_id)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(request: Request, response_id: str) -> Response:
+        return service.input_items(request, response_id)
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(request: Request, response_id: str) -> Response:
+        return service.cancel(request, response_id)
+
+
+def _add_tokenization_routes(
+    app: FastAPI, service: TokenizationService, reader: RequestReader
+) -> None:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        return await service.tokenize(request, await reader.read(request, TokenizeRequest))
+
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        return await service.detokenize(request, await reader.read(request, DetokenizeRequest))
+
+
+def _add_docs_route(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return api_page(app.openapi(), app.root_path)
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Let OpenAPI's schema hold the bodies that FastAPI does not read."""
+
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             _, definitions = models_json_schema(
-                [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")],
-                ref_template=f"{_SCHEMAS}{{model}}",
+                [(body, "validation") for body in _BODIES], ref_template=f"{_SCHEMAS}{{model}}"
             )
             components = schema.setdefault("components", {})
             components.setdefault("schemas", {}).update(definitions["$defs"])

@@ -15,19 +15,19 @@ from mmjax.settings import Setting, nearest_name, settings_of
 
 VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
     (
-        "--uds --ssl-keyfile --ssl-certfile --middleware --disable-fastapi-docs "
+        "--uds --ssl-keyfile --ssl-certfile --middleware "
         "--enable-offline-docs --enable-request-id-headers "
-        "--h11-max-incomplete-event-size "
-        "--h11-max-header-count --enable-log-requests --enable-log-outputs --max-log-len "
-        "--log-config-file --chat-template-content-format --response-role "
-        "--enable-auto-tool-choice --tool-call-parser --reasoning-parser --tokenizer "
+        ""
+        "--enable-log-requests --enable-log-outputs --max-log-len "
+        "--log-config-file --response-role "
+        "--reasoning-parser --tokenizer "
         "--max-num-queued-tokens --kv-cache-dtype "
         "--data-parallel-size "
         "--enforce-eager --generation-config "
         "--override-generation-config --structured-outputs-config --load-format "
         "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
         "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
-        "--mm-encoder-only --skip-mm-profiling --interleave-mm-strings "
+        "--mm-encoder-only --skip-mm-profiling "
         "--language-model-only "
         "--enable-prompt-tokens-details -q"
     ).split()

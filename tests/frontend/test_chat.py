@@ -14,9 +14,10 @@ from mmjax import MULTIMODAL_REGISTRY
 from mmjax.config import ModelConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.media.connector import MediaConnector
-from mmjax.frontend.prompt.chat import ChatParser, ControlTokens
+from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.literals import ControlTokens
 from mmjax.models.gemma3.processor import (
     Gemma3DummyInputsBuilder,
     Gemma3MultiModalProcessor,
@@ -299,19 +300,143 @@ def test_no_messages(parser: ChatParser) -> None:
         parser.parse([])
 
 
-@pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_control_tokens_of_every_kind_are_refused(
+def ids_of(prompt: PromptDict) -> list[int]:
+    return prompt.get("prompt_token_ids", [])
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_control_tokens_of_every_kind_are_text(
     role: str, parser: ChatParser, input_processor: InputProcessor
 ) -> None:
-    tokens = input_processor.tokenizer.all_special_tokens
-    assert IMAGE_START in tokens
-    for token in tokens:
+    tokenizer = input_processor.tokenizer
+    expected = ids_of_turn(input_processor, role, "red")
+    for token in tokenizer.all_special_tokens:
         for content in (f"a {token}", [{"type": "text", "text": f"{token}b"}]):
-            with pytest.raises(RequestError) as caught:
-                parser.parse([{"role": role, "content": content}])
-            assert token in caught.value.message
-    with pytest.raises(RequestError):
-        parser.parse([{"role": "user", "content": "a", "name": tokens[0]}])
+            message = {"role": role, "content": content, "name": token}
+            if role == "tool":
+                message["tool_call_id"] = token
+            prompt = parser.parse([message, {"role": "user", "content": "red"}])
+            special = [i for i in ids_of(prompt) if i in tokenizer.all_special_ids]
+            assert special == expected
+            assert token in tokenizer.decode(ids_of(prompt))
+            assert "multi_modal_data" not in prompt
+
+
+def ids_of_turn(input_processor: InputProcessor, role: str, text: str) -> list[int]:
+    """Return the special tokens of two turns, as the template writes them."""
+    parser = ChatParser.for_model(input_processor)
+    turns = [
+        {"role": role, "content": text, "tool_call_id": "1"},
+        {"role": "user", "content": text},
+    ]
+    ids = input_processor.tokenizer.encode(text_of(parser.parse(turns)), add_special_tokens=False)
+    return [i for i in ids if i in input_processor.tokenizer.all_special_ids]
+
+
+def test_a_placeholder_that_somebody_wrote_binds_no_image(
+    parser: ChatParser, input_processor: InputProcessor
+) -> None:
+    parts = [f"is {IMAGE_START} a word?", image_part(), IMAGE_START]
+    prompt = parser.parse(user(*parts))
+    request = input_processor.prepare("1", prompt)
+    (place,) = request.prepared.mm_placeholders["image"]
+    before = input_processor.tokenizer.decode(request.prompt_token_ids[: place.offset])
+    behind = input_processor.tokenizer.decode(
+        request.prompt_token_ids[place.offset + place.length :]
+    )
+    assert f"is {IMAGE_START} a word?" in before
+    assert IMAGE_START in behind
+    plain = input_processor.prepare("2", parser.parse(user("is it?", image_part())))
+    assert request.num_image_tokens == plain.num_image_tokens
+
+
+def test_control_tokens_in_tools_and_calls_are_text(
+    string_parser: ChatParser, input_processor: InputProcessor
+) -> None:
+    template = ChatTemplate(
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson }}"
+        "{% endfor %}",
+        input_processor.tokenizer,
+    )
+    tooled = replace(string_parser, template=template, max_chars=10**6)
+    for token in input_processor.tokenizer.all_special_tokens:
+        schema = {"type": "object", "properties": {token: {"type": "string", "enum": [token]}}}
+        tool = {"name": "f", "description": token, "parameters": schema}
+        call = {"name": "f", "arguments": {token: token}}
+        messages = [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": token, "type": "function", "function": call}],
+            }
+        ]
+        prompt = tooled.parse(messages, tools=[{"type": "function", "function": tool}])
+        assert not set(ids_of(prompt)) & set(input_processor.tokenizer.all_special_ids)
+        assert input_processor.tokenizer.decode(ids_of(prompt)).count(token) == 6
+
+
+def test_control_tokens_are_refused_where_prompts_must_be_text(
+    parser: ChatParser, input_processor: InputProcessor
+) -> None:
+    textual = replace(parser, tokenize_pieces=None)
+    for token in input_processor.tokenizer.all_special_tokens:
+        with pytest.raises(RequestError) as caught:
+            textual.parse(user(f"a {token}"))
+        assert token in caught.value.message
+
+
+def test_placeholders_may_stand_where_the_images_stood(string_parser: ChatParser) -> None:
+    parser = replace(string_parser, interleaves=True)
+    prompt = parser.parse(user("Is", image_part(), "or", image_part(), "red?"))
+    assert text_of(prompt) == f"[user] Is\n{IMAGE_START}\nor\n{IMAGE_START}\nred?"
+    with pytest.raises(RequestError, match="puts placeholders"):
+        parser.parse(user(f"Is {IMAGE_START}", image_part()))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"messages": []}, "a field of its own"),
+        ({"tokenize": True}, "a field of its own"),
+        ({"stile": "terse"}, "asks for `style`"),
+    ],
+)
+def test_options_that_a_template_does_not_ask_for(
+    string_parser: ChatParser, input_processor: InputProcessor, options: Any, match: str
+) -> None:
+    template = ChatTemplate("{{ style }}{{ messages[0].content }}", input_processor.tokenizer)
+    parser = replace(string_parser, template=template)
+    assert text_of(parser.parse(user("a"), template_kwargs={"style": "terse"})) == "tersea"
+    with pytest.raises(RequestError, match=match):
+        parser.parse(user("a"), template_kwargs=options)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"function": {"name": "f", "arguments": "{"}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "[1]"}}, "function.arguments"),
+        ({"function": {"name": "f", "arguments": "[" * 10000}}, "function.arguments"),
+        ({"function": {"name": "", "arguments": "{}"}}, "function.name"),
+        ({"function": {"name": "f g", "arguments": "{}"}}, "function.name"),
+        ({"function": {"name": "f", "arguments": "{}", "x": 1}}, "function.x"),
+        ({"function": None}, "function"),
+        ({"type": "custom"}, "type"),
+        ({"id": 3}, "id"),
+    ],
+)
+def test_bad_calls(
+    string_parser: ChatParser, input_processor: InputProcessor, changes: Any, param: str
+) -> None:
+    source = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    parser = replace(string_parser, template=ChatTemplate(source, input_processor.tokenizer))
+    message = {"role": "assistant", "tool_calls": [{**CALL, **changes}]}
+    with pytest.raises(RequestError) as caught:
+        parser.parse([message])
+    assert caught.value.param == f"messages[0].tool_calls[0].{param}"
 
 
 @pytest.mark.parametrize("seam", ["", " ", "\n"])
@@ -403,8 +528,7 @@ def test_reasoning_reaches_a_template_that_asks_for_it(
     thinking = replace(parser, template=ChatTemplate(THINKING, input_processor.tokenizer))
     text = text_of(thinking.parse(answered(**{name: "it looks so"})))
     assert text == "[user] red?[assistant (it looks so)] yes[user] sure?"
-    with pytest.raises(RequestError, match="control token"):
-        thinking.parse(answered(**{name: IMAGE_START}))
+    assert ids_of(thinking.parse(answered(**{name: IMAGE_START})))
     with pytest.raises(RequestError, match="`reasoning` and `reasoning_content`, and they differ"):
         thinking.parse(answered(reasoning="a", reasoning_content="b"))
     with pytest.raises(RequestError, match="must be a text") as caught:
@@ -427,7 +551,9 @@ def test_what_the_template_has_no_place_for_is_refused_by_name(
 def test_fields_that_nothing_reads_are_refused_by_name(parser: ChatParser) -> None:
     empty = {"tool_calls": [], "audio": None, "annotations": [], "function_call": None}
     assert text_of(parser.parse(answered(**empty))) == text_of(parser.parse(answered()))
-    for name in ("tool_call_id", "tool_calls", "sentiment"):
-        with pytest.raises(RequestError, match=f"messages\\[1\\].{name}` has no effect") as caught:
-            parser.parse(answered(**{name: ["x"]}))
-        assert caught.value.param == f"messages[1].{name}"
+    with pytest.raises(RequestError, match="sentiment` has no effect") as caught:
+        parser.parse(answered(sentiment=["x"]))
+    assert caught.value.param == "messages[1].sentiment"
+    with pytest.raises(RequestError, match="no place for it") as caught:
+        parser.parse(answered(tool_calls=[CALL]))
+    assert caught.value.param == "messages[1].tool_calls"

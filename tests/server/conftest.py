@@ -1,23 +1,40 @@
 """A server over the echo engine, in the test's own process."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx2
 import pytest
 from fastapi import FastAPI
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from starlette.testclient import TestClient
 
 from mmjax.config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
+
+T = TypeVar("T")
+
+TOOLS_TEMPLATE = """{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}{% endif -%}
+{% for message in messages %}{{ '<start_of_turn>' + message.role + '\n' -}}
+{% if message.content is string %}{{ message.content }}{% else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{{ '<start_of_image>' }}{% else %}{{ part.text }}{% endif -%}
+{% endfor %}{% endif -%}
+{% for call in message.tool_calls or [] -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}{{ '<end_of_turn>\n' }}{% endfor -%}
+{% if style is defined %}style: {{ style }}{% endif -%}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+"""A template with tools, calls and an option of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,31 @@ class Server:
             max_retries=0,
         )
 
+    def async_openai(self, api_key: str = "none") -> AsyncOpenAI:
+        """Return the official asyncio client; use it in `in_loop`."""
+        return AsyncOpenAI(
+            api_key=api_key,
+            base_url="http://testserver/v1",
+            http_client=httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(app=self.app, raise_app_exceptions=False),
+                base_url="http://testserver",
+            ),
+            max_retries=0,
+        )
+
+    def in_loop(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine function in the application's own event loop."""
+        assert self.http.portal is not None
+        return self.http.portal.call(work)
+
+    def will_say(self, text: str | None) -> None:
+        """Let the engine answer with `text` from now on, instead of an echo."""
+        self.supervisor.engine.answer = (
+            None
+            if text is None
+            else self.engine_client.input_processor.tokenizer.encode(text, add_special_tokens=False)
+        )
+
     def chat(self, **fields: Any) -> Any:
         """Post a chat request; its model and a message are given if `fields` do not say."""
         body = {"messages": [{"role": "user", "content": "a red circle"}], **fields}
@@ -50,12 +92,28 @@ def server_input_processor(tiny_gemma3: Path) -> InputProcessor:
     return InputProcessor(config)
 
 
+@pytest.fixture(scope="session")
+def roomy_input_processor(tiny_gemma3: Path) -> InputProcessor:
+    """Has room for tools in a prompt."""
+    config = load_model_config(str(tiny_gemma3), max_model_len=4096, served_model_name="tiny")
+    return InputProcessor(config)
+
+
 MakeServer = Callable[..., Server]
 
 
 @pytest.fixture
-def make_server(server_input_processor: InputProcessor) -> Iterator[MakeServer]:
+def make_server(
+    server_input_processor: InputProcessor, roomy_input_processor: InputProcessor
+) -> Iterator[MakeServer]:
     """Return a function that starts a server; keyword arguments change its configuration."""
+    with servers(server_input_processor, roomy_input_processor) as make:
+        yield make
+
+
+@contextmanager
+def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServer]:
+    """Yield the function; the servers end with the context."""
     with ExitStack() as stack:
 
         def make(
@@ -66,10 +124,12 @@ def make_server(server_input_processor: InputProcessor) -> Iterator[MakeServer]:
             trusts_media_ids: bool = False,
             enables_mm_embeds: bool = False,
             max_image_bytes: int | None = None,
+            chat_template: str | None = None,
+            is_roomy: bool = False,
             **config: Any,
         ) -> Server:
             supervisor = supervisor or EchoSupervisor()
-            processor = server_input_processor
+            processor = roomy if is_roomy else normal
             if trusts_mm_kwargs or trusts_media_ids or enables_mm_embeds or max_image_bytes:
                 old = processor.model_config
                 mm = replace(
@@ -81,7 +141,10 @@ def make_server(server_input_processor: InputProcessor) -> Iterator[MakeServer]:
                 )
                 processor = InputProcessor(replace(old, mm=mm))
             client = AsyncEngineClient(processor, supervisor, scheduler or SchedulerConfig())
-            app = create_app(client, ChatParser.for_model(processor), ServerConfig(**config))
+            parser = ChatParser.for_model(processor)
+            if chat_template is not None:
+                parser = replace(parser, template=ChatTemplate(chat_template, processor.tokenizer))
+            app = create_app(client, parser, ServerConfig(**config))
             http = stack.enter_context(TestClient(app, raise_server_exceptions=False))
             return Server(app, http, supervisor, client)
 

@@ -15,6 +15,7 @@ from mmjax.config import SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     EngineUnavailableError,
     InternalError,
+    RequestCancelledError,
     RequestError,
     RequestTimeoutError,
 )
@@ -77,6 +78,12 @@ class RequestStream:
         """Queue an output, or the error that ends the stream."""
         self._is_done = isinstance(item, RequestError) or item.finished
         self._queue.put_nowait(item)
+
+    def cancel(self) -> None:
+        """Abort the request; whoever reads the stream gets RequestCancelledError."""
+        if not self._is_done:
+            self._client.abort(self.request.request_id)
+            self.put(RequestCancelledError())
 
     def close(self) -> None:
         """Abort the request unless it has finished."""
@@ -215,10 +222,30 @@ class AsyncEngineClient:
             raise _unavailable(self.supervisor)
         return pending.handle
 
-    async def explain(self, prompt: PromptSource, *, id_domain: str | None = None) -> Explanation:
-        """Process a prompt, and describe the result; counts as a request meanwhile."""
+    async def explain(
+        self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True
+    ) -> Explanation:
+        """Process a prompt, and describe the result; counts as a request meanwhile.
+
+        Without `is_bounded`, the prompt may be too long for the model.
+        """
+        explain = partial(self.input_processor.explain, id_domain=id_domain, is_bounded=is_bounded)
+        return await self._work(prompt, lambda made, control: explain(made, control=control))
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids; counts as a request meanwhile."""
+        tokenize = self.input_processor.tokenize
+        return await self._work(
+            text, lambda *_: tokenize(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Return the text of token ids; counts as a request meanwhile."""
+        return await self._work("", lambda *_: self.input_processor.detokenize(token_ids))
+
+    async def _work(self, prompt: PromptSource, job: Callable[[PromptType, DecodeControl], T]) -> T:
+        """Run a job on a prompt in a thread for requests."""
         self._admit(1)
-        job = partial(_explain, self.input_processor, id_domain)
         cancellation = Cancellation()
         try:
             return await self._run(
@@ -422,15 +449,6 @@ def _internal_error() -> RequestError:
 def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
     """Return a function that makes the prompt at its first call, and caches it."""
     return cache(prompt) if callable(prompt) else lambda: prompt
-
-
-def _explain(
-    input_processor: InputProcessor,
-    id_domain: str | None,
-    prompt: PromptType,
-    control: DecodeControl,
-) -> Explanation:
-    return input_processor.explain(prompt, id_domain=id_domain, control=control)
 
 
 @asynccontextmanager

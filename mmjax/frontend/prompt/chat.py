@@ -3,21 +3,40 @@
 For the HTTP server and for `LLM.chat`. Knows nothing of HTTP.
 """
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
+from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_tools
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.literals import ControlTokens, Literals
 from mmjax.request_times import measuring
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""
 
-_READ_FIELDS = frozenset({"role", "content", "name", "refusal", *_REASONING})
+_READ_FIELDS = frozenset(
+    {"role", "content", "name", "refusal", "tool_calls", "tool_call_id", *_REASONING}
+)
+
+_RESERVED_OPTIONS = frozenset(
+    """messages tools documents conversation chat_template tokenize add_generation_prompt
+    continue_final_message return_tensors return_dict padding truncation max_length
+    """.split()
+)
+"""Variables of a template that are not its own options."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Conversation:
+    """What is gathered while the messages are read."""
+
+    template: ChatTemplate
+    media: ConversationMedia
+    literals: Literals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +47,15 @@ class ChatParser:
     parts: PartReader
     placeholder: Callable[[str, int], str | None]
     """(modality, i from 1) -> the item's placeholder in a text without parts."""
-    control_tokens: "ControlTokens"
-    """Texts that users may not write."""
+    control_tokens: ControlTokens
+    """Texts that mean something else than themselves; in a message they are mere text."""
+    tokenize_pieces: Callable[[Sequence[tuple[str, bool]], bool], list[int]] | None
+    """(pieces of a prompt, and whether they are mere text; whether BOS is added) -> token ids.
+    None where the model's processor wants text: there, nobody may write a control token."""
     max_chars: int
     """Limit on all texts of a conversation; longer ones cannot fit into the context."""
+    interleaves: bool = False
+    """Whether placeholders stand where their parts stood, in templates that take one text."""
 
     @classmethod
     def for_model(
@@ -56,6 +80,10 @@ class ChatParser:
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
+            tokenize_pieces=(
+                input_processor.tokenize_pieces if input_processor.keeps_token_ids else None
+            ),
+            interleaves=model_config.interleave_mm_strings,
             max_chars=input_processor.max_prompt_chars,
         )
 
@@ -66,14 +94,22 @@ class ChatParser:
         template: ChatTemplate | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> PromptDict:
-        """Return the prompt of a conversation; its `http:` and `file:` URLs are not read yet."""
+        """Return the prompt of a conversation; its `http:` and `file:` URLs are not read yet.
+
+        `template_kwargs`: the template's own options. `add_special_tokens`: the tokenizer adds its
+        own, besides those that the template writes.
+        """
         if not messages:
             raise RequestValueError("`messages` is empty; give at least one", param="messages")
         template = template or self.template
-        media = ConversationMedia()
+        _check_options(template_kwargs or {}, template)
+        talk = _Conversation(template=template, media=ConversationMedia(), literals=Literals())
         conversation = [
-            self._message(message, f"messages[{index}]", template, media)
+            self._message(message, f"messages[{index}]", talk)
             for index, message in enumerate(messages)
         ]
         with measuring("tokenize"):
@@ -81,47 +117,86 @@ class ChatParser:
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=self._tools(tools, talk) if tools else None,
+                options=template_kwargs,
             )
-        prompt: PromptDict = {"prompt": text, "add_special_tokens": template.add_special_tokens}
+            prompt = self._prompt(text, add_special_tokens or template.add_special_tokens, talk)
+        media = talk.media
         if media.images:
             prompt["multi_modal_data"] = {"image": media.image_data()}
         if any(uuid is not None for uuid in media.uuids):
             prompt["multi_modal_uuids"] = {"image": media.uuids}
         return prompt
 
+    def _prompt(self, text: str, add_special_tokens: bool, talk: _Conversation) -> PromptDict:
+        """Return the rendered text as a prompt: as token ids if it holds literals."""
+        if not talk.literals or self.tokenize_pieces is None:
+            return {"prompt": text, "add_special_tokens": add_special_tokens}
+        pieces = talk.literals.split(text)
+        return {"prompt_token_ids": self.tokenize_pieces(pieces, add_special_tokens)}
+
+    def _tools(self, tools: Sequence[Any], talk: _Conversation) -> list[dict[str, Any]]:
+        read = read_tools(tools)
+        if "tools" not in talk.template.variables:
+            raise RequestValueError(
+                "`tools` is given, but this model's chat template has no place for it; leave it "
+                "out, or have a template set that takes tools (`--chat-template`)",
+                param="tools",
+            )
+        return map_texts(read, lambda text: self._admit(text, "tools", talk), "tools")
+
     # ---- one message ----------------------------------------------------------------------------
 
-    def _message(
-        self,
-        message: Any,
-        place: str,
-        template: ChatTemplate,
-        media: ConversationMedia,
-    ) -> dict[str, Any]:
+    def _message(self, message: Any, place: str, talk: _Conversation) -> dict[str, Any]:
         if not isinstance(message, Mapping):
             raise RequestTypeError(f"`{place}` must be an object", param=place)
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise RequestValueError(f"`{place}.role` is missing", param=f"{place}.role")
-        first_image = len(media.images) + 1
-        kept = self._content(message.get("content"), f"{place}.content", media)
-        content_format = template.content_format
+        first_image = len(talk.media.images) + 1
+        kept = self._content(message.get("content"), f"{place}.content", talk.media)
+        content_format = talk.template.content_format
         allowed = self.placeholder("image", 1) if content_format == "string" else None
         for part in kept:
-            self._check_text(part.get("text", ""), place, media, allowed=allowed)
+            if "text" in part:
+                part["text"] = self._admit(part["text"], place, talk, allowed=allowed)
         self._check_seams([part["text"] for part in kept if "text" in part], place, allowed)
         rendered: dict[str, Any] = {"role": role}
         if message.get("name") is not None:
-            rendered["name"] = message["name"]
-            self._check_text(str(message["name"]), f"{place}.name", media)
-        for name, text in _read_extras(message, place, template.message_fields).items():
-            self._check_text(text, f"{place}.{name}", media)
-            rendered[name] = text
-        if content_format == "openai":
-            rendered["content"] = kept
-        else:
+            rendered["name"] = self._admit(str(message["name"]), f"{place}.name", talk)
+        for name, text in _read_extras(message, place, talk.template.message_fields).items():
+            rendered[name] = self._admit(text, f"{place}.{name}", talk)
+        rendered |= self._tool_fields(message, place, talk)
+        if content_format == "string":
             rendered["content"] = self._join(kept, first_image, place)
+        elif role == "tool" and all(part["type"] == "text" for part in kept):
+            # Templates print a tool's result as it is, where it has no pictures.
+            rendered["content"] = "\n".join(part["text"] for part in kept)
+        else:
+            rendered["content"] = kept
         return rendered
+
+    def _tool_fields(
+        self, message: Mapping[str, Any], place: str, talk: _Conversation
+    ) -> dict[str, Any]:
+        """Return a message's calls, or the id of the call that it answers."""
+        fields: dict[str, Any] = {}
+        call_id = message.get("tool_call_id")
+        if call_id is not None:
+            text = text_part(call_id, f"{place}.tool_call_id")["text"]
+            fields["tool_call_id"] = self._admit(text, f"{place}.tool_call_id", talk)
+        place = f"{place}.tool_calls"
+        calls = read_tool_calls(message.get("tool_calls") or (), place)
+        if calls and "tool_calls" not in talk.template.message_fields:
+            raise RequestValueError(
+                f"`{place}` is given, but this model's chat template has no place for it; leave it "
+                "out, or put its text into `content`",
+                param=place,
+            )
+        if calls:
+            admit = map_texts(calls, lambda text: self._admit(text, place, talk), place)
+            fields["tool_calls"] = admit
+        return fields
 
     def _content(self, content: Any, place: str, media: ConversationMedia) -> list[dict[str, str]]:
         if content is None:
@@ -143,6 +218,8 @@ class ChatParser:
 
         `image, "Which one?"` -> `<image>\nWhich one?`
         """
+        if self.interleaves:
+            return self._interleave(parts, first_image, place)
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         missing: list[str] = []
         num_images = sum(part["type"] == "image" for part in parts)
@@ -165,17 +242,46 @@ class ChatParser:
             )
         return "\n".join([*missing, text]) if missing else text
 
-    def _check_text(
-        self, text: str, place: str, media: ConversationMedia, *, allowed: str | None = None
-    ) -> None:
-        media.num_chars += len(text)
-        if media.num_chars > self.max_chars:
+    def _interleave(self, parts: Sequence[Mapping[str, str]], first_image: int, place: str) -> str:
+        r"""Return one text with the placeholders where the images stood.
+
+        `"Is", image, "red?"` -> `Is\n<image>\nred?`
+        """
+        pieces: list[str] = []
+        index = first_image
+        for part in parts:
+            if part["type"] == "text":
+                self._refuse_placeholders(part["text"], index, place)
+                pieces.append(part["text"])
+                continue
+            placeholder = self.placeholder("image", index)
+            pieces += [] if placeholder is None else [placeholder]
+            index += 1
+        return "\n".join(pieces)
+
+    def _refuse_placeholders(self, text: str, index: int, place: str) -> None:
+        placeholder = self.placeholder("image", index)
+        if placeholder is not None and placeholder in text:
+            raise RequestValueError(
+                f"`{place}.content` has a text with '{placeholder}', but this server puts "
+                "placeholders where the images stand; remove it",
+                param=f"{place}.content",
+            )
+
+    def _admit(
+        self, text: str, place: str, talk: _Conversation, *, allowed: str | None = None
+    ) -> str:
+        """Return a text with marks in the place of control tokens; refuse what is too long."""
+        talk.media.num_chars += len(text)
+        if talk.media.num_chars > self.max_chars:
             # Here, since the tokenizer would refuse it much later.
             raise RequestValueError(
                 f"the messages have more than {self.max_chars} characters, which no prompt of "
                 "this model can hold; shorten them",
                 param=place,
             )
+        if self.tokenize_pieces is not None:
+            return talk.literals.mark(text, self.control_tokens, allowed=allowed)
         found = self.control_tokens.find(text, allowed=allowed)
         if found is not None:
             raise RequestValueError(
@@ -183,6 +289,7 @@ class ChatParser:
                 "or put a space into it",
                 param=place,
             )
+        return text
 
     def _check_seams(self, texts: Sequence[str], place: str, allowed: str | None) -> None:
         """Refuse control tokens split over texts, which templates concatenate, trimmed or not."""
@@ -196,6 +303,23 @@ class ChatParser:
                     "token of this model; change them",
                     param=f"{place}.content",
                 )
+
+
+def _check_options(options: Mapping[str, Any], template: ChatTemplate) -> None:
+    """Refuse what the template does not ask for, and what it is given by other fields."""
+    for name in options:
+        place = f"chat_template_kwargs.{str(name)[:64]}"
+        if name in _RESERVED_OPTIONS:
+            raise RequestValueError(
+                f"`{place}` is set by a field of its own; leave it out", param=place
+            )
+        if name not in template.variables:
+            known = sorted(template.variables - _RESERVED_OPTIONS)
+            raise RequestValueError(
+                f"`{place}` has no effect: this model's chat template does not ask for it; it asks "
+                f"for {', '.join(f'`{one}`' for one in known) or 'nothing of its own'}",
+                param=place,
+            )
 
 
 def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) -> dict[str, str]:
@@ -234,28 +358,3 @@ def _read_extras(message: Mapping[str, Any], place: str, known: frozenset[str]) 
 
 def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | Sequence | Mapping) and not len(value))
-
-
-class ControlTokens:
-    """Texts that a tokenizer parses as special tokens, anywhere in a text."""
-
-    def __init__(self, tokens: Iterable[str]) -> None:
-        self._tokens = frozenset(token for token in tokens if token)
-        self._lengths = sorted({len(token) for token in self._tokens})
-        firsts = "".join(re.escape(char) for char in sorted({t[0] for t in self._tokens}))
-        self._starts = re.compile(f"[{firsts}]" if firsts else r"(?!)")
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> "ControlTokens":
-        """Return a tokenizer's special tokens."""
-        added = tokenizer.added_tokens_decoder.values()
-        return cls([*tokenizer.all_special_tokens, *(t.content for t in added if t.special)])
-
-    def find(self, text: str, *, allowed: str | None = None) -> str | None:
-        """Return the first control token in `text` except `allowed`, or None."""
-        for start in self._starts.finditer(text):
-            for length in self._lengths:
-                token = text[start.start() : start.start() + length]
-                if token in self._tokens and token != allowed:
-                    return token
-        return None

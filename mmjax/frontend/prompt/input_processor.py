@@ -6,7 +6,9 @@ changes nothing. `committer.commit` updates the sender cache and passes the mess
 Knows nothing of HTTP, of chat or of the engine.
 """
 
+import copy
 import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import count
@@ -70,6 +72,13 @@ class InputProcessor:
         text_config = model_config.hf_config.get_text_config()
         self._vocab_size = int(text_config.vocab_size)
         self._described_tokens: Mapping[str, int] | None = None
+        self._literal_lock = threading.Lock()
+        self._literal_tokenizer: Any = None
+        added = self.tokenizer.added_tokens_decoder
+        self._special_ids = {
+            *self.tokenizer.all_special_ids,
+            *(token_id for token_id, token in added.items() if token.special),
+        }
 
     @property
     def allowed_mm_limits(self) -> Mapping[str, int]:
@@ -94,6 +103,72 @@ class InputProcessor:
     def find_placeholder_str(self, modality: str, i: int) -> str | None:
         """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
         return self._pool.first.info.find_placeholder_str(modality, i)
+
+    @property
+    def keeps_token_ids(self) -> bool:
+        """Whether a prompt of token ids goes to the model as it is, around its images.
+
+        Not where the family's processor reads text, and writes ids into text before.
+        """
+        kind, base = type(self._pool.first), BaseMultiModalProcessor
+        return (
+            kind._apply_hf_processor_tokens_only is base._apply_hf_processor_tokens_only
+            and kind._create_prompts is base._create_prompts
+        )
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids."""
+        self._check_text_length(ParsedPrompt(text=text))
+        with self._pool.borrow() as processor:
+            tokenizer = processor.info.get_tokenizer()
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def tokenize_pieces(
+        self, pieces: Sequence[tuple[str, bool]], add_special_tokens: bool
+    ) -> list[int]:
+        """Return the ids of a prompt in pieces, each with whether it is mere text.
+
+        RequestValueError if one that is mere text would become a special token all the same.
+        """
+        token_ids: list[int] = []
+        with self._pool.borrow() as processor:
+            tokenizer = processor.info.get_tokenizer()
+            for place, (text, is_literal) in enumerate(pieces):
+                if is_literal:
+                    token_ids += self._tokenize_literal(text)
+                else:
+                    is_first = add_special_tokens and place == 0
+                    token_ids += tokenizer.encode(text, add_special_tokens=is_first)
+        return token_ids
+
+    def _tokenize_literal(self, text: str) -> list[int]:
+        # A tokenizer of its own: whether special tokens are found is a state of the tokenizer.
+        with self._literal_lock:
+            if self._literal_tokenizer is None:
+                self._literal_tokenizer = copy.deepcopy(self.tokenizer)
+            ids = self._literal_tokenizer.encode(
+                text, add_special_tokens=False, split_special_tokens=True
+            )
+        if self._special_ids & set(ids):
+            raise RequestValueError(
+                f"a text holds `{text}`, which this model reads as a control token; remove it, or "
+                "put a space into it",
+                param="prompt",
+            )
+        return list(ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        bad = next((i for i in token_ids if not 0 <= i < len(self.tokenizer)), None)
+        if bad is not None:
+            raise RequestValueError(
+                f"`tokens` holds {bad}; this model's tokenizer has ids in "
+                f"[0, {len(self.tokenizer)})",
+                param="tokens",
+            )
+        with self._pool.borrow() as processor:
+            tokenizer = processor.info.get_tokenizer()
+            return tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def check_num_items(self, modality: str, num_items: int, *, are_embeds: bool) -> None:
         """Refuse more items of a modality than one prompt may hold."""
@@ -255,12 +330,17 @@ class InputProcessor:
         *,
         id_domain: str | None = None,
         control: DecodeControl | None = None,
+        is_bounded: bool = True,
     ) -> Explanation:
-        """Process a prompt as `prepare` does, and describe the result. Changes no cache."""
+        """Process a prompt as `prepare` does, and describe the result. Changes no cache.
+
+        Without `is_bounded`, also a prompt that is too long for the model.
+        """
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         prepared = self.prepare_inputs(parts, id_domain=id_domain, control=control)
-        self._check_prompts(prepared)
+        if is_bounded:
+            self._check_prompts(prepared)
         with self._pool.borrow() as processor:
             return explain_prompt(processor, prepared, self.cache)
 

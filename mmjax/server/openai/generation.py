@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,17 @@ from mmjax.errors import ModelNotFoundError, RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource, RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.chat_template import ChatTemplate
+from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimits
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
+from mmjax.server.openai.answer_reader import AnswerReader
+from mmjax.server.openai.echo import PromptEcho
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from mmjax.server.openai.request_templates import TemplateThreads
 from mmjax.server.openai.responses import (
     Answer,
     ChatChunkChoice,
@@ -37,6 +44,25 @@ from mmjax.server.openai.responses import (
 )
 from mmjax.server.openai.streaming import EventStream, begin, collect, while_connected
 from mmjax.server.openai.structure import errors_of_format
+from mmjax.server.openai.tool_use import ToolUse, plan_tool_use
+
+_RENDERED_CHARS_FACTOR = 2
+"""Of a request's own template: what it may write, in texts of the longest prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRun:
+    """A chat that the engine has taken."""
+
+    params: SamplingParams
+    streams: list[RequestStream]
+    reader: AnswerReader
+    options: ChoiceOptions
+
+    def cancel(self) -> None:
+        """Abort it; whoever reads it gets RequestCancelledError."""
+        for stream in self.streams:
+            stream.cancel()
 
 
 class GenerationService:
@@ -47,38 +73,36 @@ class GenerationService:
         self._chat = chat
         self._config = config
         model_config = client.input_processor.model_config
-        self._model_name = model_config.public_name
+        self.model_name = model_config.public_name
         self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
         self._are_media_ids_trusted = model_config.mm.trust_media_ids
+        self._template_threads = TemplateThreads()
+        self._template_limits = TemplateLimits(
+            timeout_s=config.chat_template_render_timeout_s,
+            max_chars=_RENDERED_CHARS_FACTOR * client.input_processor.max_prompt_chars,
+        )
+
+    def close(self) -> None:
+        """End the threads."""
+        self._template_threads.close()
 
     # ---- chat -----------------------------------------------------------------------------------
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
-        self._check(request, body)
-        params = body.sampling_params(self._default_params())
-        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        make_prompt = partial(self._chat_prompt, body)
+        answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
-        options = ChoiceOptions(body.top_logprobs or 0, bool(body.return_token_ids))
-        with _errors_of_messages(), errors_of_format(body.response_format is not None):
-            streams = await self._submit(
-                request,
-                answer_id,
-                [make_prompt],
-                params,
-                is_stream=bool(body.stream),
-                continues_prompt=False,
-                id_domain=self._id_domain(request),
-                limits=_limits(body, self._config),
-            )
+        with errors_of_messages(), errors_of_format(body.response_format is not None):
+            run = await self.open_chat(request, body)
             if body.stream:
-                chunks = await begin(request, streams)
-                events = self._chat_events(body, chunks, new_answer, options)
-                return self._event_stream(events, streams)
-            outputs, usage = await _gather(request, streams)
+                chunks = await begin(request, run.streams)
+                events = self._chat_events(body, chunks, new_answer, run)
+                return self.event_stream(events, run.streams)
+            outputs, usage = await gather(request, run.streams)
         answer = new_answer(
-            choices=[chat_choice(item, options) for item in outputs[0].outputs],
+            choices=[
+                chat_choice(item, run.reader.read(item), run.options) for item in outputs[0].outputs
+            ],
             usage=usage.usage(),
             prompt_token_ids=_prompt_token_ids(body, outputs[0]),
             metrics=self._metrics(body, usage),
@@ -86,25 +110,62 @@ class GenerationService:
         )
         return json_response(answer)
 
+    async def open_chat(self, request: Request, body: ChatCompletionRequest) -> ChatRun:
+        """Check a chat and give it to the engine; RequestError if it is refused."""
+        self._check(request, body)
+        tools = self._tool_use(body)
+        params = body.sampling_params(self._default_params())
+        if tools is not None:
+            params = tools.sampling_params(params)
+        streams = await self._submit(
+            request,
+            f"chatcmpl-{uuid.uuid4().hex}",
+            [await self._prompt_source(request, body)],
+            params,
+            is_stream=bool(body.stream),
+            continues_prompt=False,
+            id_domain=self._id_domain(request),
+            limits=_limits(body, self._config),
+        )
+        return ChatRun(
+            params=params,
+            streams=streams,
+            reader=AnswerReader(tools, echo=_echo_of(body)),
+            options=ChoiceOptions(
+                body.top_logprobs or 0,
+                bool(body.return_token_ids),
+                bool(body.return_tokens_as_token_ids),
+            ),
+        )
+
     async def render(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve its /render: describe the processed prompt, without running the model."""
-        self._check(request, body)
-        with _errors_of_messages():
-            explaining = self._client.explain(
-                partial(self._chat_prompt, body), id_domain=self._id_domain(request)
-            )
-            explanation = await while_connected(request, explaining)
+        explanation = await self.explain_chat(request, body)
         if self._hides_caches:
             explanation = explanation.without_cache_states()
-        head = {"object": "chat.completion.render", "model": self._model_name}
+        head = {"object": "chat.completion.render", "model": self.model_name}
         return json_response({**head, **explanation.to_dict()})
+
+    async def explain_chat(
+        self, request: Request, body: ChatCompletionRequest, *, is_bounded: bool = True
+    ) -> Explanation:
+        """Process a chat's prompt; without `is_bounded`, also one too long for the model."""
+        self._check(request, body)
+        self._tool_use(body)
+        with errors_of_messages():
+            explaining = self._client.explain(
+                await self._prompt_source(request, body),
+                id_domain=self._id_domain(request),
+                is_bounded=is_bounded,
+            )
+            return await while_connected(request, explaining)
 
     async def _chat_events(
         self,
         body: ChatCompletionRequest,
         outputs: AsyncGenerator[tuple[int, RequestOutput], None],
         new_answer: Callable[..., Answer],
-        options: ChoiceOptions,
+        run: ChatRun,
     ) -> AsyncGenerator[Answer, None]:
         usage = UsageCounter()
         stream_options = body.stream_options
@@ -115,25 +176,53 @@ class GenerationService:
                 yield new_answer(choices=[ChatChunkChoice(index=index, delta=delta)])
             async for _, output in outputs:
                 usage.add(output)
-                yield new_answer(
-                    choices=[chat_chunk_choice(item, options) for item in output.outputs],
-                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
-                )
+                choices = [
+                    chat_chunk_choice(item, run.reader.read(item), run.options)
+                    for item in output.outputs
+                ]
+                if run.reader.holds_text_back:
+                    choices = [choice for choice in choices if choice.says_something]
+                if choices:
+                    yield new_answer(
+                        choices=choices,
+                        usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                    )
         finally:
             await outputs.aclose()
         for answer in self._closing(body, usage, new_answer):
             yield answer
 
-    def _chat_prompt(self, body: ChatCompletionRequest) -> PromptDict:
+    def _tool_use(self, body: ChatCompletionRequest) -> ToolUse | None:
+        return plan_tool_use(
+            body.tools,
+            body.tool_choice,
+            is_parallel=body.parallel_tool_calls is not False,
+            config=self._config,
+            template=self._chat.template,
+        )
+
+    async def _prompt_source(self, request: Request, body: ChatCompletionRequest) -> PromptSource:
+        """Return what makes the prompt; with a template of the request's own, the prompt."""
+        if body.chat_template is None:
+            return partial(self._chat_prompt, body, None)
+        template = RequestTemplate(
+            body.chat_template, self._chat.template.tokenizer, self._template_limits
+        )
+        rendering = self._template_threads.run(partial(self._chat_prompt, body, template))
+        return await while_connected(request, rendering)
+
+    def _chat_prompt(
+        self, body: ChatCompletionRequest, template: ChatTemplate | None
+    ) -> PromptDict:
         """Render the template and decode the images, outside of the event loop."""
-        template = None
-        if body.chat_template is not None:
-            template = self._chat.template.with_source(body.chat_template)
         prompt = self._chat.parse(
             [message.model_dump(exclude_none=True) for message in body.messages],
             template=template,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=body.tools,
+            template_kwargs=body.chat_template_kwargs,
+            add_special_tokens=body.add_special_tokens,
         )
         return _with_extras(prompt, body)
 
@@ -143,12 +232,13 @@ class GenerationService:
         """Serve /v1/completions."""
         self._check(request, body)
         params = body.sampling_params(self._default_params())
-        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
+        echo = await self._prompt_echo(request, body)
         with errors_of_format(body.response_format is not None):
             streams = await self._submit(
                 request,
-                answer_id,
+                f"cmpl-{uuid.uuid4().hex}",
                 prompts,
                 params,
                 is_stream=bool(body.stream),
@@ -157,12 +247,16 @@ class GenerationService:
                 limits=_limits(body, self._config),
             )
         new_answer = self._answer_factory(answer_id, "text_completion", False)
-        options = ChoiceOptions(body.logprobs or 0, bool(body.return_token_ids))
+        options = ChoiceOptions(
+            body.logprobs or 0,
+            bool(body.return_token_ids),
+            bool(body.return_tokens_as_token_ids),
+        )
         if body.stream:
-            chunks = await begin(request, streams)
+            chunks = _echoed(await begin(request, streams), echo)
             events = self._text_events(body, chunks, len(streams), new_answer, options)
-            return self._event_stream(events, streams)
-        outputs, usage = await _gather(request, streams)
+            return self.event_stream(events, streams)
+        outputs, usage = await gather(request, streams, echo)
         choices = [
             text_choice(item, options, index=number * body.n + item.index, offset=0)
             for number, output in enumerate(outputs)
@@ -172,6 +266,22 @@ class GenerationService:
             choices[number * body.n].prompt_logprobs = prompt_logprobs(output)
         metrics = self._metrics(body, usage)
         return json_response(new_answer(choices=choices, usage=usage.usage(), metrics=metrics))
+
+    async def _prompt_echo(self, request: Request, body: CompletionRequest) -> PromptEcho | None:
+        if not body.echo:
+            return None
+        if body.logprobs is not None:
+            raise RequestValueError(
+                "`echo` with `logprobs` is not supported yet: it needs the prompt's; leave one out",
+                param="echo",
+            )
+        texts = [
+            prompt
+            if isinstance(prompt, str)
+            else await while_connected(request, self._client.detokenize(prompt))
+            for prompt in body.prompts()
+        ]
+        return PromptEcho(texts, is_generating=body.max_tokens != 0)
 
     async def _text_events(
         self,
@@ -204,12 +314,16 @@ class GenerationService:
 
     # ---- both -----------------------------------------------------------------------------------
 
-    def _check(self, request: Request, body: GenerationRequest) -> None:
-        if body.model and body.model != self._model_name:
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError if a request names another model."""
+        if name and name != self.model_name:
             raise ModelNotFoundError(
-                f"this server does not serve `{body.model[:128]}`; it serves `{self._model_name}`",
+                f"this server does not serve `{name[:128]}`; it serves `{self.model_name}`",
                 param="model",
             )
+
+    def _check(self, request: Request, body: GenerationRequest) -> None:
+        self.check_model(body.model)
         body.check_supported()
         if body.mm_processor_kwargs and not self._are_mm_kwargs_trusted:
             raise RequestValueError(
@@ -218,13 +332,13 @@ class GenerationService:
                 param="mm_processor_kwargs",
             )
         _check_priority(body, self._client.scheduling_policy)
-        has_template = isinstance(body, ChatCompletionRequest) and body.chat_template is not None
-        if has_template and not self._config.trust_request_chat_template:
-            raise RequestValueError(
-                "`chat_template` is not accepted from requests; leave it out, or start the "
-                "server with `--trust-request-chat-template`",
-                param="chat_template",
-            )
+        for name in ("chat_template", "chat_template_kwargs"):
+            if getattr(body, name, None) and not self._config.trust_request_chat_template:
+                raise RequestValueError(
+                    f"`{name}` is not accepted from requests; leave it out, or start the "
+                    "server with `--trust-request-chat-template`",
+                    param=name,
+                )
         if len(self._config.api_keys) > 1 and not self._are_media_ids_trusted:
             body.cache_salt = body.cache_salt or _default_salt(request)
 
@@ -256,7 +370,7 @@ class GenerationService:
         """Return the namespace of a request's media ids; None: the global one, for trusted ids."""
         if self._are_media_ids_trusted:
             return None
-        return f"{getattr(request.state, API_KEY_STATE, '')}/{self._model_name}"
+        return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
 
     def _default_params(self) -> SamplingParams:
         return self._client.input_processor.default_sampling_params()
@@ -299,10 +413,13 @@ class GenerationService:
             raise failures[0]
         return streams
 
-    def _event_stream(
-        self, events: AsyncGenerator[Answer, None], streams: list[RequestStream]
+    def event_stream(
+        self, events: AsyncGenerator[Any, None], streams: list[RequestStream], **options: Any
     ) -> EventStream:
-        return EventStream(events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s)
+        """Return the response that streams `events`, and closes `streams` at its end."""
+        return EventStream(
+            events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s, **options
+        )
 
     def _answer_factory(self, answer_id: str, kind: str, is_chunked: bool) -> Callable[..., Answer]:
         return partial(
@@ -310,7 +427,7 @@ class GenerationService:
             id=answer_id,
             object=f"{kind}.chunk" if is_chunked else kind,
             created=int(time.time()),
-            model=self._model_name,
+            model=self.model_name,
             system_fingerprint=f"mmjax-{__version__}",
         )
 
@@ -345,19 +462,41 @@ def _limits(body: GenerationRequest, config: ServerConfig) -> Mapping[str, Any]:
     return {"priority": body.priority, "timeout_s": min(times, default=0.0)}
 
 
-async def _gather(
-    request: Request, streams: list[RequestStream]
+async def gather(
+    request: Request, streams: list[RequestStream], echo: PromptEcho | None = None
 ) -> tuple[list[RequestOutput], UsageCounter]:
     """Return the final output of each stream."""
     usage = UsageCounter()
     outputs: dict[int, RequestOutput] = {}
 
     def take(index: int, output: RequestOutput) -> None:
+        output = output if echo is None else echo.apply(index, output)
         usage.add(output)
         outputs[index] = output
 
     await collect(request, streams, take)
     return [outputs[index] for index in range(len(streams))], usage
+
+
+async def _echoed(
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None], echo: PromptEcho | None
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    try:
+        async for number, output in outputs:
+            yield number, output if echo is None else echo.apply(number, output)
+    finally:
+        await outputs.aclose()
+
+
+def _echo_of(body: ChatCompletionRequest) -> str:
+    """Return the text that the answer continues, if it is to come before it."""
+    last = body.messages[-1] if body.messages else None
+    if not body.echo or last is None or last.role != "assistant":
+        return ""
+    if isinstance(last.content, str):
+        return last.content
+    parts = last.content or []
+    return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in parts)
 
 
 def _default_salt(request: Request) -> str:
@@ -366,7 +505,7 @@ def _default_salt(request: Request) -> str:
 
 
 @contextmanager
-def _errors_of_messages() -> Iterator[None]:
+def errors_of_messages() -> Iterator[None]:
     """Rename the field of errors from the prompt to `messages`."""
     try:
         yield

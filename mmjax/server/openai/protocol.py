@@ -41,6 +41,9 @@ Label = Annotated[str, Field(max_length=256)]
 """A short text without effect, or passed through."""
 
 Text = Annotated[str, Field(max_length=32 * 2**20)]
+RequestLabel = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
+"""Part of an answer's id; without spaces or control characters, as it goes into logs."""
+
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
@@ -50,7 +53,7 @@ Objects = Annotated[list[Object], Field(fail_fast=True)]
 Part = str | Annotated[dict[Label, Any], Field(fail_fast=True)]
 
 
-def _tag(value: Any) -> str | None:
+def tag_of(value: Any) -> str | None:
     """Return the union member of `value`: a text, or a list."""
     if isinstance(value, str):
         return "<text>"
@@ -65,14 +68,14 @@ def _prompt_tag(value: Any) -> str | None:
         case [[*_], *_]:
             return "<lists of token ids>"
         case _:
-            return _tag(value)
+            return tag_of(value)
 
 
 Stop = Annotated[
     Annotated[StopText, Tag("<text>")]
     | Annotated[list[StopText], Field(max_length=64, fail_fast=True), Tag("<list>")],
     Discriminator(
-        _tag,
+        tag_of,
         custom_error_type="text_or_texts",
         custom_error_message="input should be a text or a list of texts",
     ),
@@ -81,7 +84,7 @@ Content = Annotated[
     Annotated[Text, Tag("<text>")]
     | Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     Discriminator(
-        _tag,
+        tag_of,
         custom_error_type="text_or_parts",
         custom_error_message="input should be a text or a list of parts",
     ),
@@ -101,7 +104,9 @@ Prompt = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """An object without other fields than its own."""
+
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
@@ -120,7 +125,7 @@ class _Strict(BaseModel):
         return {k: v for k, v in data.items() if k not in nulls} if nulls else data
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`stream_options`."""
 
     include_usage: StrictBool = False
@@ -128,14 +133,14 @@ class StreamOptions(_Strict):
     include_obfuscation: StrictBool = False
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """`response_format`; `structure.py` reads its schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Object | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """Fields that chat and completions share."""
 
     model: Label | None = None
@@ -172,12 +177,15 @@ class GenerationRequest(_Strict):
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     """No effect: a hint for servers with several caches."""
-    request_id: Label | None = None
+    request_id: RequestLabel | None = None
+    """Part of the answer's id, and nothing else: requests are known by ids of the server's."""
     session_id: Label | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: StrictBool | None = False
     return_metrics: StrictBool | None = False
     """Whether the answer tells its times and caches; vLLM has a flag of the server for it."""
+    return_tokens_as_token_ids: StrictBool | None = None
+    """Whether logprobs name tokens as `token_id:7`, not by their text."""
     add_special_tokens: StrictBool = False
     response_format: ResponseFormat | None = None
     mm_processor_kwargs: (
@@ -193,7 +201,6 @@ class GenerationRequest(_Strict):
     truncate_prompt_tokens: StrictInt | None = None
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
-    return_tokens_as_token_ids: StrictBool | None = None
     media_io_kwargs: Object | None = None
 
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
@@ -204,7 +211,6 @@ class GenerationRequest(_Strict):
         "truncate_prompt_tokens": (None,),
         "best_of": (None, 1),
         "use_beam_search": (False,),
-        "return_tokens_as_token_ids": (None, False),
         "media_io_kwargs": (None, {}),
     }
     """Field -> its values without effect."""
@@ -260,16 +266,17 @@ class GenerationRequest(_Strict):
         )
 
 
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One message; `frontend.prompt.chat` parses its content parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Label | None = None
-    # Fields of an assistant's message that a client sends back; empty without tool calls.
+    # Fields of an assistant's message that a client sends back.
     refusal: Text | None = None
     tool_calls: Objects | None = None
     tool_call_id: Label | None = None
+    """Of a message of the role `tool`: the call that it answers."""
     function_call: None = None
     audio: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -312,12 +319,9 @@ class ChatCompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
         "reasoning_effort": (None, "none"),
-        "echo": (False,),
         "documents": (None, []),
         "store": (None, False),
         "service_tier": (None, "auto", "default"),
@@ -329,19 +333,13 @@ class ChatCompletionRequest(GenerationRequest):
         "web_search_options": (None,),
         "prompt_cache_options": (None, {}),
         "prompt_cache_retention": (None, "in_memory"),
-        "chat_template_kwargs": (None, {}),
-        "add_special_tokens": (False,),
     }
 
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support, or that contradict each other."""
         super().check_supported()
         for index, message in enumerate(self.messages):
-            if message.tool_calls or message.role == "tool":
-                place = f"messages[{index}].{'tool_calls' if message.tool_calls else 'role'}"
-                raise RequestValueError(
-                    f"`{place}`: tools are not supported yet; leave such messages out", param=place
-                )
+            _check_tool_fields(message, f"messages[{index}]")
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestValueError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other; "
@@ -367,7 +365,8 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = 16
+    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 16
+    """0 with `echo` alone: the prompt comes back, and nothing is generated."""
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
@@ -375,7 +374,6 @@ class CompletionRequest(GenerationRequest):
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
-        "echo": (False,),
         "suffix": (None, ""),
     }
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
@@ -388,6 +386,11 @@ class CompletionRequest(GenerationRequest):
                 "`return_metrics` is about one prompt; send the prompts one by one, or leave it "
                 "out",
                 param="return_metrics",
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestValueError(
+                "`max_tokens` is 0, which needs `echo`: true; set it, or ask for a token",
+                param="max_tokens",
             )
         if len(self.prompts()) * self.n > MAX_N:
             raise RequestValueError(
@@ -409,7 +412,28 @@ class CompletionRequest(GenerationRequest):
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
         """Return the sampling parameters."""
-        return self.to_sampling_params(defaults, max_tokens=self.max_tokens, logprobs=self.logprobs)
+        # The engine generates one token at least; without `max_tokens` it is left out.
+        max_tokens = 1 if self.max_tokens == 0 else self.max_tokens
+        return self.to_sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
+
+
+def _check_tool_fields(message: ChatMessage, place: str) -> None:
+    """Refuse tool calls of anybody but the assistant, and answers to no call."""
+    if message.tool_calls and message.role != "assistant":
+        raise RequestValueError(
+            f"`{place}.tool_calls` is the assistant's alone; leave it out",
+            param=f"{place}.tool_calls",
+        )
+    if message.tool_call_id is not None and message.role != "tool":
+        raise RequestValueError(
+            f"`{place}.tool_call_id` belongs to messages of the role `tool`; leave it out",
+            param=f"{place}.tool_call_id",
+        )
+    if message.role == "tool" and message.tool_call_id is None:
+        raise RequestValueError(
+            f"`{place}.tool_call_id` is missing; give the id of the call that is answered",
+            param=f"{place}.tool_call_id",
+        )
 
 
 def _or(value: T | None, default: T) -> T:

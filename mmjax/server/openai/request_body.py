@@ -10,14 +10,13 @@ import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from mmjax.errors import BodyTimeoutError, RequestValueError, ShuttingDownError
-from mmjax.server.openai.validation import refusal_of
+from mmjax.server.openai.validation import ModelT, validated
 
 MAX_VALUES = 2**18
 """Elements of all lists and objects; most are token ids."""
@@ -48,8 +47,6 @@ _MAX_REREAD_BYTES = 64 * 2**10
 _ASCII = bytes(range(128))
 _NUMBER_CHARS = bytes(ord("0") if chr(i) in "0123456789+-.eE" else ord(" ") for i in range(256))
 _LONG_NUMBER = b"0" * (MAX_NUMBER_CHARS + 1)
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
 class RequestReader:
@@ -209,12 +206,7 @@ def parse(body: bytes | bytearray, model: type[ModelT]) -> ModelT:
     data = _decode(body)
     if not isinstance(data, dict):
         raise _no_object()
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        refusal = refusal_of(error)
-    # Outside of `except`, so that the error does not reference pydantic's, and so the body.
-    raise refusal
+    return validated(model, data)
 
 
 def _decode(body: bytes | bytearray) -> Any:

@@ -1,6 +1,6 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -12,6 +12,7 @@ from mmjax.frontend.output.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
+from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece, join_calls
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -59,12 +60,30 @@ class TextLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int]
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """`function` of a tool call; of a chunk: what it adds."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call in an answer; of a chunk: what it adds to call `index`."""
+
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionCall
+
+
 class ChatAnswer(msgspec.Struct, kw_only=True):
     """`message` of a chat choice."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    """None of an answer of calls alone."""
     refusal: None = None
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
     parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """Boxes and labels, where the model's answers hold such; not OpenAI's."""
 
@@ -74,6 +93,7 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] = []
     parsed: Mapping[str, Any] | None = None
     """As `ChatAnswer.parsed`, of the whole answer, in its last chunk."""
 
@@ -98,6 +118,13 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is anything in it for a client."""
+        delta = self.delta
+        has_text = bool(delta.content or delta.tool_calls or delta.role)
+        return has_text or bool(self.finish_reason or self.logprobs or self.token_ids)
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
@@ -269,34 +296,54 @@ class ChoiceOptions(NamedTuple):
 
     num_top_logprobs: int = 0
     with_token_ids: bool = False
+    names_token_ids: bool = False
+    """Whether logprobs name tokens by their ids."""
 
     def token_ids(self, output: CompletionOutput) -> list[int] | msgspec.UnsetType:
         """Return the token ids if the request wants them."""
         return output.token_ids if self.with_token_ids else msgspec.UNSET
 
 
-def chat_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChoice:
-    """Return a finished choice."""
+def chat_choice(output: CompletionOutput, piece: AnswerPiece, options: ChoiceOptions) -> ChatChoice:
+    """Return a finished choice, whose answer is `piece`."""
+    calls = [_tool_call(call) for call in join_calls(piece.calls)]
     return ChatChoice(
         index=output.index,
-        message=ChatAnswer(content=output.text, parsed=_parsed(output)),
-        logprobs=chat_logprobs(output.logprobs, options.num_top_logprobs),
-        finish_reason=output.finish_reason,
+        message=ChatAnswer(
+            content=piece.text or (None if calls else ""),
+            tool_calls=calls or msgspec.UNSET,
+            parsed=_parsed(output),
+        ),
+        logprobs=chat_logprobs(output.logprobs, options),
+        finish_reason=piece.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
     )
 
 
-def chat_chunk_choice(output: CompletionOutput, options: ChoiceOptions) -> ChatChunkChoice:
-    """Return what a step added to a choice."""
+def chat_chunk_choice(
+    output: CompletionOutput, piece: AnswerPiece, options: ChoiceOptions
+) -> ChatChunkChoice:
+    """Return what a step added to a choice, whose answer grew by `piece`."""
     is_finished = output.finish_reason is not None
+    calls = [_tool_call(call, is_chunk=True) for call in piece.calls]
     return ChatChunkChoice(
         index=output.index,
-        delta=ChatDelta(content=output.text or None, parsed=output.parsed),
-        logprobs=chat_logprobs(output.logprobs, options.num_top_logprobs),
-        finish_reason=output.finish_reason,
+        delta=ChatDelta(content=piece.text or None, tool_calls=calls, parsed=output.parsed),
+        logprobs=chat_logprobs(output.logprobs, options),
+        finish_reason=piece.finish_reason,
         stop_reason=output.stop_reason if is_finished else msgspec.UNSET,
         token_ids=options.token_ids(output),
+    )
+
+
+def _tool_call(call: CallPiece, *, is_chunk: bool = False) -> ToolCall:
+    is_first = call.name is not None
+    return ToolCall(
+        index=call.index if is_chunk else msgspec.UNSET,
+        id=call.id or msgspec.UNSET,
+        type="function" if is_first else msgspec.UNSET,
+        function=FunctionCall(name=call.name or msgspec.UNSET, arguments=call.arguments),
     )
 
 
@@ -307,7 +354,7 @@ def text_choice(
     return TextChoice(
         index=index,
         text=output.text,
-        logprobs=text_logprobs(output.logprobs, options.num_top_logprobs, offset),
+        logprobs=text_logprobs(output.logprobs, options, offset),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
@@ -326,53 +373,71 @@ def _parsed(output: CompletionOutput) -> Mapping[str, Any] | msgspec.UnsetType:
     return msgspec.UNSET if output.parsed is None else output.parsed
 
 
-def chat_logprobs(logprobs: SampleLogprobs | None, num_top: int) -> ChatLogprobs | None:
+def chat_logprobs(logprobs: SampleLogprobs | None, options: ChoiceOptions) -> ChatLogprobs | None:
     """Return log-probabilities in chat's form."""
     if logprobs is None:
         return None
     content: list[TokenLogprob] = []
     for position in logprobs:
-        entries = list(position.values())
-        sampled = _top_logprob(entries[0])
+        sampled = _top_logprob(next(iter(position.items())), options)
         content.append(
             TokenLogprob(
                 token=sampled.token,
                 logprob=sampled.logprob,
                 bytes=sampled.bytes,
-                top_logprobs=[_top_logprob(entry) for entry in _top_of(entries, num_top)],
+                top_logprobs=[_top_logprob(entry, options) for entry in _top_of(position, options)],
             )
         )
     return ChatLogprobs(content=content)
 
 
 def text_logprobs(
-    logprobs: SampleLogprobs | None, num_top: int, offset: int
+    logprobs: SampleLogprobs | None, options: ChoiceOptions, offset: int
 ) -> TextLogprobs | None:
     """Return log-probabilities in completions' form."""
     if logprobs is None:
         return None
     shown = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for position in logprobs:
-        entries = list(position.values())
-        text = entries[0].decoded_token or ""
-        top = _top_of(entries, num_top)
-        shown.tokens.append(text)
-        shown.token_logprobs.append(_finite(entries[0].logprob))
-        shown.top_logprobs.append({e.decoded_token or "": _finite(e.logprob) for e in top})
+        token_id, entry = next(iter(position.items()))
+        shown.tokens.append(_token_name(token_id, entry, options))
+        shown.token_logprobs.append(_finite(entry.logprob))
+        shown.top_logprobs.append(
+            {
+                _token_name(one_id, one, options): _finite(one.logprob)
+                for one_id, one in _top_of(position, options)
+            }
+        )
         shown.text_offset.append(offset)
-        offset += len(text)
+        offset += len(entry.decoded_token or "")
     return shown
 
 
-def _top_of(entries: list[Logprob], num_top: int) -> list[Logprob]:
+def _top_of(
+    position: Mapping[int, Logprob], options: ChoiceOptions
+) -> Sequence[tuple[int, Logprob]]:
     # The sampled token is first, whether it is one of the most probable or not.
-    top = [entry for entry in entries if entry.rank is not None and entry.rank <= num_top]
-    return sorted(top, key=lambda entry: entry.rank or 0)
+    num_top = options.num_top_logprobs
+    top = [
+        (token_id, entry)
+        for token_id, entry in position.items()
+        if entry.rank is not None and entry.rank <= num_top
+    ]
+    return sorted(top, key=lambda item: item[1].rank or 0)
 
 
-def _top_logprob(entry: Logprob) -> TopLogprob:
-    text = entry.decoded_token or ""
-    return TopLogprob(token=text, logprob=_finite(entry.logprob), bytes=list(text.encode()))
+def _top_logprob(entry: tuple[int, Logprob], options: ChoiceOptions) -> TopLogprob:
+    token_id, logprob = entry
+    text = logprob.decoded_token or ""
+    return TopLogprob(
+        token=_token_name(token_id, logprob, options),
+        logprob=_finite(logprob.logprob),
+        bytes=list(text.encode()),
+    )
+
+
+def _token_name(token_id: int, entry: Logprob, options: ChoiceOptions) -> str:
+    return f"token_id:{token_id}" if options.names_token_ids else entry.decoded_token or ""
 
 
 def _finite(logprob: float) -> float:

@@ -1,8 +1,8 @@
 """Server-sent events: `data: {json}` lines, keep-alive comments, `[DONE]` at the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.engine_client.client import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.logger import get_logger
-from mmjax.server.openai.errors import error_body, internal_error_body
+from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
 
 logger = get_logger(__name__)
 
@@ -21,6 +21,36 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Framing(NamedTuple):
+    """How events are written."""
+
+    event: Callable[[Any], bytes]
+    error: Callable[[ErrorBody], bytes]
+    end: bytes
+
+
+def _data(event: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _named(event: Mapping[str, Any]) -> bytes:
+    return b"event: " + event["type"].encode() + b"\n" + _data(event)
+
+
+def _named_error(body: ErrorBody) -> bytes:
+    info = body.error
+    return _named(
+        {"type": "error", "code": info.code, "message": info.message, "param": info.param}
+    )
+
+
+PLAIN_EVENTS = Framing(event=_data, error=_data, end=DONE)
+"""Of chat and completions."""
+
+NAMED_EVENTS = Framing(event=_named, error=_named_error, end=b"")
+"""Of responses: a line names each event's type, and the last type is the end."""
 
 
 class EventStream(StreamingResponse):
@@ -32,9 +62,10 @@ class EventStream(StreamingResponse):
         streams: Sequence[RequestStream],
         *,
         keep_alive_s: float,
+        framing: Framing = PLAIN_EVENTS,
     ) -> None:
         super().__init__(
-            _lines(events, keep_alive_s),
+            _lines(events, keep_alive_s, framing),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
@@ -49,22 +80,25 @@ class EventStream(StreamingResponse):
                 stream.close()
 
 
-async def _lines(events: AsyncGenerator[Any, None], keep_alive_s: float) -> AsyncIterator[bytes]:
+async def _lines(
+    events: AsyncGenerator[Any, None], keep_alive_s: float, framing: Framing
+) -> AsyncIterator[bytes]:
     try:
         async for event in _kept_alive(events, keep_alive_s):
             if event is None:
                 yield KEEP_ALIVE
             else:
-                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+                yield framing.event(event)
     except RequestError as error:
         # The status is sent already: send the error as an event.
-        yield b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n"
+        yield framing.error(error_body(error))
     except Exception:
         logger.exception("a stream failed")
-        yield b"data: " + msgspec.json.encode(internal_error_body()) + b"\n\n"
+        yield framing.error(internal_error_body())
     finally:
         await events.aclose()
-    yield DONE
+    if framing.end:
+        yield framing.end
 
 
 async def _kept_alive(

@@ -1,12 +1,14 @@
 """pydantic's validation errors as messages for the client, without values."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticCustomError
 
 from mmjax.errors import RequestValueError
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the error about all unknown fields of an object."""
@@ -22,6 +24,16 @@ def unknown_fields_error(names: Sequence[str]) -> PydanticCustomError:
     return PydanticCustomError(
         UNKNOWN_FIELDS, "unknown fields", {"names": shown, "num_more": len(names) - len(shown)}
     )
+
+
+def validated(model: type[ModelT], fields: Mapping[str, Any]) -> ModelT:
+    """Return `fields` as a `model`; RequestValueError names the wrong ones."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        refusal = refusal_of(error)
+    # Outside of `except`, so that the error does not reference pydantic's, and so the body.
+    raise refusal
 
 
 def refusal_of(error: ValidationError) -> RequestValueError:

@@ -1,0 +1,175 @@
+"""Read a tool call's JSON as it comes: its name, and its arguments' characters.
+
+One pass over the characters, so that a long answer costs no more than a short one, each.
+"""
+
+import json
+
+_SPACES = " \t\r\n"
+MAX_NAME_CHARS = 256
+
+
+class JsonValueScanner:
+    """Finds the end of one JSON value; does not check what stands within."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+        self._has_begun = False
+        self.is_done = False
+
+    def push(self, text: str, start: int = 0) -> int:
+        """Read on from `start`; return the index behind the value, or `len(text)`."""
+        for place in range(start, len(text)):
+            character = text[place]
+            if self._ends_before(character):
+                self.is_done = True
+                return place
+            self._advance(character)
+            if self.is_done:
+                return place + 1
+        return len(text)
+
+    def _ends_before(self, character: str) -> bool:
+        """Return whether a number or a word ends here: it has no closing mark of its own."""
+        is_bare = self._has_begun and not self._depth and not self._is_in_string
+        return is_bare and character in ",]}" + _SPACES
+
+    def _advance(self, character: str) -> None:
+        if self._is_in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._is_in_string = False
+                self.is_done = not self._depth
+            return
+        if character in _SPACES:
+            return
+        self._has_begun = True
+        if character == '"':
+            self._is_in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            self.is_done = self._depth <= 0
+
+
+class JsonCallScanner:
+    """Reads `{"name": ..., "arguments": {...}}`; `parameters` is another word for arguments."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.is_done = False
+        self.is_wrong = False
+        """Whether this is no call: what was read is text."""
+        self._read_texts: list[str] = []
+        self._state = "start"
+        self._key = ""
+        self._value = JsonValueScanner()
+        self._value_texts: list[str] = []
+        self._streams_value = False
+        self._has_arguments = False
+        self._pending: list[str] = []
+
+    @property
+    def raw(self) -> str:
+        """All that was read, as long as no name is known."""
+        return "".join(self._read_texts)
+
+    def push(self, text: str, start: int = 0) -> int:
+        """Read on from `start`; return the index behind what was read."""
+        place = start
+        had_name = self.name is not None
+        while place < len(text) and not (self.is_done or self.is_wrong):
+            place = self._read(text, place)
+        if not had_name:
+            self._read_texts.append(text[start:place])
+        self.is_wrong |= self.is_done and self.name is None
+        return place
+
+    def take_arguments(self) -> str:
+        """Return the arguments' characters since the last call; nothing before the name."""
+        if self.name is None:
+            return ""
+        if self.is_done and not self._has_arguments:
+            self._has_arguments, self._pending = True, ["{}"]
+        taken, self._pending = "".join(self._pending), []
+        return taken
+
+    def _read(self, text: str, place: int) -> int:
+        if self._state == "value":
+            return self._read_value(text, place)
+        character = text[place]
+        if self._state == "key":
+            self._read_key(character)
+        elif character not in _SPACES:
+            self._read_mark(character)
+        return place + 1
+
+    def _read_mark(self, character: str) -> None:
+        match self._state, character:
+            case "start", "{":
+                self._state = "members"
+            case "members", '"':
+                self._state, self._key = "key", ""
+            case "members", ",":
+                pass
+            case "members", "}":
+                self.is_done = True
+            case "colon", ":":
+                self._state, self._value, self._value_texts = "value", JsonValueScanner(), []
+                self._streams_value = False
+            case _:
+                self.is_wrong = True
+
+    def _read_key(self, character: str) -> None:
+        if character == '"':
+            self._state = "colon"
+        elif len(self._key) < MAX_NAME_CHARS:
+            self._key += character
+        else:
+            self.is_wrong = True
+
+    def _read_value(self, text: str, place: int) -> int:
+        end = self._value.push(text, place)
+        piece = text[place:end]
+        is_first = not self._value_texts
+        if is_first:
+            piece = piece.lstrip(_SPACES)
+        if piece:
+            self._keep(piece, is_first=is_first)
+        if self._value.is_done:
+            self._state = "members"
+            self._end_value()
+        return end
+
+    def _keep(self, piece: str, *, is_first: bool) -> None:
+        is_arguments = self._key in ("arguments", "parameters") and not self._has_arguments
+        if is_first and is_arguments and piece.startswith("{"):
+            self._streams_value = self._has_arguments = True
+        self._value_texts.append("" if self._streams_value else piece)
+        if self._streams_value:
+            self._pending.append(piece)
+
+    def _end_value(self) -> None:
+        if self._streams_value:
+            return
+        value = _load("".join(self._value_texts))
+        if self._key == "name" and self.name is None:
+            is_name = isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS
+            self.name = str(value) if is_name else None
+            self.is_wrong = not is_name
+        elif self._key in ("arguments", "parameters") and isinstance(value, str):
+            # Some models write the object as a text.
+            self._has_arguments, self._pending = True, [value]
+
+
+def _load(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,399 @@
+"""Parsers of tool calls in an answer's text, one for each format that models were trained on.
+
+Text goes in as it is generated, and comes out as text for the reader and as calls: whole answers
+take the same way as streams. No regular expressions: a model's text may be a user's.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from mmjax.frontend.output.tool_calls.deltas import AnswerDelta
+from mmjax.frontend.output.tool_calls.json_scanner import (
+    MAX_NAME_CHARS,
+    JsonCallScanner,
+    JsonValueScanner,
+)
+from mmjax.frontend.output.tool_calls.python_literals import CallScanner, parse_arguments
+
+_SPACES = " \t\r\n"
+_FENCE = "```"
+_MAX_PYTHON_CHARS = 2**18
+_MAX_HELD_CHARS = 1024
+"""Of text that may yet be part of a call; more is text, so that the time stays linear."""
+
+
+@runtime_checkable
+class ToolCallParser(Protocol):
+    """Reads one answer."""
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        ...
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back, at the end of the answer."""
+        ...
+
+
+class NamedCallParser:
+    """The whole answer is the arguments of one function, whose name is known: `tool_choice`."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return `text` as arguments."""
+        delta = AnswerDelta()
+        if text:
+            delta.add_call(0, name=self._name, arguments=text)
+            self._name = None
+        return delta
+
+    def finish(self) -> AnswerDelta:
+        """Return nothing."""
+        return AnswerDelta()
+
+
+class JsonCallParser:
+    """Calls as JSON objects, behind a mark or, without one, from the answer's beginning on.
+
+    With `takes_names`, also as `name{...}` and `name[ARGS]{...}`.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: str = "",
+        end: str = "",
+        unmarked: bool = False,
+        takes_names: bool = False,
+        tool_names: Collection[str] = (),
+    ) -> None:
+        """`unmarked`: the answer may begin with a call without `start`, of a tool's name."""
+        self._start, self._end = start, end
+        self._takes_names = takes_names
+        self._tool_names = tool_names if unmarked else None
+        self._read: Callable[[str, int], int] = (
+            self._read_beginning if unmarked else self._read_text
+        )
+        self._held = ""
+        """Spaces, or the beginning of a mark: text, if nothing comes of it."""
+        self._opening = ""
+        """What was read of a call before its name: text, if it has none."""
+        self._is_opening = False
+        self._call: JsonCallScanner | None = None
+        self._arguments: JsonValueScanner | None = None
+        self._num_calls = 0
+        self._is_named = False
+        self._delta = AnswerDelta()
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        self._delta = AnswerDelta()
+        text, self._held = self._held + text, ""
+        place = 0
+        while place < len(text):
+            place = self._read(text, place)
+        return self._delta
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back."""
+        self._delta = AnswerDelta()
+        held, self._held = self._held, ""
+        if self._call is not None and not self._is_named:
+            held = self._call.raw + held
+        if not self._num_calls or held.strip(_SPACES):
+            self._delta.add_text(self._opening + held)
+        return self._delta
+
+    # ---- each reads on from `place`, and returns the index behind what it read ------------------
+
+    def _read_beginning(self, text: str, place: int) -> int:
+        """Decide by the first characters whether the answer is a call."""
+        begun = text[place:].lstrip(_SPACES)
+        for mark in (self._start, f"{_FENCE}json", "{", "["):
+            if begun.startswith(mark):
+                behind = len(text) - len(begun) + (0 if mark in ("{", "[") else len(mark))
+                self._opening, self._is_opening = text[place:behind], True
+                self._read = self._read_calls
+                return behind
+            if mark.startswith(begun) and len(text) <= _MAX_HELD_CHARS:
+                self._held = text[place:]
+                return len(text)
+        self._start = ""
+        self._read = self._read_text
+        return place
+
+    def _read_text(self, text: str, place: int) -> int:
+        if not self._start:
+            self._delta.add_text(text[place:])
+            return len(text)
+        found = text.find(self._start, place)
+        if found >= 0:
+            # The line break before a call belongs to neither.
+            self._delta.add_text(text[place:found].rstrip(_SPACES))
+            self._opening, self._is_opening = self._start, True
+            self._read = self._read_calls
+            return found + len(self._start)
+        shown = text[place:]
+        kept = len(shown) - _overlap(shown, self._start)
+        kept = len(shown[:kept].rstrip(_SPACES))
+        if len(shown) - kept > _MAX_HELD_CHARS:
+            kept = len(shown)
+        self._delta.add_text(shown[:kept])
+        self._held = shown[kept:]
+        return len(text)
+
+    def _read_calls(self, text: str, place: int) -> int:
+        """Read what stands between calls: brackets, commas, the closing mark."""
+        if self._end and text.startswith(self._end, place):
+            self._read = self._read_text
+            return place + len(self._end)
+        character = text[place]
+        if character in _SPACES + "[],;" and len(self._opening) < _MAX_HELD_CHARS:
+            self._opening += character if self._is_opening else ""
+            return place + 1
+        if character == "{":
+            self._call, self._is_named = JsonCallScanner(), False
+            self._read = self._read_call
+            return place
+        rest = text[place:]
+        if self._end and self._end.startswith(rest):
+            self._held = rest
+            return len(text)
+        if self._takes_names and character.isidentifier():
+            self._read = self._read_name
+            return place
+        self._refuse("")
+        return place
+
+    def _read_call(self, text: str, place: int) -> int:
+        call = self._call
+        assert call is not None
+        end = call.push(text, place)
+        is_known = self._tool_names is None or call.name in self._tool_names
+        if call.is_wrong or (call.name is not None and not is_known):
+            self._call = None
+            self._refuse("" if self._is_named else call.raw)
+            return end
+        if call.name is not None:
+            if not self._is_named:
+                self._begin_call(call.name)
+            arguments = call.take_arguments()
+            if arguments:
+                self._delta.add_call(self._num_calls - 1, arguments=arguments)
+        if call.is_done:
+            self._call = None
+            self._read = self._read_calls
+        return end
+
+    def _read_name(self, text: str, place: int) -> int:
+        """Read `name` or `name[ARGS]`, up to its arguments."""
+        opening = text.find("{", place)
+        if opening < 0 and len(text) - place <= MAX_NAME_CHARS:
+            self._held = text[place:]
+            return len(text)
+        name = text[place:opening].partition("[")[0].strip(_SPACES) if opening >= 0 else ""
+        if not name.replace("-", "_").replace(".", "_").isidentifier():
+            self._refuse("")
+            return place
+        self._begin_call(name)
+        self._arguments = JsonValueScanner()
+        self._read = self._read_arguments
+        return opening
+
+    def _read_arguments(self, text: str, place: int) -> int:
+        scanner = self._arguments
+        assert scanner is not None
+        end = scanner.push(text, place)
+        self._delta.add_call(self._num_calls - 1, arguments=text[place:end])
+        if scanner.is_done:
+            self._arguments = None
+            # The mark stands before each call of this form.
+            self._read = self._read_text
+        return end
+
+    def _refuse(self, raw: str) -> None:
+        """Take as text what looked like a call."""
+        self._delta.add_text(self._opening + raw)
+        self._opening, self._is_opening = "", False
+        self._read = self._read_text
+
+    def _begin_call(self, name: str) -> None:
+        self._is_named, self._opening, self._is_opening = True, "", False
+        self._delta.add_call(self._num_calls, name=name)
+        self._num_calls += 1
+
+
+class PythonCallParser:
+    """The whole answer is a list of calls as Python writes them: `[f(a=1), g(b="x")]`.
+
+    Also within a fence: "```tool_code". A call comes out when its closing bracket is there.
+    """
+
+    _FENCES = ("```tool_code", "```python", "<|python_start|>", "[")
+
+    def __init__(self, *, tool_names: Collection[str]) -> None:
+        self._tool_names = tool_names
+        self._state = "beginning"
+        self._held = ""
+        self._opening = ""
+        """What was read before the first name."""
+        self._name = ""
+        self._scanner: CallScanner | None = None
+        self._arguments: list[str] = []
+        self._num_chars = 0
+        self._num_calls = 0
+        self._delta = AnswerDelta()
+
+    def push(self, text: str) -> AnswerDelta:
+        """Return what `text` adds."""
+        self._delta = AnswerDelta()
+        text, self._held = self._held + text, ""
+        place = 0
+        while place < len(text):
+            match self._state:
+                case "beginning":
+                    place = self._read_beginning(text, place)
+                case "calls":
+                    place = self._read_name(text, place)
+                case "arguments":
+                    place = self._read_arguments(text, place)
+                case _:
+                    self._delta.add_text(text[place:])
+                    place = len(text)
+        return self._delta
+
+    def finish(self) -> AnswerDelta:
+        """Return what was held back."""
+        self._delta = AnswerDelta()
+        if self._state == "arguments":
+            self._held = self._unread()
+        if not self._num_calls or self._state == "arguments":
+            self._delta.add_text(self._held)
+        return self._delta
+
+    def _read_beginning(self, text: str, place: int) -> int:
+        begun = text[place:].lstrip(_SPACES)
+        for mark in self._FENCES:
+            if begun.startswith(mark):
+                return self._read_first_name(text, len(text) - len(begun) + len(mark))
+            if mark.startswith(begun) and len(text) <= _MAX_HELD_CHARS:
+                self._held = text[place:]
+                return len(text)
+        self._state = "text"
+        return place
+
+    def _read_first_name(self, text: str, place: int) -> int:
+        """Hold all back until the first name is there: else it is text that begins alike."""
+        begun = text[place:].lstrip(_SPACES + "[")
+        name, bracket, _ = begun.partition("(")
+        is_open = not bracket and len(text) <= _MAX_HELD_CHARS
+        if is_open and any(known.startswith(name) for known in self._tool_names):
+            self._held = text
+            return len(text)
+        if bracket and name.strip(_SPACES) in self._tool_names:
+            self._state = "calls"
+            self._opening = text[: len(text) - len(begun)]
+            return len(text) - len(begun)
+        self._state = "text"
+        self._delta.add_text(text)
+        return len(text)
+
+    def _read_name(self, text: str, place: int) -> int:
+        rest = text[place:]
+        begun = rest.lstrip(_SPACES + "[],;")
+        name, bracket, _ = begun.partition("(")
+        if bracket and name.strip(_SPACES) in self._tool_names:
+            self._name, self._state = name.strip(_SPACES), "arguments"
+            self._scanner, self._arguments, self._num_chars = CallScanner(), [], 0
+            return len(text) - len(begun) + len(name) + 1
+        beginnings = (*self._tool_names, _FENCE)
+        is_open = not bracket and len(rest) <= _MAX_HELD_CHARS
+        if is_open and any(one != name and one.startswith(name) for one in beginnings):
+            self._held = begun
+            return len(text)
+        self._state = "text"
+        self._delta.add_text(begun.removeprefix(_FENCE))
+        return len(text)
+
+    def _read_arguments(self, text: str, place: int) -> int:
+        assert self._scanner is not None
+        end = self._scanner.push(text, place)
+        self._arguments.append(text[place:end])
+        self._num_chars += end - place
+        if self._num_chars > _MAX_PYTHON_CHARS:
+            self._give_up()
+        elif self._scanner.is_done:
+            self._end_call()
+        return end
+
+    def _end_call(self) -> None:
+        try:
+            arguments = json.dumps(
+                parse_arguments("".join(self._arguments)[:-1]), ensure_ascii=False, allow_nan=False
+            )
+        except ValueError:
+            self._give_up()
+            return
+        self._delta.add_call(self._num_calls, name=self._name, arguments=arguments)
+        self._num_calls += 1
+        self._state, self._arguments = "calls", []
+
+    def _give_up(self) -> None:
+        self._delta.add_text(self._unread())
+        self._state, self._arguments = "text", []
+
+    def _unread(self) -> str:
+        """Return the text of a call that is none."""
+        opening = "" if self._num_calls else self._opening
+        return f"{opening}{self._name}({''.join(self._arguments)}"
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that `mark` begins with."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallFormat:
+    """A format of tool calls, under vLLM's name for its parser."""
+
+    make: Callable[[Collection[str]], ToolCallParser]
+    """The tools' names -> the parser of one answer."""
+    keeps_special_tokens: bool = False
+    """Whether the marks are special tokens, which must stay in the text."""
+    id_length: int | None = None
+    """Of a call's id, where the chat template asks for one."""
+
+
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
+    "hermes": ToolCallFormat(
+        make=lambda names: JsonCallParser(start="<tool_call>", end="</tool_call>")
+    ),
+    "internlm": ToolCallFormat(
+        make=lambda names: JsonCallParser(start="<|action_start|><|plugin|>", end="<|action_end|>"),
+        keeps_special_tokens=True,
+    ),
+    "llama3_json": ToolCallFormat(
+        make=lambda names: JsonCallParser(
+            start="<|python_tag|>", end=_FENCE, unmarked=True, tool_names=names
+        ),
+        keeps_special_tokens=True,
+    ),
+    "mistral": ToolCallFormat(
+        make=lambda names: JsonCallParser(start="[TOOL_CALLS]", takes_names=True),
+        keeps_special_tokens=True,
+        id_length=9,
+    ),
+    "pythonic": ToolCallFormat(make=lambda names: PythonCallParser(tool_names=names)),
+}
+"""By vLLM's name of the parser."""
+
+
+def required_call_parser() -> ToolCallParser:
+    """Return the parser of `tool_choice` "required": the answer is a JSON list of calls."""
+    return JsonCallParser(start="[")

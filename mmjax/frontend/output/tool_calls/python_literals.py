@@ -1,0 +1,165 @@
+"""Read the arguments of a call as Python writes it: `city="Paris", days=[1, 2]`.
+
+By hand: `ast` may exhaust the stack of the process over what a model wrote.
+"""
+
+from typing import Any
+
+_SPACES = " \t\r\n"
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0"}
+_MAX_DEPTH = 32
+_MAX_NUMBER_CHARS = 40
+
+
+class CallScanner:
+    """Finds the bracket that closes a call; knows texts in quotes, and nothing else of Python."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self.is_done = False
+
+    def push(self, text: str, start: int = 0) -> int:
+        """Read on from `start`, behind the opening bracket; return the index behind the closing."""
+        for place in range(start, len(text)):
+            self._advance(text[place])
+            if self.is_done:
+                return place + 1
+        return len(text)
+
+    def _advance(self, character: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._quote:
+            if character == "\\":
+                self._is_escaped = True
+            elif character == self._quote:
+                self._quote = ""
+        elif character in "'\"":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}":
+            self.is_done = self._depth == 0
+            self._depth -= 1
+
+
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments by name; ValueError for anything but names with literals."""
+    return _Reader(text).arguments()
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._place = 0
+
+    def arguments(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while self._peek():
+            name = self._word()
+            self._expect("=")
+            if name in found:
+                raise ValueError("an argument is given twice")
+            found[name] = self._value(0)
+            if self._peek():
+                self._expect(",")
+        return found
+
+    def _value(self, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError("nested too deeply")
+        match self._peek():
+            case "'" | '"':
+                return self._string()
+            case "[":
+                return self._list("[", "]", depth)
+            case "(":
+                return self._list("(", ")", depth)
+            case "{":
+                return self._dict(depth)
+            case character if character and character in "+-.0123456789":
+                return self._number()
+            case _:
+                word = self._word()
+                if word not in _WORDS:
+                    raise ValueError("a name where a value should be")
+                return _WORDS[word]
+
+    def _list(self, opening: str, closing: str, depth: int) -> list[Any]:
+        self._expect(opening)
+        found: list[Any] = []
+        while self._peek() != closing:
+            found.append(self._value(depth + 1))
+            if self._peek() != closing:
+                self._expect(",")
+        self._expect(closing)
+        return found
+
+    def _dict(self, depth: int) -> dict[str, Any]:
+        self._expect("{")
+        found: dict[str, Any] = {}
+        while self._peek() != "}":
+            key = self._string()
+            self._expect(":")
+            found[key] = self._value(depth + 1)
+            if self._peek() != "}":
+                self._expect(",")
+        self._expect("}")
+        return found
+
+    def _string(self) -> str:
+        quote = self._peek()
+        if quote not in ("'", '"'):
+            raise ValueError("no text")
+        characters: list[str] = []
+        place = self._place + 1
+        while place < len(self._text) and self._text[place] != quote:
+            character = self._text[place]
+            if character == "\\":
+                place += 1
+                escaped = self._text[place : place + 1]
+                character = _ESCAPES.get(escaped, escaped)
+                if escaped == "u":
+                    character = chr(int(self._text[place + 1 : place + 5], 16))
+                    place += 4
+            characters.append(character)
+            place += 1
+        self._place = place
+        self._expect(quote)
+        return "".join(characters)
+
+    def _number(self) -> int | float:
+        start = self._place
+        while self._place < len(self._text) and self._text[self._place] in "+-.0123456789eE_":
+            self._place += 1
+        digits = self._text[start : self._place]
+        if len(digits) > _MAX_NUMBER_CHARS:
+            raise ValueError("a number is too long")
+        return float(digits) if any(mark in digits for mark in ".eE") else int(digits)
+
+    def _word(self) -> str:
+        self._peek()
+        start = self._place
+        while self._place < len(self._text) and _is_word(self._text[self._place]):
+            self._place += 1
+        if start == self._place:
+            raise ValueError("no name")
+        return self._text[start : self._place]
+
+    def _peek(self) -> str:
+        """Return the next character that is no space; "" at the end."""
+        while self._place < len(self._text) and self._text[self._place] in _SPACES:
+            self._place += 1
+        return self._text[self._place : self._place + 1]
+
+    def _expect(self, mark: str) -> None:
+        if self._peek() != mark:
+            raise ValueError(f"no {mark}")
+        self._place += 1
+
+
+def _is_word(character: str) -> bool:
+    return character == "_" or character.isalnum()

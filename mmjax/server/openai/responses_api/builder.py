@@ -1,0 +1,184 @@
+"""A response as it grows: its items, and OpenAI's events about them."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from mmjax.errors import RequestError
+from mmjax.frontend.output.outputs import CompletionOutput
+from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece
+from mmjax.server.openai.errors import error_body
+from mmjax.server.openai.responses import ChoiceOptions, UsageCounter, chat_logprobs
+from mmjax.server.openai.responses_api.objects import (
+    FunctionCallItem,
+    IncompleteDetails,
+    MessageItem,
+    OutputItem,
+    OutputText,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+
+Event = dict[str, Any]
+
+
+class ResponseBuilder:
+    """Fills a response, piece by piece; a whole answer is one piece."""
+
+    def __init__(self, response: ResponseObject, options: ChoiceOptions) -> None:
+        self.response = response
+        self.usage = UsageCounter()
+        self._options = options
+        self._num_events = 0
+        self._index_of_call: dict[int, int] = {}
+        """Of a call among the answer's calls -> of its item."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the response has its last status."""
+        return self.response.status != "in_progress"
+
+    def begin(self) -> list[Event]:
+        """Return the events before the first piece."""
+        return [
+            self._event("response.created", response=self._snapshot()),
+            self._event("response.in_progress", response=self._snapshot()),
+        ]
+
+    def add(self, output: CompletionOutput, piece: AnswerPiece) -> Iterator[Event]:
+        """Add what a step gave; yield its events."""
+        if piece.text:
+            yield from self._add_text(piece.text, output)
+        for call in piece.calls:
+            yield from self._add_call(call)
+        if output.finish_reason is not None:
+            yield from self._finish(output)
+
+    def fail(self, error: RequestError) -> list[Event]:
+        """End the response with an error."""
+        info = error_body(error).error
+        self.response.error = ResponseError(code=str(info.code), message=info.message)
+        return self._end("failed", "response.failed")
+
+    def cancel(self) -> list[Event]:
+        """End the response, as somebody asked."""
+        return self._end("cancelled", "response.incomplete")
+
+    # ---- items ----------------------------------------------------------------------------------
+
+    def _add_text(self, text: str, output: CompletionOutput) -> Iterator[Event]:
+        items = self.response.output
+        if not items or not isinstance(items[-1], MessageItem):
+            yield from self._end_item("completed")
+            yield from self._begin_message()
+        item, index = items[-1], len(items) - 1
+        assert isinstance(item, MessageItem)
+        logprobs = chat_logprobs(output.logprobs, self._options)
+        added = [] if logprobs is None else logprobs.content
+        item.content[0].text += text
+        item.content[0].logprobs += added
+        yield self._event(
+            "response.output_text.delta",
+            item_id=item.id,
+            output_index=index,
+            content_index=0,
+            delta=text,
+            logprobs=added,
+        )
+
+    def _begin_message(self) -> Iterator[Event]:
+        item = MessageItem(id=f"msg_{uuid.uuid4().hex}")
+        yield self._begin_item(item)
+        item.content = [OutputText()]
+        yield self._event(
+            "response.content_part.added",
+            item_id=item.id,
+            output_index=len(self.response.output) - 1,
+            content_index=0,
+            part=OutputText(),
+        )
+
+    def _add_call(self, piece: CallPiece) -> Iterator[Event]:
+        items = self.response.output
+        if piece.name is not None:
+            yield from self._end_item("completed")
+            item = FunctionCallItem(
+                id=f"fc_{uuid.uuid4().hex}", call_id=piece.id or "", name=piece.name
+            )
+            self._index_of_call[piece.index] = len(items)
+            yield self._begin_item(item)
+        index = self._index_of_call[piece.index]
+        item = items[index]
+        assert isinstance(item, FunctionCallItem)
+        if piece.arguments:
+            item.arguments += piece.arguments
+            yield self._event(
+                "response.function_call_arguments.delta",
+                item_id=item.id,
+                output_index=index,
+                delta=piece.arguments,
+            )
+
+    def _begin_item(self, item: OutputItem) -> Event:
+        self.response.output.append(item)
+        return self._event(
+            "response.output_item.added",
+            output_index=len(self.response.output) - 1,
+            item=msgspec.structs.replace(item),
+        )
+
+    def _end_item(self, status: Status) -> Iterator[Event]:
+        """End the last item, if there is one that has not ended."""
+        if not self.response.output or self.response.output[-1].status != "in_progress":
+            return
+        item, index = self.response.output[-1], len(self.response.output) - 1
+        item.status = status
+        place = {"item_id": item.id, "output_index": index}
+        if isinstance(item, MessageItem):
+            part = item.content[0]
+            place["content_index"] = 0
+            yield self._event(
+                "response.output_text.done", **place, text=part.text, logprobs=part.logprobs
+            )
+            yield self._event("response.content_part.done", **place, part=part)
+        else:
+            yield self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=item.name,
+                arguments=item.arguments,
+            )
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _finish(self, output: CompletionOutput) -> Iterator[Event]:
+        if not self.response.output:
+            yield from self._begin_message()
+        last = self.response.output[-1]
+        if output.parsed is not None and isinstance(last, MessageItem):
+            last.parsed = output.parsed
+        if output.finish_reason == "length":
+            self.response.incomplete_details = IncompleteDetails()
+            yield from self._end("incomplete", "response.incomplete")
+        else:
+            yield from self._end("completed", "response.completed")
+
+    def _end(self, status: Status, kind: str) -> list[Event]:
+        events = list(self._end_item("completed" if status == "completed" else "incomplete"))
+        self.response.status = status
+        self.response.completed_at = int(time.time()) if status == "completed" else None
+        self.response.usage = ResponseUsage.of(self.usage)
+        return [*events, self._event(kind, response=self._snapshot())]
+
+    def _snapshot(self) -> ResponseObject:
+        return msgspec.structs.replace(self.response, output=list(self.response.output))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}

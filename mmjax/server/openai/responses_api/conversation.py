@@ -1,0 +1,194 @@
+"""The items of a response's input as messages of a chat, and back."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+
+Message = dict[str, Any]
+
+_ROLES = frozenset({"user", "assistant", "system", "developer"})
+_TEXT_PART_FIELDS = ("type", "text", "refusal")
+_IMAGE_PART_FIELDS = ("type", "image_url", "detail", "uuid")
+_EMPTY_PART_FIELDS = frozenset({"annotations", "logprobs", "file_id", "prompt_cache_breakpoint"})
+"""Of parts that came from an answer; they say nothing to a model."""
+_ITEM_FIELDS: Mapping[str, frozenset[str]] = {
+    "message": frozenset({"type", "role", "content", "id", "status"}),
+    "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
+    "function_call_output": frozenset({"type", "call_id", "output", "id", "status"}),
+}
+
+
+class Conversation:
+    """Messages for a chat, and where each came from."""
+
+    def __init__(self, history: Sequence[Message] = ()) -> None:
+        self.messages: list[Message] = list(history)
+        self._places = ["previous_response_id"] * len(self.messages)
+
+    def with_instructions(self, text: str | None) -> list[Message]:
+        """Return the messages behind those of `instructions`, which no follow-up inherits."""
+        if text is None:
+            return self.messages
+        self._places.insert(0, "instructions")
+        return [{"role": "system", "content": text}, *self.messages]
+
+    def add_input(self, given: str | Sequence[Mapping[str, Any]]) -> None:
+        """Append the input; RequestError names a wrong item."""
+        if isinstance(given, str):
+            self._add({"role": "user", "content": given}, "input")
+            return
+        if not given:
+            raise RequestValueError("`input` is empty; give at least one item", param="input")
+        for index, item in enumerate(given):
+            self._add_item(item, f"input[{index}]")
+
+    @contextmanager
+    def naming_items(self) -> Iterator[None]:
+        """Name, in errors about messages, the items that they came from."""
+        try:
+            yield
+        except RequestError as error:
+            index, rest = _message_index(error.param or "")
+            if index is not None and index < len(self._places):
+                place = self._places[index]
+                error.message = error.message.replace(f"messages[{index}]", place)
+                error.param = place + rest
+            elif error.param == "messages":
+                error.param = "input"
+            raise
+
+    def _add(self, message: Message, place: str) -> None:
+        self.messages.append(message)
+        self._places.append(place)
+
+    def _add_item(self, item: Mapping[str, Any], place: str) -> None:
+        kind = item.get("type", "message")
+        known = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
+        if known is None:
+            raise RequestValueError(
+                f"`{place}.type` is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}",
+                param=f"{place}.type",
+            )
+        other = next((str(name) for name in item if name not in known), None)
+        if other is not None and item[other] is not None:
+            raise RequestValueError(
+                f"`{place}.{other[:64]}` is not a field that mmjax knows; remove it",
+                param=f"{place}.{other[:64]}",
+            )
+        match kind:
+            case "message":
+                self._add(_read_message(item, place), place)
+            case "function_call":
+                self._add_call(item, place)
+            case _:
+                self._add(_read_output(item, place), place)
+
+    def _add_call(self, item: Mapping[str, Any], place: str) -> None:
+        """Append a call to the assistant's message before it, if there is one."""
+        call = {
+            "id": _text(item, "call_id", place),
+            "type": "function",
+            "function": {
+                "name": _text(item, "name", place),
+                "arguments": _text(item, "arguments", place),
+            },
+        }
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last["role"] == "assistant":
+            # A copy: the message may be part of another conversation.
+            calls = [*last.get("tool_calls", ()), call]
+            self.messages[-1] = {**last, "tool_calls": calls}
+        else:
+            self._add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
+
+
+def _read_message(item: Mapping[str, Any], place: str) -> Message:
+    role = item.get("role")
+    if role not in _ROLES:
+        raise RequestValueError(
+            f"`{place}.role` must be one of {', '.join(sorted(_ROLES))}", param=f"{place}.role"
+        )
+    return {"role": role, "content": _read_content(item.get("content"), f"{place}.content")}
+
+
+def _read_output(item: Mapping[str, Any], place: str) -> Message:
+    return {
+        "role": "tool",
+        "tool_call_id": _text(item, "call_id", place),
+        "content": _read_content(item.get("output"), f"{place}.output"),
+    }
+
+
+def _read_content(content: Any, place: str) -> Any:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestTypeError(f"`{place}` must be a text or a list of parts", param=place)
+    return [_read_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
+
+
+def _read_part(part: Any, place: str) -> Any:
+    """Return a part without what is empty; chat's reader checks the rest."""
+    if not isinstance(part, Mapping):
+        raise RequestTypeError(f"`{place}` must be an object", param=place)
+    if part.get("file_id") is not None:
+        raise RequestValueError(
+            f"`{place}.file_id` is not supported: this server keeps no files; send the image as "
+            "`image_url`",
+            param=f"{place}.file_id",
+        )
+    is_image = part.get("type") == "input_image"
+    fields = _IMAGE_PART_FIELDS if is_image else _TEXT_PART_FIELDS
+    return {
+        name: value
+        for name, value in part.items()
+        if name in fields or not (name in _EMPTY_PART_FIELDS or value is None)
+    }
+
+
+def _text(item: Mapping[str, Any], name: str, place: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestTypeError(f"`{place}.{name}` must be a text", param=f"{place}.{name}")
+    return value
+
+
+def _message_index(param: str) -> tuple[int | None, str]:
+    """Return the index in `messages[3].content`, and what follows it."""
+    if not param.startswith("messages["):
+        return None, ""
+    digits, _, rest = param.removeprefix("messages[").partition("]")
+    return (int(digits), rest) if digits.isdecimal() else (None, "")
+
+
+def to_chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
+    """Return functions in chat's form, where they stand one level deeper."""
+    if tools is None:
+        return None
+    return [
+        {
+            "type": tool.get("type"),
+            "function": {name: value for name, value in tool.items() if name != "type"},
+        }
+        for tool in tools
+    ]
+
+
+def to_chat_tool_choice(choice: Any) -> Any:
+    """Return `tool_choice` in chat's form."""
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def to_chat_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return `text.format` as chat's `response_format`."""
+    if form is None or form.get("type") == "text":
+        return None
+    if form.get("type") != "json_schema":
+        return dict(form)
+    rest = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": rest}

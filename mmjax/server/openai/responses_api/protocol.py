@@ -1,0 +1,148 @@
+"""The body of POST /v1/responses.
+
+Fields that chat has, too, are checked by chat's own model, under the same names.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
+
+from mmjax.errors import RequestValueError
+from mmjax.sampling_params import MAX_LOGPROBS
+from mmjax.server.openai.protocol import (
+    MAX_MESSAGES,
+    Label,
+    Labels,
+    Object,
+    Objects,
+    Strict,
+    Text,
+    tag_of,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+"""The one part of an answer that may be asked for with `include`."""
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=16, fail_fast=True),
+]
+
+Input = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Object], Field(max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
+    Discriminator(
+        tag_of,
+        custom_error_type="text_or_items",
+        custom_error_message="input should be a text or a list of items",
+    ),
+]
+
+
+class TextOptions(Strict):
+    """`text`: what the answer is."""
+
+    format: Object | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    model: Label | None = None
+    input: Input
+    instructions: Text | None = None
+    previous_response_id: Label | None = None
+    store: StrictBool | None = True
+    metadata: Metadata | None = None
+    stream: StrictBool | None = False
+    max_output_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Labels | None = None
+    text: TextOptions | None = None
+    tools: Objects | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: StrictBool | None = True
+    truncation: Literal["disabled"] | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    # As chat's, and checked there.
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    skip_special_tokens: Any = None
+    include_stop_str_in_output: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    structured_outputs: Any = None
+    cache_salt: Any = None
+    priority: Any = None
+    timeout: Any = None
+    mm_processor_kwargs: Any = None
+    chat_template_kwargs: Any = None
+    # Not supported: only the value without effect is allowed.
+    background: StrictBool | None = None
+    conversation: Any = None
+    context_management: Any = None
+    max_tool_calls: StrictInt | None = None
+    moderation: Any = None
+    prompt: Any = None
+    prompt_cache_options: Object | None = None
+    prompt_cache_retention: Label | None = None
+    reasoning: Object | None = None
+    service_tier: Label | None = None
+    stream_options: Object | None = None
+
+    CHAT_FIELDS: ClassVar[tuple[str, ...]] = (
+        *("model", "user", "safety_identifier", "prompt_cache_key", "stream"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
+        *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+        *("structured_outputs", "cache_salt", "priority", "timeout", "mm_processor_kwargs"),
+        *("chat_template_kwargs", "parallel_tool_calls", "top_logprobs"),
+    )
+    """Fields that go to chat as they are."""
+
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "conversation": (None,),
+        "context_management": (None, []),
+        "max_tool_calls": (None,),
+        "moderation": (None,),
+        "prompt": (None,),
+        "prompt_cache_options": (None, {}),
+        "prompt_cache_retention": (None, "in_memory"),
+        "reasoning": (None, {}),
+        "service_tier": (None, "auto", "default"),
+        "stream_options": (None, {}, {"include_obfuscation": False}),
+    }
+
+    def check_supported(self) -> None:
+        """Refuse fields that mmjax does not support."""
+        for name, neutral in self.NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise RequestValueError(f"`{name}` is not supported; leave it out", param=name)
+        other = next((one for one in self.include or () if one != LOGPROBS), None)
+        if other is not None:
+            raise RequestValueError(
+                f"`include` holds `{other[:64]}`; only `{LOGPROBS}` can be asked for",
+                param="include",
+            )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer bears log-probabilities."""
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())

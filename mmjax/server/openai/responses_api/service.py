@@ -1,0 +1,315 @@
+"""/v1/responses: a chat whose conversation the server may keep."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mmjax.config import ServerConfig
+from mmjax.errors import RequestCancelledError, RequestError, RequestValueError
+from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.server.middleware import API_KEY_STATE
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.generation import ChatRun, GenerationService
+from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
+from mmjax.server.openai.responses_api.conversation import (
+    Conversation,
+    Message,
+    to_chat_format,
+    to_chat_tool_choice,
+    to_chat_tools,
+)
+from mmjax.server.openai.responses_api.objects import (
+    FunctionCallItem,
+    MessageItem,
+    ResponseObject,
+)
+from mmjax.server.openai.responses_api.protocol import ResponsesRequest
+from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
+from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect
+from mmjax.server.openai.validation import validated
+
+_DEFAULT_PAGE = 20
+_MAX_PAGE = 100
+
+_FIELD_OF_CHAT_FIELD: Mapping[str, str] = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+class ResponsesService:
+    """Serves /v1/responses and what is below it."""
+
+    def __init__(self, generation: GenerationService, config: ServerConfig) -> None:
+        self._generation = generation
+        self._store = ResponseStore(
+            max_responses=config.max_num_stored_responses,
+            max_bytes=config.max_stored_responses_bytes,
+        )
+
+    async def create(self, request: Request, body: ResponsesRequest) -> Response:
+        """Serve POST /v1/responses."""
+        conversation = self._conversation(request, body)
+        with _naming_fields(), conversation.naming_items():
+            chat = await asyncio.to_thread(_to_chat, body, conversation)
+            run = await self._generation.open_chat(request, chat)
+            builder = ResponseBuilder(self._new_response(body, run), run.options)
+            stored = _new_stored(request, body, conversation, builder.response)
+            if not body.stream:
+                await self._fill(request, builder, run)
+                self._keep(body, stored, builder)
+                return json_response(builder.response)
+            chunks = await begin(request, run.streams)
+        if body.store is not False:
+            stored.cancel = run.cancel
+            self._store.put(stored)
+        events = self._events(body, builder, chunks, run, stored)
+        return self._generation.event_stream(events, run.streams, framing=NAMED_EVENTS)
+
+    async def count(self, request: Request, body: ResponsesRequest) -> Response:
+        """Serve POST /v1/responses/input_tokens."""
+        conversation = self._conversation(request, body)
+        with _naming_fields(), conversation.naming_items():
+            chat = await asyncio.to_thread(_to_chat, body, conversation)
+            explained = await self._generation.explain_chat(request, chat, is_bounded=False)
+        num_tokens = len(explained.prompt_token_ids)
+        return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+
+    def retrieve(self, request: Request, response_id: str) -> Response:
+        """Serve GET /v1/responses/{id}."""
+        _refuse_query(request, ())
+        return json_response(self._store.get(response_id, _owner(request)).response)
+
+    def input_items(self, request: Request, response_id: str) -> Response:
+        """Serve GET /v1/responses/{id}/input_items."""
+        _refuse_query(request, ("limit", "order", "after"))
+        items = self._store.get(response_id, _owner(request)).input_items
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise RequestValueError("`order` must be `asc` or `desc`", param="order")
+        items = items if order == "asc" else items[::-1]
+        if "after" in query:
+            ids = [item["id"] for item in items]
+            if query["after"] not in ids:
+                raise RequestValueError("`after` is no item of this response", param="after")
+            items = items[ids.index(query["after"]) + 1 :]
+        page = items[: _page_size(query.get("limit"))]
+        return json_response(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else None,
+                "last_id": page[-1]["id"] if page else None,
+                "has_more": len(page) < len(items),
+            }
+        )
+
+    def delete(self, request: Request, response_id: str) -> Response:
+        """Serve DELETE /v1/responses/{id}."""
+        self._store.delete(response_id, _owner(request))
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    def cancel(self, request: Request, response_id: str) -> Response:
+        """Serve POST /v1/responses/{id}/cancel: break a stream off."""
+        stored = self._store.get(response_id, _owner(request))
+        if stored.cancel is None:
+            raise RequestValueError(
+                f"this response is {stored.response.status}, and cannot be cancelled any more"
+            )
+        stored.cancel()
+        return json_response(msgspec.structs.replace(stored.response, status="cancelled"))
+
+    # ---- one response ---------------------------------------------------------------------------
+
+    def _conversation(self, request: Request, body: ResponsesRequest) -> Conversation:
+        body.check_supported()
+        history: list[Message] = []
+        if body.previous_response_id is not None:
+            param = "previous_response_id"
+            previous = self._store.get(body.previous_response_id, _owner(request), param=param)
+            if not previous.is_complete:
+                raise RequestValueError(
+                    f"the response that `{param}` names is {previous.response.status}; wait "
+                    "for its end, or leave it out",
+                    param=param,
+                )
+            history = previous.messages
+        conversation = Conversation(history)
+        conversation.add_input(body.input)
+        return conversation
+
+    def _new_response(self, body: ResponsesRequest, run: ChatRun) -> ResponseObject:
+        form = None if body.text is None else body.text.format
+        return ResponseObject(
+            id=f"resp_{uuid.uuid4().hex}",
+            created_at=int(time.time()),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._generation.model_name,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            store=body.store is not False and self._store.is_on,
+            temperature=run.params.temperature,
+            text={"format": form or {"type": "text"}},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=run.params.top_p,
+            user=body.user,
+        )
+
+    async def _fill(self, request: Request, builder: ResponseBuilder, run: ChatRun) -> None:
+        def take(_: int, output: RequestOutput) -> None:
+            builder.usage.add(output)
+            for item in output.outputs:
+                # Its events are for streams alone.
+                list(builder.add(item, run.reader.read(item)))
+
+        await collect(request, run.streams, take)
+
+    async def _events(
+        self,
+        body: ResponsesRequest,
+        builder: ResponseBuilder,
+        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+        run: ChatRun,
+        stored: StoredResponse,
+    ) -> AsyncGenerator[Event, None]:
+        try:
+            for event in builder.begin():
+                yield event
+            async for _, output in outputs:
+                builder.usage.add(output)
+                for item in output.outputs:
+                    for event in builder.add(item, run.reader.read(item)):
+                        yield event
+        except RequestCancelledError:
+            for event in builder.cancel():
+                yield event
+        except RequestError as error:
+            for event in builder.fail(error):
+                yield event
+        finally:
+            await outputs.aclose()
+            if not builder.is_finished:
+                # The client has left, and nobody reads these.
+                builder.cancel()
+            stored.cancel = None
+            if self._store.holds(stored.response.id):
+                self._keep(body, stored, builder)
+
+    def _keep(
+        self, body: ResponsesRequest, stored: StoredResponse, builder: ResponseBuilder
+    ) -> None:
+        """Keep a response that has ended."""
+        if body.store is not False:
+            stored.messages.append(_answer_of(builder.response))
+            self._store.put(stored)
+
+
+def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
+    """Return the chat that a response is; RequestError names chat's fields."""
+    messages = conversation.with_instructions(body.instructions)
+    fields: dict[str, Any] = {
+        name: value
+        for name in ResponsesRequest.CHAT_FIELDS
+        if (value := getattr(body, name)) is not None
+    }
+    fields |= {
+        "messages": messages,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.wants_logprobs,
+        "tools": to_chat_tools(body.tools),
+        "tool_choice": to_chat_tool_choice(body.tool_choice),
+        "response_format": to_chat_format(None if body.text is None else body.text.format),
+    }
+    return validated(ChatCompletionRequest, fields)
+
+
+@contextmanager
+def _naming_fields() -> Iterator[None]:
+    """Name, in errors about chat's fields, those of a response."""
+    try:
+        yield
+    except RequestError as error:
+        for old, new in _FIELD_OF_CHAT_FIELD.items():
+            if error.param == old or (error.param or "").startswith(f"{old}."):
+                error.message = error.message.replace(f"`{old}", f"`{new}")
+                error.param = new + (error.param or "").removeprefix(old)
+        raise
+
+
+def _new_stored(
+    request: Request,
+    body: ResponsesRequest,
+    conversation: Conversation,
+    response: ResponseObject,
+) -> StoredResponse:
+    given = body.input
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return StoredResponse(
+        response=response,
+        owner=_owner(request),
+        input_items=[_shown_item(item) for item in items],
+        messages=list(conversation.messages),
+    )
+
+
+def _shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an item of the input with an id, and its text as a part."""
+    shown = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", **item}
+    if isinstance(shown.get("content"), str):
+        kind = "output_text" if item.get("role") == "assistant" else "input_text"
+        shown["content"] = [{"type": kind, "text": shown["content"]}]
+    return shown
+
+
+def _answer_of(response: ResponseObject) -> Message:
+    """Return a response as the assistant's message in a follow-up's history."""
+    texts = [
+        part.text
+        for item in response.output
+        if isinstance(item, MessageItem)
+        for part in item.content
+    ]
+    calls = [
+        {
+            "id": item.call_id,
+            "type": "function",
+            "function": {"name": item.name, "arguments": item.arguments},
+        }
+        for item in response.output
+        if isinstance(item, FunctionCallItem)
+    ]
+    message: Message = {"role": "assistant", "content": "".join(texts) or None}
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _owner(request: Request) -> str:
+    return getattr(request.state, API_KEY_STATE, "")
+
+
+def _page_size(limit: str | None) -> int:
+    if limit is None:
+        return _DEFAULT_PAGE
+    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE:
+        raise RequestValueError(f"`limit` must be 1 to {_MAX_PAGE}", param="limit")
+    return int(limit[:4])
+
+
+def _refuse_query(request: Request, known: tuple[str, ...]) -> None:
+    other = next((name for name in request.query_params if name not in known), None)
+    if other is not None:
+        raise RequestValueError(
+            f"`{other[:64]}` is not supported here; leave it out", param=other[:64]
+        )

@@ -1,0 +1,171 @@
+"""Parsers of tool calls: every format, whole and in pieces, and what is no call."""
+
+import json
+import random
+import string
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmjax.frontend.output.tool_calls.parsers import (
+    TOOL_CALL_FORMATS,
+    NamedCallParser,
+    ToolCallParser,
+    required_call_parser,
+)
+from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
+
+NAMES = frozenset({"f", "g", "get_weather"})
+F, G = ("f", '{"a": 1}'), ("g", "{}")
+
+SAID: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
+    ("hermes", 'so:\n<tool_call>\n{"name":"g"}\n</tool_call>\nend', "so:\nend", [G]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', "", [F]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "}</tool_call>"}}', "",
+     [("f", '{"a": "}</tool_call>"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ', "", [("f", '{"a": ')]),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    ("hermes", "<tool_call>nothing", "<tool_call>nothing", []),
+    ("hermes", " spaced \n", " spaced \n", []),
+    ("internlm", 'ok<|action_start|><|plugin|>\n{"name":"f","parameters":{"a": 1}}<|action_end|>',
+     "ok", [F]),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [F]),
+    ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', "",
+     [F, G]),
+    ("llama3_json", '```json\n{"name": "f", "parameters": {"a": 1}}\n```', "", [F]),
+    ("llama3_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ("llama3_json", '[{"color": "red"}]', '[{"color": "red"}]', []),
+    ("llama3_json", 'it is {"name": "f"}', 'it is {"name": "f"}', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]', "", [F, G]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[ARGS]{}', "", [F, G]),
+    ("mistral", "[TOOL", "[TOOL", []),
+    ("mistral", "[TOOL_CALLS]f no", "[TOOL_CALLS]f no", []),
+    ("pythonic", "[f(a=1), g()]", "", [F, G]),
+    ("pythonic", "```tool_code\nf(a=1)\n```", "", [F]),
+    ("pythonic", '[f(a="x,)]", b=[1, {"c": None}])]', "",
+     [("f", '{"a": "x,)]", "b": [1, {"c": null}]}')]),
+    ("pythonic", "[f(1)]", "[f(1)]", []),
+    ("pythonic", "[f(a=b)]", "[f(a=b)]", []),
+    ("pythonic", "[see](here)", "[see](here)", []),
+    ("pythonic", "f(a=1)", "f(a=1)", []),
+]  # fmt: skip
+
+
+def read(
+    parser: ToolCallParser, text: str, seed: int | None = None
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text and the calls of an answer that comes whole, or in pieces by `seed`."""
+    chooser = random.Random(seed)
+    pieces, place = [], 0
+    while place < len(text):
+        size = len(text) if seed is None else chooser.choice([1, 1, 2, 3, 7])
+        pieces.append(text[place : place + size])
+        place += size
+    shown, calls = "", []
+    for delta in [*map(parser.push, pieces), parser.finish()]:
+        shown += delta.text
+        for call in delta.calls:
+            if call.name is not None:
+                assert call.index == len(calls)
+                calls.append([call.name, ""])
+            calls[call.index][1] += call.arguments
+    return shown, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize(("name", "said", "text", "calls"), SAID)
+def test_formats(
+    name: str, said: str, text: str, calls: list[tuple[str, str]], seed: int | None
+) -> None:
+    assert read(TOOL_CALL_FORMATS[name].make(NAMES), said, seed) == (text, calls)
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_enforced_calls(seed: int | None) -> None:
+    said = '[{"name": "f", "parameters": {"a": 1}}, {"name": "g", "parameters": {}}]'
+    assert read(required_call_parser(), said, seed) == ("", [F, G])
+    assert read(NamedCallParser("f"), '{"a": 1}', seed) == ("", [F])
+
+
+MARKS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```", "```json"),
+    *(
+        "```tool_code",
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        '{"name": "f"',
+        '"arguments"',
+    ),
+    *(
+        '{"a": 1}',
+        ":",
+        ",",
+        "}",
+        "]",
+        "[",
+        "{",
+        "(",
+        ")",
+        "f(",
+        "a=1",
+        '"',
+        "\\",
+        "'",
+        " ",
+        "\n",
+        "f",
+    ),
+]
+
+
+@given(
+    name=st.sampled_from(sorted(TOOL_CALL_FORMATS)),
+    said=st.lists(st.sampled_from([*MARKS, *string.ascii_lowercase[:4]]), max_size=30).map("".join),
+    seed=st.integers(0, 10**6),
+)
+def test_pieces_are_read_as_the_whole_is(name: str, said: str, seed: int) -> None:
+    whole = read(TOOL_CALL_FORMATS[name].make(NAMES), said)
+    assert read(TOOL_CALL_FORMATS[name].make(NAMES), said, seed) == whole
+    if not whole[1] and not any(mark in said for mark in ("</tool_call>", "<|action_end|>", "```")):
+        assert whole[0] == said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS))
+@pytest.mark.parametrize("piece", ["[", " ", "{", '{"a":', "<tool_call>", "f(", '"', "\\"])
+def test_long_answers_are_read_in_one_pass(name: str, piece: str) -> None:
+    """A reader that went back over what it read would take hours."""
+    parser = TOOL_CALL_FORMATS[name].make(NAMES)
+    num_chars = sum(len(parser.push(piece).text) for _ in range(200_000))
+    assert num_chars + len(parser.finish().text) <= 200_000 * len(piece)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True), VALUES, max_size=3))
+def test_python_literals_are_read_as_json_too(arguments: dict[str, object]) -> None:
+    text = ", ".join(f"{name}={json.dumps(value)}" for name, value in arguments.items())
+    assert json.dumps(parse_arguments(text)) == json.dumps(arguments)
+
+
+@given(st.text(alphabet="fa=1,()[]{}'\"\\:-+. \nNone", max_size=40))
+def test_any_text_is_arguments_or_an_error(text: str) -> None:
+    with suppress(ValueError):
+        assert isinstance(parse_arguments(text), dict)
+
+
+@pytest.mark.parametrize("text", ["a=" + "[" * 10**5, "a=" + "-" * 10**5, "a=" + "9" * 10**5])
+def test_deep_and_long_literals_are_errors(text: str) -> None:
+    with pytest.raises(ValueError, match=r"nested|name|number|int"):
+        parse_arguments(text)

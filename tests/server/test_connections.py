@@ -1,0 +1,122 @@
+"""Limits of connections over real sockets, around an application that always says the same."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+
+from mmjax.server.connections import HeaderLimitMiddleware, limited_protocol
+from tests.server.conftest import MakeServer
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def serving(**limits: Any) -> AsyncIterator[int]:
+    """Yield the port of a server."""
+    options = {"max_connections": 8, "head_timeout_s": 0.0, **limits}
+    size = options.pop("max_head_bytes", 2048)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            answer,
+            http=limited_protocol(**options),
+            h11_max_incomplete_event_size=size,
+            lifespan="off",
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    # Not `serve`, which would take the process's signals.
+    task = asyncio.create_task(server._serve([listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+        listener.close()
+
+
+async def read_all(port: int, data: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def test_connections_above_the_limit_are_closed_and_the_others_served() -> None:
+    async def run() -> None:
+        async with serving(max_connections=2) as port:
+            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            for reader, writer in held:
+                writer.write(REQUEST)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert await read_all(port, REQUEST) == b""
+            for _, writer in held:
+                writer.close()
+                await writer.wait_closed()
+            # The server learns of it in its own time.
+            while not await read_all(
+                port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+            ):
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+
+
+def test_headers_that_never_end_are_given_up() -> None:
+    async def run() -> None:
+        async with serving(head_timeout_s=0.05) as port:
+            assert await read_all(port, b"") == b""
+            assert await read_all(port, b"GET / HTTP/1.1\r\nHos") == b""
+            # Also those of a second request.
+            begun = await read_all(port, REQUEST + b"GET / HTTP/1.1\r\nHos")
+            assert begun.count(b"HTTP/1.1 200") == 1
+
+    asyncio.run(run())
+
+
+def test_large_headers_are_refused() -> None:
+    async def run() -> None:
+        async with serving(max_head_bytes=2048) as port:
+            bomb = REQUEST[:-2] + b"X: " + b"y" * 5000
+            assert (await read_all(port, bomb)).startswith(b"HTTP/1.1 400")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/nowhere"])
+def test_many_headers_are_refused(make_server: MakeServer, path: str) -> None:
+    server = make_server(h11_max_header_count=20)
+    response = server.http.get(path, headers={f"x-{i}": "1" for i in range(30)})
+    assert response.status_code == 431
+    assert response.json()["error"]["code"] == "http_431"
+    assert response.headers["x-request-id"]
+    large = server.http.get(path, headers={"x-large": "1" * 70_000})
+    assert large.json()["error"]["code"] == "http_431"
+    assert server.http.get("/health").status_code == 200
+
+
+def test_the_counter_passes_other_scopes_on() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    asyncio.run(
+        HeaderLimitMiddleware(app, max_headers=1, max_bytes=1)({"type": "lifespan"}, None, None)
+    )  # type: ignore[arg-type]
+    assert seen == ["lifespan"]

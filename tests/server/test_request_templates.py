@@ -1,0 +1,144 @@
+"""Chat templates of requests: rendered apart, in bounded time and memory."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mmjax.errors import RequestError
+from mmjax.frontend.prompt.chat_template import ChatTemplate
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.prompt.request_template import (
+    MAX_SOURCE_CHARS,
+    RequestTemplate,
+    TemplateLimits,
+)
+from mmjax.server.openai.request_templates import MAX_WAITING
+from tests.kit import GEMMA3_CHAT_TEMPLATE
+from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
+from tests.server.test_bad_input import error_of
+
+BOMBS = {
+    "a long loop": "{% for i in range(10**9) %}{{ i }}{% endfor %}",
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "much memory": "{{ 'a' * 10**9 }}",
+    "a large number": "{{ 9 ** (9 ** 9) }}",
+    "a long text": "{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "much memory by a filter": "{{ 'a' | center(10**10) }}",
+    "much memory by a list": "{{ ([0] * 10**9) | length }}",
+    "endless calls": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+CONVERSATION = [{"role": "user", "content": [{"type": "text", "text": "a red circle"}]}]
+
+
+def make_template(processor: InputProcessor, source: str, **limits: Any) -> RequestTemplate:
+    given = {"timeout_s": 60.0, "max_chars": 10_000, **limits}
+    return RequestTemplate(source, processor.tokenizer, TemplateLimits(**given))
+
+
+@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
+def test_bombs_end_and_the_others_are_served(make_server: MakeServer, source: str) -> None:
+    server = make_server(trust_request_chat_template=True, chat_template_render_timeout_s=2.0)
+
+    async def run() -> list[Any]:
+        async with server.async_openai() as client:
+
+            async def ask(**fields: Any) -> Any:
+                return await client.chat.completions.with_raw_response.create(
+                    model="tiny", messages=[{"role": "user", "content": "a"}], **fields
+                )
+
+            bombs = [
+                asyncio.create_task(ask(extra_body={"chat_template": source})) for _ in range(3)
+            ]
+            others = [await ask() for _ in range(3)]
+            assert all(other.status_code == 200 for other in others)
+            return await asyncio.gather(*bombs, return_exceptions=True)
+
+    for error in server.in_loop(run):
+        assert error.status_code == 400
+        assert error.param == "chat_template"
+    assert server.engine_client.num_requests == 0
+
+
+def test_too_many_that_wait_are_told_to_come_again(make_server: MakeServer) -> None:
+    server = make_server(trust_request_chat_template=True, chat_template_render_timeout_s=1.0)
+    body = {"chat_template": BOMBS["loops in loops"]}
+
+    async def run() -> list[Any]:
+        async with server.async_openai() as client:
+            asking = [
+                client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "a"}], extra_body=body
+                )
+                for _ in range(MAX_WAITING + 4)
+            ]
+            tasks = [asyncio.create_task(one) for one in asking]
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in rest:
+                task.cancel()
+            return await asyncio.gather(*done, *rest, return_exceptions=True)
+
+    statuses = [getattr(error, "status_code", None) for error in server.in_loop(run)]
+    assert 429 in statuses
+
+
+@pytest.mark.parametrize("source", [GEMMA3_CHAT_TEMPLATE, TOOLS_TEMPLATE])
+@pytest.mark.parametrize("continues", [False, True])
+def test_it_renders_as_transformers_does(
+    server_input_processor: InputProcessor, source: str, continues: bool
+) -> None:
+    conversation: list[dict[str, Any]] = [
+        {"role": "system", "content": [{"type": "text", "text": "be short"}]},
+        *CONVERSATION,
+        {"role": "assistant", "content": [{"type": "text", "text": "it is <b> 'é' "}]},
+    ]
+    options: dict[str, Any] = {
+        "add_generation_prompt": not continues,
+        "continue_final_message": continues,
+        "tools": [{"type": "function", "function": {"name": "f", "description": "é <&>"}}],
+    }
+    ours = make_template(server_input_processor, source).render(conversation, **options)
+    theirs = ChatTemplate(source, server_input_processor.tokenizer).render(conversation, **options)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('no system message') }}", "no system message"),
+        ("{% if %}", "no valid template"),
+        ("{{ messages.__class__.__mro__ }}", "no valid template"),
+        ("{{ messages[0].nothing.more }}", "no valid template"),
+        ("{{ 1 // 0 }}", "cannot render"),
+        ("{{ 'a' * 20000 }}", "too long"),
+    ],
+)
+def test_what_goes_wrong_is_said(
+    server_input_processor: InputProcessor, source: str, reason: str
+) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        make_template(server_input_processor, source).render(CONVERSATION)
+    assert caught.value.param == "chat_template"
+    assert "/" not in caught.value.message
+
+
+def test_a_long_source_is_not_even_parsed(server_input_processor: InputProcessor) -> None:
+    with pytest.raises(RequestError, match="shorten it"):
+        make_template(server_input_processor, "{{ 1 }}" * MAX_SOURCE_CHARS)
+    deep = "{{" + "(" * 30000 + "1" + ")" * 30000 + "}}"
+    with pytest.raises(RequestError):
+        make_template(server_input_processor, deep).render(CONVERSATION)
+
+
+def test_it_is_refused_unless_it_is_trusted(make_server: MakeServer) -> None:
+    server = make_server()
+    for fields in ({"chat_template": "x"}, {"chat_template_kwargs": {"style": "terse"}}):
+        error = error_of(server.chat(**fields))
+        assert error["param"] == next(iter(fields))
+        assert "--trust-request-chat-template" in error["message"]
+    for path in ("/v1/chat/completions/render", "/tokenize"):
+        body = {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}
+        assert error_of(server.http.post(path, json=body))["param"] == "chat_template"
