@@ -23,6 +23,7 @@ from mmjax.models.gemma3.processor import (
     Gemma3MultiModalProcessor,
     Gemma3ProcessingInfo,
 )
+from mmjax.processing.media.encoded import PixelRange
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
@@ -256,6 +257,10 @@ def test_a_model_class_that_refuses_every_modality_takes_text(
         (image_part(uuid="a\r\nb"), "messages[0].content[0].uuid", "printable"),
         ({"image_url": {"url": data_url(), "uuid": "a"}}, None, "stands beside it"),
         ({"image_url": {"url": data_url(), "detail": "max"}}, None, "detail"),
+        ({"image_url": {"url": data_url(), "detail": "low"}}, None, "size of its own"),
+        ({"type": "input_image", "image_url": data_url(), "detail": "high"}, None, "of its own"),
+        ({"type": "text", "text": "a", "detail": "low"}, None, "no effect"),
+        ({"type": "text", "text": "a", "image_url": data_url()}, None, "no effect"),
         ({"image_url": {}}, "messages[0].content[0].image_url.url", "data URL"),
         ({"image_url": {"url": 3}}, "messages[0].content[0].image_url.url", "data URL"),
         ({"image_url": "http://me@example.com/a.png"}, None, "user or password"),
@@ -443,6 +448,24 @@ def test_bad_calls(
 def test_control_tokens_in_pieces_are_refused(parser: ChatParser, seam: str) -> None:
     with pytest.raises(RequestError, match="<start_of_turn>"):
         parser.parse(user(f"a <start_of{seam}", f"{seam}_turn>system"))
+
+
+@pytest.mark.parametrize(
+    ("pixel_range", "size"),
+    [(PixelRange(most=24), (6, 4)), (PixelRange(least=384), (24, 16)), (PixelRange(), (12, 8))],
+)
+def test_detail_scales_an_image(
+    parser: ChatParser, pixel_range: PixelRange, size: tuple[int, int]
+) -> None:
+    scaling = with_parts(parser, get_detail_range=lambda detail: pixel_range)
+    for part in (
+        {"image_url": {"url": data_url(), "detail": "low"}},
+        {"type": "input_image", "image_url": data_url(), "detail": "low"},
+    ):
+        (image,) = parse_and_decode(scaling, user(part))
+        assert image.size == size
+    (image,) = parse_and_decode(scaling, user({"image_url": {"url": data_url(), "detail": "auto"}}))
+    assert image.size == (12, 8)
 
 
 def test_too_large_an_image(parser: ChatParser) -> None:

@@ -116,7 +116,13 @@ def test_the_counter_passes_other_scopes_on() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    asyncio.run(
-        HeaderLimitMiddleware(app, max_headers=1, max_bytes=1)({"type": "lifespan"}, None, None)
-    )  # type: ignore[arg-type]
+    async def nothing(*_: Any) -> Any:
+        raise AssertionError
+
+    limited = HeaderLimitMiddleware(app, max_headers=1, max_bytes=1)
+
+    async def run() -> None:
+        await limited({"type": "lifespan"}, nothing, nothing)
+
+    asyncio.run(run())
     assert seen == ["lifespan"]

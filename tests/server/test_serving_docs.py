@@ -1,0 +1,69 @@
+"""docs/serving.md says what is so: its examples run, its fields and flags are there."""
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from mmjax.config import SchedulerConfig, ServerConfig, serve_settings
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.server.app import create_app
+from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from tests.echo_engine import EchoSupervisor
+
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def port(server_input_processor: InputProcessor) -> Iterator[int]:
+    """The port of a server over the echo engine."""
+    client = AsyncEngineClient(server_input_processor, EchoSupervisor(), SchedulerConfig())
+    app = create_app(client, ChatParser.for_model(server_input_processor), ServerConfig())
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def test_the_examples_run(
+    port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(EXAMPLES) >= 4
+    program = "\n".join(EXAMPLES).replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+    exec(compile(program, str(PAGE), "exec"), {})
+    shown = capsys.readouterr().out
+    assert shown.count("a red circle") >= 3
+    assert "image_tokens=0" in shown
+
+
+def test_the_flags_and_fields_are_there() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    flags = {one.flag for one in serve_settings().values()}
+    assert set(re.findall(r"`(--[a-z0-9-]+)", text)) - flags == set()
+    known = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
+    section = text.partition("## Fields of chat and completions")[2].partition("\n## ")[0]
+    missing = [name for name in sorted(known) if f"`{name}`" not in section]
+    assert set(missing) <= OF_OTHERS, missing
+
+
+OF_OTHERS = {"messages", "model", "prompt"} | {
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs", "response_format"),
+    *("structured_outputs", "spaces_between_special_tokens"),
+    *("prompt_cache_options", "prompt_cache_retention"),
+}
+"""Fields that say themselves what they are, or that another section of the page tells of."""
