@@ -1,6 +1,7 @@
 """`LLM`: offline inference in the caller's process, for scripts and notebooks."""
 
 import copy
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,6 +30,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.model_source import load_engine_config
 from mmjax.models.registry import require_model
+from mmjax.request_times import RequestTimes, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.settings import nearest_name
 from mmjax.transport.messages import RequestOutputDelta
@@ -211,14 +213,15 @@ class LLM:
         continues_prompt: bool = True,
         priority: int = 0,
     ) -> None:
-        self._input_processor.process(
-            request_id,
-            make_prompt(),
-            params,
-            continues_prompt=continues_prompt,
-            priority=priority,
-            on_commit=self._inbox.put,
-        )
+        with recording(RequestTimes(arrived_at=time.monotonic())):
+            self._input_processor.process(
+                request_id,
+                make_prompt(),
+                params,
+                continues_prompt=continues_prompt,
+                priority=priority,
+                on_commit=self._inbox.put,
+            )
 
     def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
         request_ids = [str(next(self._request_ids)) for _ in jobs]

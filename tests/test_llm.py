@@ -302,6 +302,34 @@ def test_every_cache_gives_the_same_answers(
         other.close()
 
 
+def test_an_output_tells_its_times_and_what_each_cache_had(llm: LLM) -> None:
+    prompt = pictures(71, 72, text="a star and a red circle")
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (first,) = generate(llm, prompt, params)
+    assert [(item.processing, item.encoding) for item in first.items] == [
+        ("computed", "computed"),
+        ("computed", "computed"),
+    ]
+    ids = first.prompt_token_ids
+    assert [item.index for item in first.items] == [0, 1]
+    assert all(0 < item.offset < item.offset + item.length < len(ids) for item in first.items)
+    times = first.times
+    assert min(times.process, times.tokenize, times.encode, times.prefill, times.generate) > 0
+    assert times.arrived_at < times.first_token_at < times.last_token_at
+    assert times.total <= times.last_token_at - times.arrived_at
+
+    (again,) = generate(llm, prompt, params)
+    in_prefix = [item.offset + item.length <= again.num_cached_tokens for item in again.items]
+    expected = ["prefix_cache" if is_in else "encoder_cache" for is_in in in_prefix]
+    assert [item.encoding for item in again.items] == expected
+    assert {item.processing for item in again.items} == {"processor_cache"}
+    assert again.times.encode == again.times.decode == 0.0
+
+    llm.engine.reset_prefix_cache()
+    (warm,) = generate(llm, prompt, params)
+    assert [item.encoding for item in warm.items] == ["encoder_cache", "encoder_cache"]
+
+
 def test_the_default_sampling_params(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams()
     (output,) = llm.generate("red", use_tqdm=False)

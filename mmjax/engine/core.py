@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -29,6 +29,15 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 logger = get_logger(__name__)
 
 _PROGRAM_WAIT_S = 0.05
+
+
+class _Dispatched(NamedTuple):
+    """A step on the device."""
+
+    output: SchedulerOutput
+    in_flight: InFlight
+    begun_at: float
+    """When it was dispatched, in `time.monotonic()` seconds."""
 
 
 class EngineCore:
@@ -60,8 +69,10 @@ class EngineCore:
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.startup_seconds = parts.seconds
         """Seconds that the start took, by phase."""
-        self._in_flight: tuple[SchedulerOutput, InFlight] | None = None
+        self._in_flight: _Dispatched | None = None
         """The step that was dispatched and is not read yet."""
+        self._read_at = 0.0
+        """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0
         self._receiver_cache = (
             engine_receiver_cache_from_config(config.model.mm)
@@ -166,8 +177,16 @@ class EngineCore:
                     self._programs.wait(_PROGRAM_WAIT_S)
                     self._programs.check()
                 return []
-            output, in_flight = before
-            return self._scheduler.update_from_output(output, self._runner.read(in_flight))
+            return self._read(before)
+
+    def _read(self, dispatched: _Dispatched) -> list[RequestOutputDelta]:
+        output, in_flight, begun_at = dispatched
+        self._runner.wait_encoded(in_flight)
+        # The device computes one step after the other.
+        encode_s = time.monotonic() - max(begun_at, self._read_at)
+        sampled = self._runner.read(in_flight)
+        self._read_at = time.monotonic()
+        return self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
 
     def _use_compiled(self) -> None:
         """Use the programs that were compiled since the last step."""
@@ -175,11 +194,12 @@ class EngineCore:
             self._runner.ready = self._programs.ready
             self._scheduler.limit_steps(self._limits_of(self._runner.ready))
 
-    def _dispatch(self) -> tuple[SchedulerOutput, InFlight] | None:
+    def _dispatch(self) -> _Dispatched | None:
         output = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
+        begun_at = time.monotonic()
         in_flight = self._runner.dispatch(output)
-        return None if in_flight is None else (output, in_flight)
+        return None if in_flight is None else _Dispatched(output, in_flight, begun_at)
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""

@@ -78,6 +78,7 @@ from mmjax.processing.validation import (
     validate_prompt,
     validate_reserved_tokens,
 )
+from mmjax.request_times import measuring
 
 
 class BaseMultiModalProcessor(ABC, Generic[InfoT]):
@@ -531,7 +532,8 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         mm_data: dict[str, object] = {}
         for items in mm_items.values():
             if len(items):
-                mm_data.update(items.get_processor_data())
+                with measuring("decode"):
+                    mm_data.update(items.get_processor_data())
         outputs = dict(
             self._call_hf_processor(
                 prompt_text, mm_data, hf_processor_mm_kwargs, tokenization_kwargs
@@ -551,9 +553,13 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         An HF processor that refuses placeholders without media, or writes something for media
         that are not there, is mended in `_call_hf_processor`, where `mm_data` is empty.
         """
-        token_ids, _ = self._apply_hf_processor_text_mm(
-            prompt_text, MultiModalDataItems(), hf_processor_mm_kwargs or {}, tokenization_kwargs
-        )
+        with measuring("tokenize"):
+            token_ids, _ = self._apply_hf_processor_text_mm(
+                prompt_text,
+                MultiModalDataItems(),
+                hf_processor_mm_kwargs or {},
+                tokenization_kwargs,
+            )
         return token_ids
 
     def _apply_hf_processor_mm_only(

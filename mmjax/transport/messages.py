@@ -4,6 +4,7 @@ import msgspec
 
 from mmjax.errors import InternalError, RequestError, make_request_error
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
 
 # ---- to P1 -------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """1 for the most probable token of the vocabulary."""
 
 
-class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
+class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a step added to one request."""
 
     request_id: str
@@ -67,6 +68,11 @@ class RequestOutputDelta(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | None = None
     """The stop token that ended the text; None for the tokenizer's EOS."""
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
+    """P1's stages, with the first token."""
+    encoded: list[str] = []
+    """Identifiers of the items that were encoded for it, with the first token; the others' outputs
+    were cached, or not needed."""
 
 
 class StepOutput(msgspec.Struct, tag=True, kw_only=True, frozen=True):

@@ -86,8 +86,11 @@ def encode(
     pool: Shaped[Array, "rows D"],
     inputs: Mapping[str, Array],
     dst_rows: Int[Array, " outputs"],
-) -> Shaped[Array, "rows D"]:
-    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range."""
+) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
+    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range.
+
+    Returns the pool, and an array that is ready when it is, and is never donated.
+    """
     model = bind(graphdef, params)
     embeds = embed_units(model, inputs)
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
@@ -97,7 +100,7 @@ def encode(
             f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
             f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
         )
-    return write_rows(pool, flat, dst_rows)
+    return write_rows(pool, flat, dst_rows), dst_rows[0]
 
 
 def encode_prompts(
@@ -109,11 +112,11 @@ def encode_prompts(
     token_ids: Int[Array, "B S"],
     src_rows: Int[Array, "B S"],
     dst_rows: Int[Array, "B S"],
-) -> Shaped[Array, "rows D"]:
+) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
     """Run an encoder-decoder's encoder over prompts, of text and rows of the pool, into the pool.
 
     Token ids of padding are negative; `src_rows` of text are, too, and `dst_rows` of padding are
-    out of range.
+    out of range. Returns what `encode` returns.
     """
     model = bind(graphdef, params)
     text = model.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
@@ -121,7 +124,8 @@ def encode_prompts(
     is_embed = (src_rows >= 0)[:, :, None]
     merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(src_rows, 0)]), text)
     states = gather(model.encode_prompts(merged, token_ids >= 0), 0)
-    return write_rows(pool, states.reshape(-1, pool.shape[-1]), dst_rows.reshape(-1))
+    rows = dst_rows.reshape(-1)
+    return write_rows(pool, states.reshape(-1, pool.shape[-1]), rows), rows[0]
 
 
 def write_extra(

@@ -47,6 +47,8 @@ class InFlight(NamedTuple):
     """Requests whose tokens it samples, in the order of their rows."""
     drawn: Array | SampleOutput
     """The sample; if nothing is sampled, an array that is ready once the step has run."""
+    encoded: Array | None
+    """Ready once its items are encoded; None: it has none."""
 
 
 class ModelRunner:
@@ -91,6 +93,8 @@ class ModelRunner:
         }
         """For samples in which every token may be repeated; stays on the device."""
         self._padding = PaddingCounter()
+        self._encoded: Array | None = None
+        """Ready once the last encoder call has run."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
         self._make_arrays()
@@ -121,6 +125,7 @@ class ModelRunner:
         """
         for identifier in output.freed_identifiers:
             self.rows.free(identifier)
+        self._encoded = None
         self._encode_items(output.encoder_items)
         if not output.requests:
             return None
@@ -139,10 +144,15 @@ class ModelRunner:
         rest = self._run_step(bucket, packed)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
-            return InFlight(sampled, rest)
+            return InFlight(sampled, rest, self._encoded)
         size = next_bucket(self.ready.sample, len(sampled))
         history = None if is_plain else make_history(sampled, size, self._programs.history_len)
-        return InFlight(sampled, self._run_sample(size, is_plain, rest, history))
+        return InFlight(sampled, self._run_sample(size, is_plain, rest, history), self._encoded)
+
+    def wait_encoded(self, in_flight: InFlight) -> None:
+        """Wait for a step's items."""
+        if in_flight.encoded is not None:
+            jax.block_until_ready(in_flight.encoded)
 
     def read(self, in_flight: InFlight) -> ModelRunnerOutput:
         """Wait for a step, and return its sampled tokens."""
@@ -192,7 +202,7 @@ class ModelRunner:
         self._prepare(encode=(size,))
         on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
         rows = self._placement.put(call.dst_rows)
-        self._pool = self._programs.encode(
+        self._pool, self._encoded = self._programs.encode(
             params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
         )
 
@@ -206,7 +216,7 @@ class ModelRunner:
         self._broadcast(Call.ENCODE_PROMPTS, len(call.token_ids))
         self._prepare(prompts=(len(call.token_ids),))
         on_device = self._placement.put(call._asdict())
-        self._pool = self._programs.encode_prompts(
+        self._pool, self._encoded = self._programs.encode_prompts(
             params=self._params, pool=self._pool, **on_device
         )
 

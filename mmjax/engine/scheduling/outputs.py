@@ -23,6 +23,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     """Whether the window ends with the request's last token, so that the next one is sampled."""
     token_from: int = -1
     """Row of the previous sample that is the window's last token; -1: the host has read it."""
+    encodes: bool = False
+    """Whether items are encoded for it in this step."""
     encoder_table: np.ndarray | None = None
     """int32[max_encoder_blocks] of an encoder-decoder model's request; unused entries are 0."""
 

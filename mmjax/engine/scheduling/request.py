@@ -9,6 +9,7 @@ import numpy as np
 from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
 from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
 
 
@@ -145,6 +146,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.queued_at = 0.0
+        self.started_at = 0.0
+        """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
+        self.times = RequestTimes()
+        self.encoded: list[str] = []
+        """Identifiers of the items that were encoded for it."""
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
@@ -231,6 +238,12 @@ class Request:
             self.stop_reason = None if token_id == self._own_eos_token_id else token_id
         elif num_output_tokens >= self.max_tokens:
             self.status = RequestStatus.FINISHED_LENGTH
+
+    def start(self, now: float) -> None:
+        """Record when a step first holds it."""
+        if not self.started_at:
+            self.started_at = now
+            self.times.queue = now - self.queued_at
 
     def _hash_new_blocks(self) -> None:
         if self._block_hasher is not None:

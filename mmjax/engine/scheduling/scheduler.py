@@ -4,6 +4,7 @@ Every running request gets at least one token a step, oldest first; then waiting
 strictly in order, so that none starves. No device arrays.
 """
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -82,7 +83,8 @@ class _Plan:
     embeds_left: int
     states_left: int
     """Encoder hidden states that the step may still write for new requests."""
-    requests: list[tuple[Request, int]] = field(default_factory=list)
+    requests: list[tuple[Request, int, bool]] = field(default_factory=list)
+    """With how many tokens are computed, and whether items are encoded for them."""
     items: list[EncoderItem] = field(default_factory=list)
     num_preempted: int = 0
 
@@ -149,6 +151,7 @@ class Scheduler:
         assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
         self._item_sizes.add(request.media_items)
         self._requests[request.request_id] = request
+        request.queued_at = time.monotonic()
         self.waiting.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -169,12 +172,18 @@ class Scheduler:
         return list(self._requests)
 
     def update_from_output(
-        self, output: SchedulerOutput, sampled: ModelRunnerOutput
+        self, output: SchedulerOutput, sampled: ModelRunnerOutput, *, encode_s: float = 0.0
     ) -> list[RequestOutputDelta]:
-        """Append the sampled tokens, finish requests that ended; return each request's output."""
+        """Append the sampled tokens, finish requests that ended; return each request's output.
+
+        `encode_s`: seconds that the step's items took.
+        """
         deltas = []
+        now = time.monotonic()
         for scheduled in output.requests:
             request = scheduled.request
+            if scheduled.encodes:
+                request.times.encode += encode_s
             # The request has ended since the step was scheduled: drop its token.
             if not scheduled.samples or request.is_finished:
                 continue
@@ -189,8 +198,10 @@ class Scheduler:
                     request.request_id, request.block_hashes, request.num_computed_tokens
                 )
             self.num_generation_tokens += 1
-            if request.num_output_tokens == 1:
+            is_first = request.num_output_tokens == 1
+            if is_first:
                 self.num_prompt_tokens += request.num_prompt_tokens
+                request.times.prefill = now - request.started_at - request.times.encode
             deltas.append(
                 RequestOutputDelta(
                     request_id=request.request_id,
@@ -199,6 +210,8 @@ class Scheduler:
                     finish_reason=request.status.value if request.is_finished else None,
                     stop_reason=request.stop_reason,
                     num_cached_tokens=request.num_cached_tokens,
+                    times=request.times if is_first else None,
+                    encoded=request.encoded if is_first else [],
                 )
             )
             if request.is_finished:
@@ -236,7 +249,7 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
-        scheduled = [self._advance(request, num_tokens) for request, num_tokens in plan.requests]
+        scheduled = [self._advance(*planned) for planned in plan.requests]
         sampled = (window.request for window in scheduled if window.samples)
         for row, request in enumerate(sampled):
             request.sampled_row = row
@@ -304,6 +317,7 @@ class Scheduler:
                 return
             self.waiting.pop()
             request.status = RequestStatus.RUNNING
+            request.start(time.monotonic())
             if request.num_preemptions == 0:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
@@ -316,14 +330,15 @@ class Scheduler:
         self, plan: _Plan, request: Request, num_tokens: int, items: list[EncoderItem]
     ) -> None:
         plan.tokens_left -= num_tokens
-        plan.requests.append((request, num_tokens))
+        plan.requests.append((request, num_tokens, bool(items)))
         self.encoder_cache.note_found(request.request_id)
         for item in items:
             self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
             plan.embeds_left -= item.num_embeds
             plan.items.append(item)
+            request.encoded.append(item.identifier)
 
-    def _advance(self, request: Request, num_tokens: int) -> ScheduledRequest:
+    def _advance(self, request: Request, num_tokens: int, encodes: bool) -> ScheduledRequest:
         """Count the window as computed, and release the items that end in it."""
         start = request.num_computed_tokens
         end = start + num_tokens
@@ -344,6 +359,7 @@ class Scheduler:
             self.kv_cache.get_block_table(request.request_id),
             samples=end == request.num_tokens_with_in_flight,
             token_from=request.sampled_row if end > request.num_tokens else -1,
+            encodes=encodes,
             encoder_table=encoder_table,
         )
 

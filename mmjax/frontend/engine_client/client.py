@@ -29,6 +29,7 @@ from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.frontend.prompt.work_lanes import WorkLanes
 from mmjax.logger import get_logger
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
+from mmjax.request_times import RequestTimes, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
@@ -88,6 +89,7 @@ class _PendingRequest:
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Set when the client has left."""
     handle: RequestStream | None = None
+    times: RequestTimes = field(default_factory=lambda: RequestTimes(arrived_at=time.monotonic()))
 
     @property
     def is_cancelled(self) -> bool:
@@ -301,11 +303,12 @@ class AsyncEngineClient:
         control: DecodeControl,
     ) -> None:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
-        request = prepare(prompt=make_prompt(), control=control)
-        if not pending.is_cancelled:
-            self.input_processor.committer.commit(
-                request, partial(call_in_loop, loop, self._on_committed, pending)
-            )
+        with recording(pending.times):
+            request = prepare(prompt=make_prompt(), control=control)
+            if not pending.is_cancelled:
+                self.input_processor.committer.commit(
+                    request, partial(call_in_loop, loop, self._on_committed, pending)
+                )
 
     def _on_committed(self, pending: _PendingRequest, committed: CommittedMessage) -> None:
         """Queue a message from a thread; the first one registers the request."""

@@ -5,7 +5,22 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.tensors.inputs import argsort_mm_positions
+from mmjax.request_times import RequestTimes
 from mmjax.transport.messages import EngineCoreRequest
+
+
+class RequestItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a request: its placeholder, and whether P0 had to process it."""
+
+    modality: str
+    index: int
+    """Index among the items of its modality, in the order given."""
+    mm_hash: str
+    offset: int
+    length: int
+    is_processed: bool
+    """Whether it was processed for this request; else the processor cache had it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,10 +37,18 @@ class ProcessedRequest:
     num_image_tokens: int
     continues_prompt: bool
     """Whether the output continues the prompt's text (a completion; not a chat)."""
+    items: list[RequestItem]
+    """In the prompt's order."""
+    times: RequestTimes
 
     @classmethod
     def create(
-        cls, template: EngineCoreRequest, prepared: PreparedInputs, *, continues_prompt: bool
+        cls,
+        template: EngineCoreRequest,
+        prepared: PreparedInputs,
+        *,
+        continues_prompt: bool,
+        times: RequestTimes,
     ) -> "ProcessedRequest":
         """Copy `template` into a message for each sequence."""
         return cls(
@@ -40,6 +63,8 @@ class ProcessedRequest:
                 for position in positions
             ),
             continues_prompt=continues_prompt,
+            items=_list_items(prepared),
+            times=times,
         )
 
     def release(self) -> None:
@@ -48,6 +73,20 @@ class ProcessedRequest:
         self.messages = [
             msgspec.structs.replace(message, mm_features=[]) for message in self.messages
         ]
+
+
+def _list_items(prepared: PreparedInputs) -> list[RequestItem]:
+    return [
+        RequestItem(
+            modality=modality,
+            index=index,
+            mm_hash=prepared.mm_hashes[modality][index],
+            offset=prepared.mm_placeholders[modality][index].offset,
+            length=prepared.mm_placeholders[modality][index].length,
+            is_processed=prepared.mm_hashes[modality][index] in prepared.fresh,
+        )
+        for modality, index in argsort_mm_positions(prepared.mm_placeholders)
+    ]
 
 
 def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:

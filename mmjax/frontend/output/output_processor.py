@@ -4,12 +4,20 @@ Knows nothing of sockets or of HTTP: the caller aborts sequences in the engine t
 ended here.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mmjax.frontend.engine_client.requests import RequestItem
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
-from mmjax.frontend.output.outputs import CompletionOutput, Logprob, RequestOutput, SampleLogprobs
+from mmjax.frontend.output.outputs import (
+    CompletionOutput,
+    ItemOutput,
+    Logprob,
+    RequestOutput,
+    SampleLogprobs,
+)
 from mmjax.frontend.prompt.input_processor import ProcessedRequest
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import RequestOutputDelta, TokenLogprobs
@@ -121,6 +129,7 @@ class OutputProcessor:
             # The last id is the EOS or a stop token, which is not part of the text.
             visible = token_ids[:-1]
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
+        sequence.parent.note(delta)
         new_text = ""
         num_taken = 0
         for token_id in visible:
@@ -192,16 +201,44 @@ class _Parent:
     request: ProcessedRequest
     stream: bool
     sequences: list["_Sequence"] = field(default_factory=list)
+    encoded: set[str] = field(default_factory=set)
+    """Hashes of the items that P1 encoded for it."""
+
+    def note(self, delta: RequestOutputDelta) -> None:
+        """Record when tokens came, and what P1 says with the first one."""
+        times = self.request.times
+        times.note_token(time.monotonic())
+        if delta.times is not None:
+            times.add_engine(delta.times)
+        self.encoded.update(delta.encoded)
 
     def output(self, outputs: list[CompletionOutput], *, finished: bool) -> RequestOutput:
+        num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
+        items = self.request.items if finished else ()
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=outputs,
             finished=finished,
-            num_cached_tokens=max(item.num_cached_tokens for item in self.sequences),
+            num_cached_tokens=num_cached_tokens,
             num_image_tokens=self.request.num_image_tokens,
+            items=[self._item(item, num_cached_tokens) for item in items],
+            times=self.request.times,
+        )
+
+    def _item(self, item: RequestItem, num_cached_tokens: int) -> ItemOutput:
+        # An encoder's prompt is in no prefix cache.
+        is_in_prompt = self.request.prepared.encoder_prompt_token_ids is None
+        is_in_prefix = is_in_prompt and item.offset + item.length <= num_cached_tokens
+        cache = "prefix_cache" if is_in_prefix else "encoder_cache"
+        return ItemOutput(
+            modality=item.modality,
+            index=item.index,
+            offset=item.offset,
+            length=item.length,
+            processing="computed" if item.is_processed else "processor_cache",
+            encoding="computed" if item.mm_hash in self.encoded else cache,
         )
 
 

@@ -2,7 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+
+from mmjax.request_times import RequestTimes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +44,20 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+class ItemOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a prompt: its placeholder, and which caches had it."""
+
+    modality: str
+    index: int
+    """Index among the items of its modality, in the order given."""
+    offset: int
+    length: int
+    processing: Literal["processor_cache", "computed"]
+    """Where its tensors came from."""
+    encoding: Literal["prefix_cache", "encoder_cache", "computed"]
+    """Where its embeddings came from; none were needed with the prefix cache."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
     """A request and its completions: all so far, or, streaming, what a step added."""
@@ -55,3 +73,6 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache."""
     num_image_tokens: int = 0
     """Prompt positions that hold image embeddings."""
+    items: list[ItemOutput] = field(default_factory=list)
+    """In the prompt's order; once it is finished."""
+    times: RequestTimes = field(default_factory=RequestTimes)

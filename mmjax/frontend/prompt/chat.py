@@ -12,6 +12,7 @@ from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.request_times import measuring
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""
@@ -73,11 +74,12 @@ class ChatParser:
             self._message(message, f"messages[{index}]", template, media)
             for index, message in enumerate(messages)
         ]
-        text = template.render(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        with measuring("tokenize"):
+            text = template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
         prompt: PromptDict = {"prompt": text, "add_special_tokens": template.add_special_tokens}
         if media.images:
             prompt["multi_modal_data"] = {"image": media.image_data()}

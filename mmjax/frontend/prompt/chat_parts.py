@@ -23,6 +23,7 @@ from mmjax.processing.media.decode import (
 )
 from mmjax.processing.media.embeds import decode_embeds
 from mmjax.processing.media.encoded import EncodedImage
+from mmjax.request_times import measuring
 
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
@@ -244,7 +245,8 @@ class PartReader:
             max_image_bytes=self.mm.max_image_bytes, max_image_pixels=self.mm.max_image_pixels
         )
         try:
-            data = decode_data_url(url, limits, param=place)
+            with measuring("fetch"):
+                data = decode_data_url(url, limits, param=place)
         except RequestError as error:
             raise _explain(place, error) from error
         return EncodedImage(data, limits, place, explain=partial(_explain, place))

@@ -28,6 +28,7 @@ from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
+from mmjax.request_times import current_times, measuring
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
@@ -182,7 +183,9 @@ class InputProcessor:
             lora_name=lora_name,
             encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
         )
-        return ProcessedRequest.create(template, prepared, continues_prompt=continues_prompt)
+        return ProcessedRequest.create(
+            template, prepared, continues_prompt=continues_prompt, times=current_times()
+        )
 
     def prepare_inputs(
         self,
@@ -199,18 +202,19 @@ class InputProcessor:
         text = (prompt.token_ids or []) if prompt.text is None else prompt.text
         has_specials = prompt.text is None or prompt.add_special_tokens
         with self._pool.borrow() as processor:
-            prepared = processor.prepare(
-                text,
-                dict(prompt.mm_data),
-                mm_uuids=prompt.mm_uuids,
-                hf_processor_mm_kwargs=dict(prompt.mm_processor_kwargs),
-                tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
-                decoder_prompt=prompt.decoder_prompt,
-                id_domain=id_domain,
-                cache_salt=prompt.cache_salt,
-                request_id=request_id,
-                control=control,
-            )
+            with measuring("process"):
+                prepared = processor.prepare(
+                    text,
+                    dict(prompt.mm_data),
+                    mm_uuids=prompt.mm_uuids,
+                    hf_processor_mm_kwargs=dict(prompt.mm_processor_kwargs),
+                    tokenization_kwargs={} if has_specials else {"add_special_tokens": False},
+                    decoder_prompt=prompt.decoder_prompt,
+                    id_domain=id_domain,
+                    cache_salt=prompt.cache_salt,
+                    request_id=request_id,
+                    control=control,
+                )
             self._validate_item_sizes(processor, prepared)
             return prepared
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from mmjax.errors import RequestCancelledError
+from mmjax.request_times import measuring
 
 MAX_BATCH_BYTES = 64 * 2**20
 """Images are decoded, and given to HF's processor, so much at a time; a larger one alone."""
@@ -87,7 +88,8 @@ class DecodeBudget:
             yield
             return
         taken = min(num_bytes, self.max_bytes)
-        self._take(taken, cancellation)
+        with measuring("queue"):
+            self._take(taken, cancellation)
         try:
             yield
         finally:
