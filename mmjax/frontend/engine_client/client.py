@@ -114,7 +114,7 @@ class AsyncEngineClient:
         # A copy: the event loop decodes while threads encode, and a tokenizer is not thread-safe.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
-        self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
+        self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
         self._lanes = WorkLanes(num_workers)
         self._streams: dict[str, RequestStream] = {}
         self._max_start_wait_s = max_start_wait_s
@@ -305,6 +305,10 @@ class AsyncEngineClient:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
             request = prepare(prompt=make_prompt(), control=control)
+            self.capacity.check_queue(
+                len(request.prompt_token_ids) * len(request.messages),
+                num_queued_tokens=self._output_processor.num_queued_tokens,
+            )
             if not pending.is_cancelled:
                 self.input_processor.committer.commit(
                     request, partial(call_in_loop, loop, self._on_committed, pending)

@@ -84,6 +84,16 @@ class OutputProcessor:
             sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
         )
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of requests without output, for each of their sequences. Thread-safe."""
+        return sum(
+            len(parent.request.prompt_token_ids)
+            for parent in list(self._parent_by_id.values())
+            for sequence in parent.sequences
+            if not sequence.token_ids
+        )
+
     def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
         """Apply one step's outputs; unknown ids (aborted meanwhile) are skipped."""
         outputs: list[RequestOutput] = []
