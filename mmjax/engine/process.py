@@ -49,6 +49,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         sender.send(
             Ready(
                 num_kv_blocks=core.num_kv_blocks,
+                block_size=config.cache.block_size,
                 num_programs=core.num_programs,
                 num_programs_left=core.num_programs_left,
                 startup_seconds=core.startup_seconds,

@@ -1,5 +1,6 @@
 """The FastAPI application: routes and middleware."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,16 +15,18 @@ from starlette.responses import Response
 
 from mmjax import __version__
 from mmjax.config import ServerConfig
-from mmjax.errors import ModelNotFoundError
+from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.server.metrics import CONTENT_TYPE, Metrics, ResponseCountMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.responses import ModelCard, ModelList
+from mmjax.server.request_log import RequestLog
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -34,12 +37,20 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await client.start()
+        watching = asyncio.create_task(metrics.watch_loop(), name="watch-loop")
         try:
             yield
         finally:
+            watching.cancel()
             reader.close()
             await client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
+    metrics = Metrics(client)
+    if config.enable_log_requests:
+        client.observe(RequestLog(config))
+    tracer = _make_tracer(client, config.otlp_traces_endpoint)
     reader = RequestReader(config.request_body_timeout_s)
     app = FastAPI(
         title="mmjax",
@@ -57,6 +68,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     _add_generation_routes(app, GenerationService(client, chat, config), reader)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
+    _add_metrics_route(app, metrics)
     # The last one added is outermost: ids, then CORS, then keys, then the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
@@ -69,7 +81,10 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id"],
         )
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(ResponseCountMiddleware, metrics=metrics)
     return app
 
 
@@ -143,6 +158,30 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
+
+
+def _make_tracer(client: AsyncEngineClient, endpoint: str | None) -> Any:
+    """Return the observer that traces requests; None if they are not traced."""
+    if endpoint is None:
+        return None
+    try:
+        # Imported here: it is part of an extra.
+        from mmjax.server.traces import RequestTracer, make_provider
+    except ImportError as error:
+        raise ConfigError(
+            f"`otlp_traces_endpoint` is {endpoint!r}, but OpenTelemetry is not installed; run "
+            "pip install 'mmjax[otel]'"
+        ) from error
+    model_name = client.input_processor.model_config.public_name
+    tracer = RequestTracer(make_provider(endpoint), model_name)
+    client.observe(tracer)
+    return tracer
+
+
+def _add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/metrics", include_in_schema=False)
+    async def serve_metrics() -> Response:
+        return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _programs_left(supervisor: EngineLink) -> dict[str, int]:
