@@ -34,6 +34,13 @@ A setting has one name, and up to three places:
 - a keyword of `mmjax.LLM`, unless it concerns only the server:
   `LLM("google/gemma-3-4b-it", max_num_seqs=8)`.
 
+A few are also read from the environment, which the file and a flag override: their rows say so.
+`mmjax config [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]` prints each setting's value and
+whether it is from a flag, the file, the environment or the default, as such a file;
+`python -m mmjax.serve --dump-config` prints the same.
+
+vLLM's flags have vLLM's meaning, or are refused with the reason and what to give instead.
+
 `null` and `None` mean the default. Errors name the nearest known setting, or the expected values.
 """
 
@@ -57,7 +64,8 @@ def _make_row(one: Setting) -> str:
     flags = ", ".join(f"`{flag}`" for flag in (one.flag, one.alias) if flag is not None)
     is_keyword = "yes" if one.name in llm_settings() else "no"
     default = one.default_text if one.unset is not None else f"`{one.default_text}`"
-    cells = (flags, f"`{one.name}`", is_keyword, one.expected, default, one.help)
+    variable = "" if one.environment is None else f" In the environment: `{one.environment}`."
+    cells = (flags, f"`{one.name}`", is_keyword, one.expected, default, one.help + variable)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -16,6 +16,7 @@ from mmjax.settings import Setting, check_settings, setting, settings_of
 ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
+LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Quantization = Literal["int8", "int8-weights"]
 Precompile = Literal["all", "smallest", "none"]
@@ -265,6 +266,20 @@ class ModelConfig:
     revision: str | None = setting(
         None, "Branch, tag or commit of a hub id.", unset="the hub's main branch"
     )
+    download_dir: Path | None = setting(
+        None, "Where checkpoints of the hub are kept.", unset="`~/.cache/huggingface/hub`"
+    )
+    generation_config: str = setting(
+        "auto",
+        """Where the defaults of sampling are from. auto: the checkpoint's generation_config.json;
+        vllm: none, as vLLM's name for its own neutral ones; else a directory with such a file.""",
+    )
+    override_generation_config: Mapping[str, Any] = setting(
+        {},
+        "Defaults of sampling that replace those of `generation_config`.",
+        unset="none",
+        expected="""a mapping (JSON object), as in '{"temperature": 0.5}'""",
+    )
     chat_template: str | None = setting(
         None,
         "Chat template that replaces the checkpoint's: a file, or the template itself.",
@@ -307,6 +322,14 @@ class SchedulerConfig:
     max_num_queued_reqs: int = setting(
         1024,
         "Maximum number of waiting sequences, besides running ones; further requests get 429.",
+        minimum=1,
+        is_for_serve_alone=True,
+    )
+    max_num_queued_tokens: int | None = setting(
+        None,
+        """Maximum number of prompt tokens of requests without output; one that exceeds it gets 429,
+        unless it is alone.""",
+        unset="no limit",
         minimum=1,
         is_for_serve_alone=True,
     )
@@ -470,6 +493,11 @@ class EngineConfig:
         "Log level of both processes; debug logs every request and step.",
         is_for_serve_alone=True,
     )
+    log_format: LogFormat = setting(
+        "text",
+        "text: lines to read; json: one JSON object a line, with time, level, logger and message.",
+        is_for_serve_alone=True,
+    )
 
     max_embeds_per_item: Mapping[str, int] = field(default_factory=dict)
     """By modality, the embeddings of the largest item, which P0's processor knows.
@@ -496,6 +524,17 @@ class ServerConfig:
 
     host: str = setting("127.0.0.1", "Address to listen on.")
     port: int = setting(8000, "Port to listen on; 0: any free one.", minimum=0, maximum=2**16 - 1)
+    uds: Path | None = setting(
+        None, "Unix domain socket to listen on, instead of host and port.", unset="none"
+    )
+    ssl_keyfile: Path | None = setting(
+        None,
+        "Private key of the certificate, as PEM; with it the server speaks HTTPS.",
+        unset="none",
+    )
+    ssl_certfile: Path | None = setting(
+        None, "Certificate, with its chain, as PEM.", unset="none; required with `ssl_keyfile`"
+    )
     api_keys: tuple[str, ...] = setting(
         (),
         "API keys, of which requests need one, in `Authorization: Bearer KEY`.",
@@ -504,6 +543,7 @@ class ServerConfig:
         is_valid=_is_api_key,
         expected="a key of printable ASCII characters with no space around them",
         is_secret=True,
+        environment="MMJAX_API_KEY",
     )
     allowed_origins: tuple[str, ...] = setting(
         (),
@@ -590,6 +630,27 @@ class ServerConfig:
         minimum=0,
     )
     disable_fastapi_docs: bool = setting(False, "Whether `/docs` and `/openapi.json` are left out.")
+    enable_log_requests: bool = setting(
+        False,
+        "Whether to log each request: its prompt, its number of tokens, its sampling parameters.",
+    )
+    enable_log_outputs: bool = setting(
+        False, "Whether to log each answer, too; with `enable_log_requests`."
+    )
+    max_log_len: int | None = setting(
+        None,
+        "Characters of a prompt or an answer in the log.",
+        unset="4000, the limit of a line",
+        minimum=0,
+    )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        """Address that OpenTelemetry traces are sent to, as http://localhost:4318/v1/traces; needs
+        `pip install 'mmjax[otel]'`.""",
+        unset="none are made",
+        is_valid=lambda url: url.startswith(("http://", "https://")),
+        expected="an http or https address",
+    )
     uvicorn_log_level: LogLevel = setting("info", "Log level of uvicorn.")
     disable_access_log_for_endpoints: tuple[str, ...] = setting(
         ("/health", "/ready", "/metrics"),
@@ -607,6 +668,13 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_certfile" if self.ssl_certfile is None else "ssl_keyfile"
+            raise ConfigError(f"`{missing}` is missing; a key and a certificate are given together")
+        if self.enable_log_outputs and not self.enable_log_requests:
+            raise ConfigError(
+                "`enable_log_outputs` is set without `enable_log_requests`; give both"
+            )
 
 
 SETTING_CLASSES: dict[str, type] = {

@@ -29,9 +29,9 @@ from mmjax.weights.snapshot import is_snapshot, save_snapshot
 logger = get_logger("mmjax.convert")  # __name__ is `__main__` here
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax.convert") -> int:
     """Write the snapshot; return 0, or 1 with a message on stderr."""
-    options = _parse(arguments)
+    options = _parse(arguments, prog)
     configure_logging()
     try:
         config = load_model_config(
@@ -103,8 +103,8 @@ def _copy_files(source: Path, out: Path) -> None:
                 shutil.copyfile(file, out / file.name)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mmjax.convert", description=__doc__)
+def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add: Any = parser.add_argument
     add("model", help="a directory or a hub id")
     add("out", type=Path, help="a directory that does not exist, or is empty")

@@ -1,5 +1,6 @@
 """Logging of both processes and of uvicorn, in one format, with bounded records."""
 
+import json
 import logging
 import sys
 import threading
@@ -7,8 +8,11 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TypeAlias
+
+from mmjax.config import LogFormat
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _ERASE_LINE = "\r\x1b[K"
@@ -23,6 +27,11 @@ _MAX_ACCESS_FIELD_CHARS = 128
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 """Id of the current request, in every log line meanwhile."""
 
+_CONTROL_CHARACTERS = {
+    code: ascii(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
+}
+"""What a client sent cannot begin a line of its own, nor control a terminal."""
+
 _ExcInfo: TypeAlias = (
     tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 )
@@ -33,14 +42,18 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure_logging(level: str = "info", *, process: str = "") -> None:
+def configure_logging(
+    level: str = "info", *, process: str = "", log_format: LogFormat = "text"
+) -> None:
     """Log mmjax's records to stderr; `process` (such as "P1") precedes the module's name."""
-    _send_to_stderr("mmjax", process).setLevel(level.upper())
+    _send_to_stderr("mmjax", process, log_format).setLevel(level.upper())
 
 
-def configure_http_logging(*, process: str = "", quiet_paths: Collection[str] = ()) -> None:
+def configure_http_logging(
+    *, process: str = "", quiet_paths: Collection[str] = (), log_format: LogFormat = "text"
+) -> None:
     """Log uvicorn's records in the same format, at uvicorn's level, without `quiet_paths`."""
-    _send_to_stderr("uvicorn", process)
+    _send_to_stderr("uvicorn", process, log_format)
     access = logging.getLogger("uvicorn.access")
     access.filters = [_AccessFilter(quiet_paths)]
 
@@ -74,13 +87,16 @@ def reporting(
         logger.removeFilter(note)
 
 
-def _send_to_stderr(name: str, process: str) -> logging.Logger:
+def _send_to_stderr(name: str, process: str, log_format: LogFormat) -> logging.Logger:
     handler = logging.StreamHandler(sys.stderr)
     label = f"{process} " if process else ""
     line = _FORMAT.replace("[", f"[{label}")
     if sys.stderr.isatty():
         line = _ERASE_LINE + line
-    handler.setFormatter(_BoundedFormatter(line, _DATE_FORMAT))
+    is_json = log_format == "json"
+    handler.setFormatter(
+        _JsonFormatter(process) if is_json else _BoundedFormatter(line, _DATE_FORMAT)
+    )
     logger = logging.getLogger(name)
     logger.handlers = [handler]
     logger.propagate = False
@@ -91,9 +107,9 @@ class _BoundedFormatter(logging.Formatter):
     """Truncates long records: an exception's message may contain a client's whole body."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = _cut(record.message.rstrip("\n"), _MAX_MESSAGE_CHARS)
+        record.message = _one_line(record.message)
         if request_id := REQUEST_ID.get():
-            record.message += f" (request {request_id})"
+            record.message += f" (request {_one_line(request_id)})"
         return super().formatMessage(record)
 
     def formatException(self, ei: _ExcInfo) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's private alias
@@ -101,6 +117,28 @@ class _BoundedFormatter(logging.Formatter):
         return _cut(
             "\n".join(_cut(line, _MAX_MESSAGE_CHARS) for line in lines), _MAX_TRACEBACK_CHARS
         )
+
+
+class _JsonFormatter(_BoundedFormatter):
+    """Writes a record as one JSON object."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "logger": record.name,
+            "message": _one_line(record.getMessage()),
+        }
+        if request_id := REQUEST_ID.get():
+            fields["request_id"] = request_id
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 class _AccessFilter(logging.Filter):
@@ -119,6 +157,10 @@ class _AccessFilter(logging.Filter):
             _cut(arg, _MAX_ACCESS_FIELD_CHARS) if isinstance(arg, str) else arg for arg in args
         )
         return True
+
+
+def _one_line(text: str) -> str:
+    return _cut(text.rstrip("\n"), _MAX_MESSAGE_CHARS).translate(_CONTROL_CHARACTERS)
 
 
 def _cut(text: str, max_chars: int) -> str:

@@ -19,6 +19,17 @@ DEFAULT_MODEL = "tiny_scenes"
 DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
+_GENERATION_CONFIG = "generation_config.json"
+_GENERATION_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
+"""Fields of SamplingParams that it may set."""
+
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 CHECKPOINT_FILES = (
     *WEIGHT_FILES,
@@ -59,8 +70,13 @@ _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
 
 
-def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
-    """Return the local directory of `model`: None (the embedded default), a directory, a hub id."""
+def resolve_model(
+    model: str | None, *, revision: str | None = None, download_dir: Path | None = None
+) -> Path:
+    """Return the local directory of `model`: None (the embedded default), a directory, a hub id.
+
+    `download_dir`: where the hub's checkpoints are kept; None: in Hugging Face's cache.
+    """
     if model is None:
         return _embedded_default()
     path = Path(model).expanduser()
@@ -71,7 +87,7 @@ def resolve_model(model: str | None, *, revision: str | None = None) -> Path:
             f"model directory `{model}` does not exist; give a directory that holds config.json, "
             "or a hub id such as google/gemma-3-4b-it"
         )
-    return _download(model, revision)
+    return _download(model, revision, download_dir)
 
 
 def load_model_config(
@@ -79,6 +95,7 @@ def load_model_config(
     *,
     revision: str | None = None,
     max_model_len: int | None = None,
+    download_dir: Path | None = None,
     **fields: Any,
 ) -> ModelConfig:
     """Read the checkpoint's config.json into a ModelConfig.
@@ -87,9 +104,10 @@ def load_model_config(
         model: As in `resolve_model`.
         revision: Of a hub id.
         max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
+        download_dir: As in `resolve_model`.
         fields: Other settings of ModelConfig, and `mm`.
     """
-    path = resolve_model(model, revision=revision)
+    path = resolve_model(model, revision=revision, download_dir=download_dir)
     hf_config = _load_hf_config(path)
     longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
@@ -106,6 +124,7 @@ def load_model_config(
         architecture=_architecture(hf_config),
         max_model_len=max_model_len,
         revision=revision,
+        download_dir=download_dir,
         **fields,
     )
 
@@ -129,30 +148,23 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     return make("engine", model=model, **parts)
 
 
-_SAMPLING_DEFAULTS = "temperature top_p top_k min_p repetition_penalty no_repeat_ngram_size".split()
-"""Fields of generation_config.json that are taken, as vLLM does, and HF's n-gram size."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The checkpoint's defaults of sampling and its EOS tokens."""
 
     sampling: Mapping[str, Any]
-    """Fields of SamplingParams that generation_config.json sets."""
+    """Fields of SamplingParams that the generation config sets."""
     eos_token_ids: tuple[int, ...]
 
 
 def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
     """Read generation_config.json, which may be absent, and the EOS tokens of config.json."""
-    file = model_config.path / "generation_config.json"
-    raw: dict[str, Any] = {}
-    if file.is_file():
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"generation_config.json is not valid JSON: {error}") from error
+    raw = _read_generation_config(model_config.path)
+    settings = {**_chosen_generation_config(model_config, raw), **_overrides(model_config)}
     sampling = {
-        name: raw[name] for name in _SAMPLING_DEFAULTS if isinstance(raw.get(name), int | float)
+        name: settings[name]
+        for name in _GENERATION_FIELDS
+        if isinstance(settings.get(name), int | float)
     }
     text_config = model_config.hf_config.get_text_config()
     found: list[int] = []
@@ -163,6 +175,50 @@ def load_generation_defaults(model_config: ModelConfig) -> GenerationDefaults:
     ):
         found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
     return GenerationDefaults(sampling=sampling, eos_token_ids=tuple(dict.fromkeys(found)))
+
+
+def _chosen_generation_config(
+    model_config: ModelConfig, own: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    match model_config.generation_config:
+        case "auto":
+            return own
+        case "vllm":
+            return {}
+        case directory:
+            path = Path(directory).expanduser()
+            if not (path / _GENERATION_CONFIG).is_file():
+                raise ConfigError(
+                    f"`generation_config` is {directory!r}, which has no "
+                    f"{_GENERATION_CONFIG}; give one, or auto, or vllm"
+                )
+            return _read_generation_config(path)
+
+
+def _overrides(model_config: ModelConfig) -> Mapping[str, Any]:
+    overrides = model_config.override_generation_config
+    for name, value in overrides.items():
+        if name not in _GENERATION_FIELDS:
+            known = ", ".join(f"`{one}`" for one in _GENERATION_FIELDS)
+            raise ConfigError(f"`override_generation_config` sets `{name}`; it may set {known}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(
+                f"`override_generation_config` gives {value!r} as `{name}`; expected a number"
+            )
+    return overrides
+
+
+def _read_generation_config(path: Path) -> dict[str, Any]:
+    file = path / _GENERATION_CONFIG
+    if not file.is_file():
+        return {}
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{_GENERATION_CONFIG} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{_GENERATION_CONFIG} holds {type(raw).__name__}, not an object")
+    return raw
 
 
 def _embedded_default() -> Path:
@@ -182,14 +238,19 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip()
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, download_dir: Path | None) -> Path:
     # Imported here: slow, and not needed for a local checkpoint.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
-            snapshot_download(model, revision=revision, allow_patterns=list(CHECKPOINT_FILES))
+            snapshot_download(
+                model,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=list(CHECKPOINT_FILES),
+            )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(

@@ -5,18 +5,21 @@ NOTE: no slow imports at the top: the spawned engine process imports this file a
 
 import asyncio
 import contextlib
+import errno
 import gc
 import math
 import os
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mmjax.allocator import return_large_blocks
-from mmjax.config import EngineConfig, ServerConfig
+from mmjax.config import EngineConfig, LogFormat, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_http_logging, configure_logging, get_logger
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
@@ -25,13 +28,13 @@ from mmjax.server.shutdown import Interrupted, Shutdown, leave
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serve") -> int:
     """Serve until told to stop; return the exit status."""
     shutdown = Shutdown()
     shutdown.install()
     try:
-        flags = parse_flags(argv)
-        configure_logging(flags.log_level, process="P0")
+        flags = parse_flags(argv, prog=prog)
+        configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
         return_large_blocks()
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
@@ -40,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if engine_config.parallel.process_id:
             shutdown.uninstall()
             return _follow(engine_config)
+        _check_certificate(server_config)
         with contextlib.closing(_listen(server_config)) as listener:
             return _serve(engine_config, server_config, listener, shutdown)
     except MMJaxError as error:
@@ -62,8 +66,25 @@ def _follow(engine: EngineConfig) -> int:
     return 0
 
 
+def _check_certificate(config: ServerConfig) -> None:
+    """Load the certificate before anything slow."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.ssl_certfile, config.ssl_keyfile
+        )
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(
+            f"the certificate {config.ssl_certfile} with the key {config.ssl_keyfile} cannot be "
+            f"used ({error.strerror or error}); give PEM files that belong together"
+        ) from error
+
+
 def _listen(config: ServerConfig) -> socket.socket:
     """Bind the port before anything slow, so that a port in use is an error at once."""
+    if config.uds is not None:
+        return _listen_at(config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     # NOTE: asyncio sets TCP_NODELAY only where the protocol is named; without it, an answer on a
     # kept-alive connection waits 40 ms for the client's acknowledgement.
@@ -76,6 +97,25 @@ def _listen(config: ServerConfig) -> socket.socket:
         raise ConfigError(
             f"cannot listen at {config.host}:{config.port} ({error.strerror}); "
             "is it in use? give another `--port`"
+        ) from error
+    return listener
+
+
+def _listen_at(path: Path) -> socket.socket:
+    """Bind a Unix domain socket; one that a server left behind is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            # Nobody listens there: else `connect` succeeds.
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen at {path} ({error.strerror or error}); give another `--uds`"
         ) from error
     return listener
 
@@ -93,7 +133,8 @@ def _serve(
     except BaseException:
         asyncio.run(supervisor.close())
         raise
-    return asyncio.run(_run(app, server, supervisor, listener, shutdown))
+    running = _run(app, server, supervisor, listener, shutdown, log_format=engine.log_format)
+    return asyncio.run(running)
 
 
 def _start(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
@@ -135,14 +176,24 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
 
 
 async def _run(
-    app: Any, config: ServerConfig, supervisor: Any, listener: socket.socket, shutdown: Shutdown
+    app: Any,
+    config: ServerConfig,
+    supervisor: Any,
+    listener: socket.socket,
+    shutdown: Shutdown,
+    *,
+    log_format: LogFormat,
 ) -> int:
     import uvicorn
 
     from mmjax.server.connections import limited_protocol
     from mmjax.server.draining import DrainingServer
 
-    configure_http_logging(process="P0", quiet_paths=config.disable_access_log_for_endpoints)
+    configure_http_logging(
+        process="P0",
+        quiet_paths=config.disable_access_log_for_endpoints,
+        log_format=log_format,
+    )
     server = DrainingServer(
         uvicorn.Config(
             app,
@@ -156,20 +207,33 @@ async def _run(
             ws="none",
             root_path=config.root_path,
             log_level=config.uvicorn_log_level,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
             server_header=False,
             timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s),
         ),
         shutdown=shutdown,
         reader=app.state.request_reader,
     )
-    announcing = asyncio.create_task(_announce(app, supervisor, server, listener))
+    address = _address(config, listener)
+    announcing = asyncio.create_task(_announce(app, supervisor, server, address))
     await server.serve(sockets=[listener])
+    if config.uds is not None:
+        config.uds.unlink(missing_ok=True)
     announcing.cancel()
     results = await asyncio.gather(announcing, return_exceptions=True)
     return 1 if any(isinstance(result, MMJaxError) for result in results) else 0
 
 
-async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.socket) -> None:
+def _address(config: ServerConfig, listener: socket.socket) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    scheme = "http" if config.ssl_keyfile is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+async def _announce(app: Any, supervisor: Any, server: Any, address: str) -> None:
     """Log the server's address once it is ready; end it if the engine's start failed."""
     try:
         ready = await supervisor.wait_ready()
@@ -179,9 +243,7 @@ async def _announce(app: Any, supervisor: Any, server: Any, listener: socket.soc
         raise
     num_compiled = ready.num_programs - ready.num_programs_left
     logger.info("serving: %d of %d programs are compiled", num_compiled, ready.num_programs)
-    host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
-    print(f"mmjax serving {app.state.model_name} at http://{host}:{port}", flush=True)
+    print(f"mmjax serving {app.state.model_name} at {address}", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def setting(
     list_flag: ListFlag = "words",
     is_secret: bool = False,
     is_for_serve_alone: bool = False,
+    environment: str | None = None,
 ) -> Any:
     """Declare a dataclass field that is a setting; it is parsed by its annotation.
 
@@ -62,6 +63,7 @@ def setting(
         list_flag: Syntax of the flag of a tuple.
         is_secret: Whether messages omit the value.
         is_for_serve_alone: Whether `LLM` does not have it.
+        environment: Variable that sets it for `mmjax.serve` where neither flag nor file does.
     """
     declaration = {
         "name": name,
@@ -76,6 +78,7 @@ def setting(
         "list_flag": list_flag,
         "is_secret": is_secret,
         "is_for_serve_alone": is_for_serve_alone,
+        "environment": environment,
     }
     metadata = {_METADATA_KEY: declaration}
     if isinstance(default, dict):
@@ -109,6 +112,7 @@ class Setting:
     list_flag: ListFlag
     is_secret: bool
     is_for_serve_alone: bool
+    environment: str | None
 
     @property
     def flag(self) -> str:

@@ -1,9 +1,12 @@
 """Lines of one form, none longer than it should be."""
 
 import io
+import json
 import logging
 import time
 from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
 
 import pytest
 
@@ -74,3 +77,44 @@ def test_access_lines_of_quiet_paths_are_left_out(stream: io.StringIO) -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert all(len(line) < 500 and line.endswith('HTTP/1.1" 200') for line in lines)
+
+
+INJECTED = "abc\r\nINFO 01-01 00:00:00 [P0 mmjax.server] forged\x1b[2J\x00\u2028\x85"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_llama_cpp_log_injection(
+    stream: io.StringIO, log_format: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a client names is within the line that names it, whatever characters it has."""
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging(process="P0", log_format=log_format)
+    token = REQUEST_ID.set(INJECTED)
+    logging.getLogger("mmjax.server").info("for %s", INJECTED)
+    REQUEST_ID.reset(token)
+    written = stream.getvalue()
+    assert len(written.splitlines()) == 1
+    assert written.isascii()
+    assert written[:-1].isprintable()
+    if log_format == "json":
+        assert json.loads(written)["request_id"] == INJECTED
+
+
+def test_json_lines(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", stream)
+    configure_logging(process="P0", log_format="json")
+    configure_http_logging(process="P0", log_format="json")
+    token = REQUEST_ID.set("abc")
+    try:
+        raise ValueError("\u00e9")
+    except ValueError:
+        logging.getLogger("mmjax.server").exception("failed")
+    REQUEST_ID.reset(token)
+    logging.getLogger("uvicorn.error").info("started")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["message"] == "failed"
+    assert (first["level"], first["process"], first["logger"]) == ("ERROR", "P0", "mmjax.server")
+    assert first["request_id"] == "abc"
+    assert "ValueError: \u00e9" in first["exception"]
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+    assert second.keys() == {"time", "level", "process", "logger", "message"}

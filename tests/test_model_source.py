@@ -168,3 +168,49 @@ def test_generation_defaults(copy_of: Path) -> None:
     file.unlink()
     assert load_generation_defaults(config).sampling == {}
     assert load_generation_defaults(config).eos_token_ids == (1,)
+
+
+def test_generation_defaults_are_chosen_and_replaced(copy_of: Path, tmp_path: Path) -> None:
+    def sampling(**fields: Any) -> Any:
+        return load_generation_defaults(load_model_config(str(copy_of), **fields)).sampling
+
+    rewrite(copy_of / "generation_config.json", temperature=0.5, top_k=64)
+    assert sampling()["temperature"] == 0.5
+    assert sampling(generation_config="vllm") == {}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "generation_config.json").write_text('{"top_p": 0.25}')
+    assert sampling(generation_config=str(other)) == {"top_p": 0.25}
+    overrides = {"top_p": 0.75, "top_k": 3}
+    assert sampling(generation_config=str(other), override_generation_config=overrides) == overrides
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"generation_config": "/no/such"}, "which has no generation_config.json"),
+        ({"override_generation_config": {"colour": 1}}, "sets `colour`; it may set `temperature`"),
+        ({"override_generation_config": {"top_k": "x"}}, "gives 'x' as `top_k`; expected a number"),
+        ({"override_generation_config": {"top_k": True}}, "gives True as `top_k`"),
+    ],
+)
+def test_wrong_generation_defaults_are_named(
+    copy_of: Path, fields: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        load_generation_defaults(load_model_config(str(copy_of), **fields))
+
+
+def test_the_hubs_checkpoints_are_kept_where_one_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def download(model: str, **options: Any) -> str:
+        calls.append(options["cache_dir"])
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_model("owner/name", download_dir=tmp_path / "d")
+    resolve_model("owner/name")
+    assert calls == [tmp_path / "d", None]

@@ -290,6 +290,10 @@ class EngineCore:
             prefix_cache_queries=prefix.total,
             encoder_cache_hits=encoder.hits,
             encoder_cache_queries=encoder.total,
+            encoder_cache_usage=self.encoder_usage(),
+            num_preemptions=self.num_preemptions,
+            num_step_tokens=scheduler.num_step_tokens,
+            step_token_counts=list(scheduler.step_token_counts),
         )
 
     def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:

@@ -42,13 +42,14 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         address_in: Where P0 sends requests; bound by P0.
         address_out: Where P0 waits for outputs; bound by P0.
     """
-    configure_logging(config.log_level, process="P1")
+    configure_logging(config.log_level, process="P1", log_format=config.log_format)
     receiver, sender = Receiver(address_in), Sender(address_out)
     try:
         core = _start(config)
         sender.send(
             Ready(
                 num_kv_blocks=core.num_kv_blocks,
+                block_size=config.cache.block_size,
                 num_programs=core.num_programs,
                 num_programs_left=core.num_programs_left,
                 startup_seconds=core.startup_seconds,
@@ -77,7 +78,7 @@ def _start(config: EngineConfig) -> EngineCore:
 def follow_engine(config: EngineConfig) -> None:
     """Make the calls that process 0's engine broadcasts; return when it closes."""
     process_id = config.parallel.process_id
-    configure_logging(config.log_level, process=f"P1.{process_id}")
+    configure_logging(config.log_level, process=f"P1.{process_id}", log_format=config.log_format)
     core = _start(config)
     logger.info("process %d of %d follows", process_id, config.parallel.num_processes)
     core.follow()

@@ -28,9 +28,9 @@ SIZES = ((640, 480), (37, 211), (1, 1))
 """Sizes (width, height) of a case's images, which are the first n of these."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax.parity") -> int:
     """Print a table per case and a summary; return 0, 1 out of tolerance, or 2 if it cannot run."""
-    options = _parse(arguments)
+    options = _parse(arguments, prog)
     try:
         import_torch()
         return _run(options)
@@ -76,8 +76,8 @@ def _make_cases(options: argparse.Namespace, parity: Parity) -> Iterator[Case]:
             )
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m mmjax.parity", description=__doc__)
+def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     add: Any = parser.add_argument
     add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
     add("--revision", help="of a hub id")

@@ -1,5 +1,6 @@
 """The FastAPI application: routes and middleware."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,12 +15,13 @@ from starlette.responses import Response
 
 from mmjax import __version__
 from mmjax.config import ServerConfig
-from mmjax.errors import ModelNotFoundError
+from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_page import api_page
 from mmjax.server.connections import HeaderLimitMiddleware
+from mmjax.server.metrics import CONTENT_TYPE, Metrics, ResponseCountMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
@@ -34,6 +36,7 @@ from mmjax.server.openai.tokenization import (
     TokenizeRequest,
 )
 from mmjax.server.playground import PAGE_FILES, serve_page
+from mmjax.server.request_log import RequestLog
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
@@ -48,13 +51,21 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await client.start()
+        watching = asyncio.create_task(metrics.watch_loop(), name="watch-loop")
         try:
             yield
         finally:
+            watching.cancel()
             reader.close()
             generation.close()
             await client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
+    metrics = Metrics(client)
+    if config.enable_log_requests:
+        client.observe(RequestLog(config))
+    tracer = _make_tracer(client, config.otlp_traces_endpoint)
     reader = RequestReader(config.request_body_timeout_s)
     generation = GenerationService(client, chat, config)
     app = FastAPI(
@@ -81,6 +92,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     _add_state_routes(app, client)
     for path in PAGE_FILES:
         app.add_api_route(path, serve_page, include_in_schema=False)
+    _add_metrics_route(app, metrics)
     # The last one added is outermost: ids, the headers' number, CORS, keys, the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
@@ -98,7 +110,10 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         max_headers=config.h11_max_header_count,
         max_bytes=config.h11_max_incomplete_event_size,
     )
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(ResponseCountMiddleware, metrics=metrics)
     return app
 
 
@@ -219,6 +234,30 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
+
+
+def _make_tracer(client: AsyncEngineClient, endpoint: str | None) -> Any:
+    """Return the observer that traces requests; None if they are not traced."""
+    if endpoint is None:
+        return None
+    try:
+        # Imported here: it is part of an extra.
+        from mmjax.server.traces import RequestTracer, make_provider
+    except ImportError as error:
+        raise ConfigError(
+            f"`otlp_traces_endpoint` is {endpoint!r}, but OpenTelemetry is not installed; run "
+            "pip install 'mmjax[otel]'"
+        ) from error
+    model_name = client.input_processor.model_config.public_name
+    tracer = RequestTracer(make_provider(endpoint), model_name)
+    client.observe(tracer)
+    return tracer
+
+
+def _add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
+    @app.get("/metrics", include_in_schema=False)
+    async def serve_metrics() -> Response:
+        return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _programs_left(supervisor: EngineLink) -> dict[str, int]:

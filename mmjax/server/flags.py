@@ -4,36 +4,18 @@ All settings are declared in `mmjax.config`.
 """
 
 import argparse
+import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmjax.config import SETTING_CLASSES, EngineConfig, ServerConfig, group_fields, serve_settings
 from mmjax.errors import ConfigError
 from mmjax.model_source import load_engine_config
+from mmjax.server.refused_flags import REFUSED_FLAGS
 from mmjax.settings import Setting, nearest_name, settings_of
-
-VLLM_FLAGS_WITHOUT_MEANING_YET = frozenset(
-    (
-        "--uds --ssl-keyfile --ssl-certfile --middleware "
-        "--enable-offline-docs --enable-request-id-headers "
-        ""
-        "--enable-log-requests --enable-log-outputs --max-log-len "
-        "--log-config-file --response-role "
-        "--reasoning-parser --tokenizer "
-        "--max-num-queued-tokens --kv-cache-dtype "
-        "--data-parallel-size "
-        "--enforce-eager --generation-config "
-        "--override-generation-config --structured-outputs-config --load-format "
-        "--download-dir --trust-remote-code --hf-overrides --watchdog-config "
-        "--enable-fault-tolerance --media-io-kwargs --mm-encoder-tp-mode "
-        "--mm-encoder-only --skip-mm-profiling "
-        "--language-model-only "
-        "--enable-prompt-tokens-details -q"
-    ).split()
-)
-"""Flags of vLLM that mmjax refuses with a message of their own."""
-
 
 _METAVARS: dict[Any, str] = {
     int: "INTEGER",
@@ -45,33 +27,93 @@ _METAVARS: dict[Any, str] = {
 _LIST_METAVARS = {"words": "TEXT", "commas": "TEXT,TEXT", "json": "JSON"}
 
 
-def parse_flags(argv: Sequence[str] | None = None) -> argparse.Namespace:
+class Given(NamedTuple):
+    """A setting's value, and where it is from."""
+
+    value: Any
+    origin: str
+    """"default", "flag --port", "file FILE.yaml" or "environment NAME"."""
+
+
+def parse_flags(
+    argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serve"
+) -> argparse.Namespace:
     """Return every setting by name; exit with a message if one is wrong.
 
-    A flag overrides the `--config` file, which overrides the default.
+    A flag overrides the `--config` file, which overrides the environment and the default.
     """
-    parser = _build_parser()
-    namespace, unknown = parser.parse_known_args(argv)
-    given = vars(namespace)
-    positional, config_file = given.pop("positional_model"), given.pop("config")
-    if positional is not None and "model" in given:
+    given, must_dump = _read(_build_parser(prog), argv)
+    if must_dump:
+        print(_dump(given), end="")
+        raise SystemExit(0)
+    return argparse.Namespace(**{name: one.value for name, one in given.items()})
+
+
+def dump_config(argv: Sequence[str] | None = None, *, prog: str = "mmjax config") -> str:
+    """Return every setting with its value and its origin, as a file for `--config`."""
+    return _dump(_read(_build_parser(prog), argv)[0])
+
+
+def _read(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[dict[str, Given], bool]:
+    """Return every setting, and whether to print them."""
+    arguments = sys.argv[1:] if argv is None else argv
+    namespace, unknown = parser.parse_known_args([_with_dashes(one) for one in arguments])
+    flags = vars(namespace)
+    positional, config_file = flags.pop("positional_model"), flags.pop("config")
+    must_dump = flags.pop("dump_config")
+    if positional is not None and "model" in flags:
         parser.error("the model is given twice; give it once, with or without `--model`")
     if positional is not None:
-        given["model"] = positional
+        flags["model"] = positional
     known = serve_settings()
     try:
         for argument in unknown:
             _refuse_unknown(argument.partition("=")[0], "argument")
-        values = {name: one.default for name, one in known.items()}
+        given = {name: Given(one.default, "default") for name, one in known.items()}
+        given |= _read_environment(known)
         if config_file is not None:
-            values |= _read_config_file(Path(config_file), known)
-        for name, value in given.items():
+            given |= _read_config_file(Path(config_file), known)
+        for name, value in flags.items():
             one = known[name]
             parse = one.parse_text if isinstance(value, str) else one.parse
-            values[name] = parse(value, one.flag)
+            given[name] = Given(parse(value, one.flag), f"flag {one.flag}")
     except ConfigError as error:
         parser.error(str(error))
-    return argparse.Namespace(**values)
+    return given, must_dump
+
+
+def _with_dashes(argument: str) -> str:
+    """Return `--max_num_seqs=8` as `--max-num-seqs=8`; vLLM takes both spellings."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _read_environment(known: Mapping[str, Setting]) -> dict[str, Given]:
+    return {
+        name: Given(one.parse_text(text, one.environment), f"environment {one.environment}")
+        for name, one in known.items()
+        if one.environment is not None and (text := os.environ.get(one.environment))
+    }
+
+
+def _dump(given: Mapping[str, Given]) -> str:
+    """Return a YAML file; JSON, of which its values are made, is YAML."""
+    lines: list[str] = []
+    for title, config_class in SETTING_CLASSES.items():
+        lines += ["", f"# {title}"] if lines else [f"# {title}"]
+        for one in settings_of(config_class):
+            value, origin = given[one.name]
+            if value is None or (one.is_secret and value):
+                shown = "not shown" if one.is_secret and value else one.default_text or "none"
+                lines.append(f"# {one.name}: {shown}  ({origin})")
+            else:
+                text = json.dumps(value, default=str, ensure_ascii=False)
+                lines.append(f"{one.name}: {text}  # {origin}")
+    return "\n".join(lines) + "\n"
 
 
 def to_engine_config(flags: argparse.Namespace) -> EngineConfig:
@@ -84,9 +126,9 @@ def to_server_config(flags: argparse.Namespace) -> ServerConfig:
     return SETTING_CLASSES["server"](**group_fields("server", vars(flags)))
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(prog: str = "python -m mmjax.serve") -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m mmjax.serve",
+        prog=prog,
         usage="%(prog)s [MODEL] [--config FILE.yaml] [--FLAG VALUE ...]; --help lists all flags",
         description="Serve a multimodal model over OpenAI's HTTP API.",
         allow_abbrev=False,
@@ -98,6 +140,11 @@ def _build_parser() -> argparse.ArgumentParser:
         "--config",
         metavar="FILE.yaml",
         help="settings by name, as `max-num-seqs: 8`; flags count more",
+    )
+    parser.add_argument(
+        "--dump-config",
+        action="store_true",
+        help="print every setting, its value and where it is from, as such a file; then exit",
     )
     for title, config_class in SETTING_CLASSES.items():
         group = parser.add_argument_group(title, (config_class.__doc__ or "").partition("\n")[0])
@@ -123,11 +170,11 @@ def _add_flag(group: Any, one: Setting) -> None:
     group.add_argument(*names, **options)
 
 
-def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any]:
+def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Given]:
     # Imported here: the engine process imports this module, too, and reads no file.
     from mmjax.server.yaml_file import read_yaml_mapping
 
-    values: dict[str, Any] = {}
+    values: dict[str, Given] = {}
     try:
         for key, value in read_yaml_mapping(path).items():
             name = key.replace("-", "_")
@@ -137,7 +184,7 @@ def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Any
                 raise ConfigError(f"`{key}` is given twice; give it once")
             one = known[name]
             parse = one.parse_text if isinstance(value, str) else one.parse
-            values[name] = parse(value, key)
+            values[name] = Given(parse(value, key), f"file {path}")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return values
@@ -147,9 +194,9 @@ def _refuse_unknown(written: str, kind: Literal["argument", "setting"]) -> None:
     """Raise ConfigError for an unknown argument or key."""
     is_setting = kind == "setting"
     flag = f"--{written.replace('_', '-')}" if is_setting else written
-    if flag in VLLM_FLAGS_WITHOUT_MEANING_YET:
+    if flag in REFUSED_FLAGS:
         raise ConfigError(
-            f"`{written}` is a flag of vLLM's that mmjax does not have yet; leave it out"
+            f"`{written}` is a flag of vLLM's that mmjax does not take: {REFUSED_FLAGS[flag]}"
         )
     settings = serve_settings()
     known = settings if is_setting else {one.flag: one for one in settings.values()}

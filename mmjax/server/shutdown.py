@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 CLOSE_TIMEOUT_S = 10.0
 """Seconds that the engine and the threads have to end, after the running requests."""
@@ -67,7 +68,7 @@ class Shutdown:
         self._drain()
 
 
-def leave(status: int) -> None:
+def leave(status: int) -> NoReturn:
     """End the process with `status`, without waiting for threads."""
     workers = [
         thread

@@ -128,10 +128,16 @@ class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     mm_hashes: list[str]
 
 
+STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Upper bounds of `Heartbeat.step_token_counts`."""
+
+
 class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """P1 accepts requests; programs that are left are compiled meanwhile."""
 
     num_kv_blocks: int
+    block_size: int = 0
+    """Tokens of a block."""
     num_programs: int
     """XLA programs: `encode`, `step` and `sample` over all buckets."""
     num_programs_left: int = 0
@@ -160,6 +166,13 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     encoder_cache_hits: int = 0
     """Encoder outputs found in the cache, of `encoder_cache_queries`."""
     encoder_cache_queries: int = 0
+    encoder_cache_usage: float = 0.0
+    """Referenced share of the encoder cache, between 0 and 1."""
+    num_preemptions: int = 0
+    num_step_tokens: int = 0
+    """Tokens that all steps computed."""
+    step_token_counts: list[int] = []
+    """Steps of at most so many tokens as `STEP_TOKEN_BOUNDS` say, and larger ones; not summed."""
 
 
 FrontendMessage = StepOutput | RequestFailed | CacheMiss | Ready | Heartbeat

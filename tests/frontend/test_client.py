@@ -286,3 +286,19 @@ def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
             await client.add_request("s", "red", ENDLESS)
 
     with_client(input_processor, body, delay_s=1000.0)
+
+
+def test_waiting_tokens_are_limited(input_processor: InputProcessor) -> None:
+    """A prompt behind others is refused; alone it is admitted, however long."""
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        prompt, params = "red circle " * 10, SamplingParams(max_tokens=2)
+        first = await client.add_request("a", prompt, params)
+        with pytest.raises(CapacityError, match="--max-num-queued-tokens"):
+            await client.add_request("b", prompt, params)
+        assert client.num_requests == 1
+        first.close()
+        (await client.add_request("c", prompt, params)).close()
+
+    scheduler = SchedulerConfig(max_num_queued_tokens=8)
+    with_client(input_processor, body, scheduler=scheduler, delay_s=3600)

@@ -1,6 +1,7 @@
 """vLLM's flags mean here what they mean there, or are refused by name."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig, ServerConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.server.flags import (
-    VLLM_FLAGS_WITHOUT_MEANING_YET,
     _build_parser,
+    dump_config,
     parse_flags,
     to_engine_config,
     to_server_config,
 )
+from mmjax.server.refused_flags import REFUSED_FLAGS
 
 ACCEPTED = (
     "--host h --port 1 --api-key a b --served-model-name n --dtype float32 --max-model-len 64 "
@@ -30,6 +32,9 @@ ACCEPTED = (
     "--no-async-scheduling --gpu-memory-utilization 0.8 --encoder-cache-size 300 "
     "--max-num-encoder-input-tokens 200 --disable-chunked-mm-input --no-enable-chunked-prefill "
     "--scheduling-policy priority --compile-threads 3 --request-timeout 2.5 "
+    "--uds /run/s --ssl-keyfile /k --ssl-certfile /c --enable-log-requests --enable-log-outputs "
+    "--max-log-len 5 --log-format json --max-num-queued-tokens 600 --download-dir /d "
+    "--generation-config vllm --otlp-traces-endpoint http://c/v1/traces "
     "-tp 4 --distributed-coordinator h:1 --distributed-num-processes 2 "
     "--distributed-process-id 1"
 ).split()
@@ -37,8 +42,34 @@ JSON_FLAGS = [
     *("--limit-mm-per-prompt", '{"image": {"count": 2, "width": 64}, "video": 0}'),
     *("--mm-processor-kwargs", '{"do_pan_and_scan": true}'),
     *("--allowed-origins", '["https://example.com"]'),
+    *("--override-generation-config", '{"temperature": 0.5}'),
     *("--chat-template", "{{ 1 }}"),
 ]
+
+OF_VLLM = """
+    --host --port --uds --api-key --allowed-origins --root-path --ssl-keyfile --ssl-certfile
+    --middleware --disable-fastapi-docs --enable-offline-docs --enable-request-id-headers
+    --uvicorn-log-level --disable-access-log-for-endpoints --h11-max-incomplete-event-size
+    --h11-max-header-count --sse-keep-alive-interval --shutdown-timeout --enable-log-requests
+    --enable-log-outputs --max-log-len --log-level --log-config-file --chat-template
+    --chat-template-content-format --response-role --served-model-name --enable-auto-tool-choice
+    --tool-call-parser --reasoning-parser
+    --model --revision --tokenizer --dtype --seed --max-model-len --max-num-seqs
+    --max-num-batched-tokens --max-num-queued-reqs --max-num-queued-tokens
+    --gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --block-size
+    --tensor-parallel-size -tp --data-parallel-size --enable-prefix-caching
+    --no-enable-prefix-caching --prefix-caching-hash-algo --enable-chunked-prefill --enforce-eager
+    --generation-config --override-generation-config --structured-outputs-config --load-format
+    --download-dir --trust-remote-code --use-tqdm-on-load --hf-overrides --watchdog-config
+    --enable-fault-tolerance --quantization
+    --limit-mm-per-prompt --mm-processor-cache-gb --mm-processor-cache-type
+    --mm-shm-cache-max-object-size-mb --mm-hasher-algorithm --mm-processor-kwargs --media-io-kwargs
+    --mm-encoder-tp-mode --mm-encoder-only --skip-mm-profiling --interleave-mm-strings
+    --language-model-only --disable-chunked-mm-input --allowed-local-media-path
+    --allowed-media-domains --renderer-num-workers --enable-mm-embeds
+    --trust-request-chat-template --trust-request-mm-kwargs --enable-prompt-tokens-details
+"""
+"""vLLM 0.33's flags of its server, its engine and its media, and those of one model's parts."""
 
 
 NAMES = """
@@ -104,6 +135,10 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     )
     assert config.compilation_cache_dir == Path("/cache")
     assert not config.use_tqdm
+    assert config.log_format == "json"
+    assert config.scheduler.max_num_queued_tokens == 600
+    assert (config.model.download_dir, config.model.generation_config) == (Path("/d"), "vllm")
+    assert config.model.override_generation_config == {"temperature": 0.5}
 
 
 def test_flags_reach_the_server(flags: argparse.Namespace) -> None:
@@ -117,6 +152,11 @@ def test_flags_reach_the_server(flags: argparse.Namespace) -> None:
     assert config.max_request_bytes == 7
     assert config.trust_request_chat_template
     assert config.uvicorn_log_level == "warning"
+    assert (config.uds, config.max_log_len) == (Path("/run/s"), 5)
+    assert (config.ssl_keyfile, config.ssl_certfile) == (Path("/k"), Path("/c"))
+    assert config.enable_log_requests
+    assert config.enable_log_outputs
+    assert config.otlp_traces_endpoint == "http://c/v1/traces"
 
 
 @pytest.mark.parametrize("name", NAMES.split())
@@ -211,7 +251,22 @@ def test_a_wrong_key_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "secret" not in repr(to_server_config(parse_flags(["--api-key", "secret"])))
 
 
-@pytest.mark.parametrize("flag", sorted(VLLM_FLAGS_WITHOUT_MEANING_YET))
+@pytest.mark.parametrize("flag", OF_VLLM.split())
+def test_a_flag_of_vllm_is_a_setting_or_is_refused_with_a_reason(flag: str) -> None:
+    is_setting = flag in _build_parser()._option_string_actions
+    assert is_setting != (flag in REFUSED_FLAGS)
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED_FLAGS))
+def test_what_a_refusal_names_instead_exists(flag: str) -> None:
+    reason = REFUSED_FLAGS[flag]
+    named = re.findall(r"`(--[a-z0-9-]+)", reason)
+    assert set(named) <= _build_parser()._option_string_actions.keys()
+    assert reason.strip() == reason
+    assert not reason.endswith(".")
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED_FLAGS))
 def test_other_flags_of_vllm_are_refused_by_name(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +274,12 @@ def test_other_flags_of_vllm_are_refused_by_name(
         with pytest.raises(SystemExit):
             parse_flags(argv)
         assert f"`{flag}` is a flag of vLLM's" in capsys.readouterr().err
+
+
+def test_vllms_spelling_with_underscores() -> None:
+    flags = parse_flags(["--max_num_seqs", "3", "--served_model_name=a_b", "--no_async_scheduling"])
+    assert (flags.max_num_seqs, flags.served_model_name) == (3, "a_b")
+    assert not flags.async_scheduling
 
 
 def test_help_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,3 +399,60 @@ def test_a_missing_file_is_named(tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         parse_flags(["--config", str(tmp_path / "missing.yaml")])
     assert "missing.yaml: the file cannot be read" in capsys.readouterr().err
+
+
+# ---- --dump-config -------------------------------------------------------------------------------
+
+
+def test_a_dump_says_each_value_and_where_it_is_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMJAX_API_KEY", "from-the-environment")
+    file = tmp_path / "settings.yaml"
+    file.write_text("{max-num-seqs: 3, seed: 4, limit-mm-per-prompt: {image: 2}}")
+    dump = dump_config(["some/model", "--config", str(file), "--seed", "5"])
+    lines = dump.splitlines()
+    assert 'model: "some/model"  # flag --model' in lines
+    assert f"max_num_seqs: 3  # file {file}" in lines
+    assert "seed: 5  # flag --seed" in lines
+    assert "port: 8000  # default" in lines
+    assert "# quantization: none  (default)" in lines
+    assert "# api_key: not shown  (environment MMJAX_API_KEY)" in lines
+    assert "from-the-environment" not in dump
+
+
+def test_a_dump_is_a_file_of_the_same_settings(tmp_path: Path) -> None:
+    argv = [*ACCEPTED, *JSON_FLAGS]
+    flags = parse_flags(["m", *argv])
+    file = tmp_path / "dump.yaml"
+    file.write_text(dump_config(["m", *argv]))
+    again = parse_flags(["--config", str(file), "--api-key", "a", "b"])
+    assert again == flags
+
+
+def test_the_flag_prints_it_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_flags(["--max-num-seqs", "3", "--dump-config"])
+    assert caught.value.code == 0
+    assert "max_num_seqs: 3  # flag --max-num-seqs\n" in capsys.readouterr().out
+
+
+def test_the_environment_counts_less_than_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMJAX_API_KEY", "secret")
+    assert parse_flags([]).api_key == ("secret",)
+    assert parse_flags(["--api-key", "other"]).api_key == ("other",)
+    monkeypatch.setenv("MMJAX_API_KEY", "")
+    assert parse_flags([]).api_key == ()
+
+
+@pytest.mark.parametrize(
+    ("argv", "match"),
+    [
+        (["--ssl-keyfile", "/k"], "`ssl_certfile` is missing"),
+        (["--ssl-certfile", "/c"], "`ssl_keyfile` is missing"),
+        (["--enable-log-outputs"], "without `enable_log_requests`"),
+    ],
+)
+def test_halves_are_refused(argv: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        to_server_config(parse_flags(argv))

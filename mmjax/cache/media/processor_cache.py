@@ -66,6 +66,11 @@ class BaseMultiModalProcessorCache(ABC):
         # Re-entrant: `get_and_update` holds it while it calls the methods of single items.
         self._lock = threading.RLock()
 
+    @property
+    @abstractmethod
+    def currsize(self) -> int:
+        """Bytes of the cached items' tensors."""
+
     @abstractmethod
     def is_cached_item(self, mm_hash: str) -> bool:
         """Whether an item is cached; changes neither order nor statistics."""

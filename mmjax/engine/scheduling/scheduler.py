@@ -5,7 +5,7 @@ strictly in order, so that none starves. No device arrays.
 """
 
 import time
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestError, RequestValueError
 from mmjax.logger import get_logger
-from mmjax.transport.messages import RequestOutputDelta
+from mmjax.transport.messages import STEP_TOKEN_BOUNDS, RequestOutputDelta
 
 logger = get_logger(__name__)
 
@@ -115,7 +115,9 @@ class Scheduler:
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
         )
         self._enable_chunked_prefill = enable_chunked_prefill
-        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_prompt_tokens = self.num_generation_tokens = self.num_step_tokens = 0
+        self.step_token_counts = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        """Steps by their number of tokens."""
         self._requests: dict[str, Request] = {}
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
@@ -262,6 +264,7 @@ class Scheduler:
         if not plan.num_preempted and not self._deferred:
             self._admit_waiting(plan)
         scheduled = [self._advance(*planned) for planned in plan.requests]
+        self._count_step(sum(window.num_tokens for window in scheduled))
         sampled = (window.request for window in scheduled if window.samples)
         for row, request in enumerate(sampled):
             request.sampled_row = row
@@ -272,6 +275,11 @@ class Scheduler:
             freed_identifiers=self.encoder_cache.get_freed_mm_hashes(),
             num_preempted=plan.num_preempted,
         )
+
+    def _count_step(self, num_tokens: int) -> None:
+        if num_tokens:
+            self.num_step_tokens += num_tokens
+            self.step_token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
     def _schedule_running(self, plan: _Plan) -> None:
         queue = deque(request for request in self.running if not request.is_last_in_flight)

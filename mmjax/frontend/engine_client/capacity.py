@@ -6,8 +6,9 @@ from mmjax.errors import CapacityError, RequestValueError
 class Capacity:
     """Counts the requests that are being processed; its caller counts those after that."""
 
-    def __init__(self, max_num_seqs: int) -> None:
+    def __init__(self, max_num_seqs: int, max_num_queued_tokens: int | None = None) -> None:
         self._max_num_seqs = max_num_seqs
+        self._max_num_queued_tokens = max_num_queued_tokens
         self.num_requests = 0
         """Requests that are being processed."""
         self.num_seqs = 0
@@ -42,6 +43,15 @@ class Capacity:
             )
         self.num_requests += 1
         self.num_seqs += num_seqs
+
+    def check_queue(self, num_tokens: int, *, num_queued_tokens: int) -> None:
+        """Raise CapacityError for a prompt that is too long behind `num_queued_tokens` others."""
+        limit = self._max_num_queued_tokens
+        if limit is not None and num_queued_tokens and num_queued_tokens + num_tokens > limit:
+            raise CapacityError(
+                f"the prompt has {num_tokens} tokens, {num_queued_tokens} of others wait, and the "
+                f"server takes {limit} (`--max-num-queued-tokens`); try again in a moment"
+            )
 
     def leave(self, num_seqs: int) -> None:
         """Remove a request."""

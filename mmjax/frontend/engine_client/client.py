@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TypeVar, cast
@@ -21,11 +22,12 @@ from mmjax.errors import (
 )
 from mmjax.frontend.engine_client.capacity import Capacity
 from mmjax.frontend.engine_client.committer import CommittedMessage
+from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import ResendQueue, call_in_loop
 from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.frontend.engine_client.supervisor import EngineLink
-from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOutputs
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -59,6 +61,8 @@ class RequestStream:
     def __init__(self, client: "AsyncEngineClient", request: ProcessedRequest) -> None:
         self.request = request
         self.num_replays = 0
+        self.context = copy_context()
+        """The HTTP request's: its id in log lines, its trace."""
         self._client = client
         self._queue: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
         self._is_done = False
@@ -126,15 +130,20 @@ class AsyncEngineClient:
         # A copy: the event loop decodes while threads encode, and a tokenizer is not thread-safe.
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
-        self.capacity = Capacity(scheduler.max_num_unfinished_seqs)
+        self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
         self._lanes = WorkLanes(num_workers)
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         self._streams: dict[str, RequestStream] = {}
+        self._observers: list[RequestObserver] = []
         self._max_start_wait_s = max_start_wait_s
         self._stats_log = _stats_log(supervisor, input_processor)
         self._resend_queue = ResendQueue(
             input_processor.committer, send=supervisor.send, fail=self._fail_with_error
         )
+
+    def observe(self, observer: RequestObserver) -> None:
+        """Tell `observer` about all requests from now on."""
+        self._observers.append(observer)
 
     async def start(self) -> None:
         """Connect to P1, without waiting until it is ready."""
@@ -276,6 +285,7 @@ class AsyncEngineClient:
         handle = self._streams.pop(request_id, None)
         if handle is not None:
             self._resend_queue.discard(handle.request)
+            self._notify_broken_off(handle, "abort")
         running = self._output_processor.abort([request_id])
         if running:
             self._resend_queue.put(AbortRequests(request_ids=running))
@@ -298,14 +308,15 @@ class AsyncEngineClient:
             self._resend_queue.acknowledge(delta.request_id)
             try:
                 # One by one, so that an error in one request's text ends that request alone.
-                outputs, ended = self._output_processor.process([delta])
+                processed = self._output_processor.process([delta])
             except Exception:
                 logger.exception("outputs of request %s could not be read", delta.request_id)
                 self._fail_sequence(delta.request_id, _internal_error())
                 to_abort.append(delta.request_id)
                 continue
-            to_abort += ended
-            for output in outputs:
+            to_abort += processed.request_ids_to_abort
+            self._notify_of(processed)
+            for output in processed.request_outputs:
                 self._put_output(output)
         if to_abort:
             self._resend_queue.put(AbortRequests(request_ids=to_abort))
@@ -321,6 +332,7 @@ class AsyncEngineClient:
             self._output_processor.abort([request_id])
             self._resend_queue.discard(handle.request)
             del self._streams[request_id]
+            self._notify_broken_off(handle, "error")
             handle.put(_unavailable(self.supervisor))
 
     def on_ready(self) -> None:
@@ -375,6 +387,10 @@ class AsyncEngineClient:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
             request = prepare(prompt=prompt, control=control)
+            self.capacity.check_queue(
+                len(request.prompt_token_ids) * len(request.messages),
+                num_queued_tokens=self._output_processor.num_queued_tokens,
+            )
             if not pending.is_cancelled:
                 self.input_processor.committer.commit(
                     request, partial(call_in_loop, loop, self._on_committed, pending)
@@ -389,6 +405,8 @@ class AsyncEngineClient:
             self._streams[request.request_id] = pending.handle
             self._output_processor.add_request(request, stream=pending.is_stream)
             self._resend_queue.add(request)
+            for observer in self._observers:
+                notify(partial(observer.on_added, request))
         self._resend_queue.put_committed(committed)
 
     def _admit(self, num_seqs: int) -> None:
@@ -417,7 +435,25 @@ class AsyncEngineClient:
         handle = self._streams.pop(request_id, None)
         if handle is not None:
             self._resend_queue.discard(handle.request)
+            self._notify_broken_off(handle, "error")
             handle.put(error)
+
+    def _notify_of(self, processed: ProcessedOutputs) -> None:
+        for tokens in processed.new_tokens:
+            for observer in self._observers:
+                self._notify(tokens.request, partial(observer.on_tokens, tokens))
+        for sequence in processed.finished:
+            for observer in self._observers:
+                self._notify(sequence.request, partial(observer.on_finished, sequence))
+
+    def _notify(self, request: ProcessedRequest, callback: Callable[[], None]) -> None:
+        handle = self._streams.get(request.request_id)
+        if handle is not None:
+            handle.context.run(notify, callback)
+
+    def _notify_broken_off(self, handle: RequestStream, reason: EndReason) -> None:
+        for observer in self._observers:
+            handle.context.run(notify, partial(observer.on_broken_off, handle.request, reason))
 
 
 def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> StatsLog:

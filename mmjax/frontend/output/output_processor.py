@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from mmjax.frontend.engine_client.observer import FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import RequestItem
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
 from mmjax.frontend.output.outputs import (
@@ -32,6 +33,8 @@ class ProcessedOutputs(NamedTuple):
     request_outputs: list[RequestOutput]
     request_ids_to_abort: list[str]
     """Sequences that a stop string ended, and the engine still runs."""
+    new_tokens: list[NewTokens]
+    finished: list[FinishedSequence]
 
 
 class OutputProcessor:
@@ -84,23 +87,37 @@ class OutputProcessor:
             sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
         )
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of requests without output, for each of their sequences. Thread-safe."""
+        return sum(
+            len(parent.request.prompt_token_ids)
+            for parent in list(self._parent_by_id.values())
+            for sequence in parent.sequences
+            if not sequence.token_ids
+        )
+
     def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
         """Apply one step's outputs; unknown ids (aborted meanwhile) are skipped."""
         outputs: list[RequestOutput] = []
         to_abort: list[str] = []
+        new_tokens: list[NewTokens] = []
+        finished: list[FinishedSequence] = []
         for delta in deltas:
             sequence = self._sequence_by_id.get(delta.request_id)
             if sequence is None:
                 continue
             added = self._apply(sequence, delta)
+            new_tokens.append(sequence.note_tokens(len(delta.new_token_ids), time.monotonic()))
             if sequence.finish_reason is not None:
                 del self._sequence_by_id[delta.request_id]
+                finished.append(sequence.to_finished(delta.request_id))
                 if delta.finish_reason is None:
                     to_abort.append(delta.request_id)
             output = self._request_output(sequence, added)
             if output is not None:
                 outputs.append(output)
-        return ProcessedOutputs(outputs, to_abort)
+        return ProcessedOutputs(outputs, to_abort, new_tokens, finished)
 
     # ---- one sequence ---------------------------------------------------------------------------
 
@@ -265,11 +282,36 @@ class _Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    first_token_at: float = 0.0
+    """In `time.monotonic()` seconds, as `last_token_at`; 0: there is none yet."""
+    last_token_at: float = 0.0
     parsed: Mapping[str, Any] | None = None
 
     def add(self, token_ids: list[int], logprobs: SampleLogprobs | None) -> None:
         self.token_ids += token_ids
         self.logprobs += logprobs or []
+
+    def note_tokens(self, num_tokens: int, now: float) -> NewTokens:
+        """Record when tokens came."""
+        is_first = not self.first_token_at
+        before = self.parent.request.times.arrived_at if is_first else self.last_token_at
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
+        return NewTokens(self.parent.request, num_tokens, is_first, now - before)
+
+    def to_finished(self, sequence_id: str) -> FinishedSequence:
+        """Describe the sequence, which has its finish reason."""
+        return FinishedSequence(
+            request=self.parent.request,
+            request_id=sequence_id,
+            finish_reason=self.finish_reason or "",
+            text=self.text.text,
+            num_tokens=len(self.token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            first_token_at=self.first_token_at,
+            last_token_at=self.last_token_at,
+            is_last=all(one.finish_reason is not None for one in self.parent.sequences),
+        )
 
     def completion(
         self, text: str, token_ids: list[int], logprobs: SampleLogprobs | None

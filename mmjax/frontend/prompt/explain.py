@@ -14,6 +14,7 @@ import numpy as np
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import RequestError
 from mmjax.frontend.prompt.explain_html import draw_explanation
+from mmjax.frontend.prompt.explain_text import write_explanation
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.tensors.fields import (
@@ -84,6 +85,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         return msgspec.to_builtins(self)
+
+    def to_text(self) -> str:
+        """Return lines for a terminal: the tokens, then a row for each item."""
+        return write_explanation(self)
 
     def without_cache_states(self) -> "Explanation":
         """Return the explanation with every `cache` "hidden"."""

@@ -7,6 +7,7 @@ is then restarted in the other pool. Its images' headers and hashes are kept.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import TypeVar
 
 from mmjax.allocator import return_free_pages
@@ -61,9 +62,10 @@ class WorkLanes:
 
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._light, run_light)
+            # In the request's context, for the id in its log lines.
+            return await loop.run_in_executor(self._light, copy_context().run, run_light)
         except _TooHeavyError:
-            return await loop.run_in_executor(self._heavy, run_heavy)
+            return await loop.run_in_executor(self._heavy, copy_context().run, run_heavy)
 
     def close(self) -> None:
         """Start no more jobs, without waiting for running ones."""

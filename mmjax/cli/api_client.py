@@ -1,0 +1,66 @@
+"""A client of a running server's chat API, with nothing but the standard library."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmjax.errors import ConfigError, MMJaxError
+
+KEY_VARIABLE = "MMJAX_API_KEY"
+_TIMEOUT_S = 600.0
+_MAX_ERROR_BYTES = 65536
+
+
+class ApiError(MMJaxError):
+    """The server refused a request, or could not be reached."""
+
+
+class ApiClient:
+    """Talks to one server."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """`url`: with or without /v1; `api_key` None: that of the environment."""
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"`--url` is {url!r}; expected an address, as http://127.0.0.1:8000")
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key := api_key or os.environ.get(KEY_VARIABLE):
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def find_model(self) -> str:
+        """Return the name of the model that the server serves."""
+        with self._open("/models") as response:
+            return json.load(response)["data"][0]["id"]
+
+    def stream_chat(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of a streamed chat; ApiError if one is an error."""
+        data = json.dumps({**body, "stream": True}).encode()
+        with self._open("/chat/completions", data) as response:
+            for line in response:
+                if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ApiError(event["error"]["message"])
+                yield event
+
+    def _open(self, path: str, data: bytes | None = None) -> Any:
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise ApiError(_message_of(error)) from error
+        except OSError as error:
+            raise ApiError(f"{self._url} cannot be reached ({error}); does it run?") from error
+
+
+def _message_of(error: urllib.error.HTTPError) -> str:
+    text = error.read(_MAX_ERROR_BYTES)
+    try:
+        return f"{error.code}: {json.loads(text)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"{error.code} {error.reason}"

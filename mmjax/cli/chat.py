@@ -1,0 +1,143 @@
+"""`mmjax chat`: talk to a running server, or to a model in this process."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mmjax.cli.api_client import ApiClient
+from mmjax.cli.messages import user_message
+from mmjax.errors import MMJaxError
+
+_HELP = "/image FILE: show it with the next question; /new: forget all; /quit or Ctrl-D: leave"
+
+
+Answer = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
+"""Yields the parts of the next message's text."""
+
+
+def _ask_server(client: ApiClient, fields: dict[str, Any]) -> Answer:
+    fields = {"model": client.find_model(), **fields}
+
+    def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+        for event in client.stream_chat({**fields, "messages": list(messages)}):
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+
+    return answer
+
+
+def _ask_here(model: str | None, fields: dict[str, Any]) -> Answer:
+    """Load the model into this process; it gives its answers whole."""
+    # Imported here: it loads jax.
+    from mmjax.llm import LLM
+    from mmjax.sampling_params import SamplingParams
+
+    llm = LLM(model, max_num_seqs=1)
+
+    def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
+        (output,) = llm.chat(messages, SamplingParams(**fields), use_tqdm=False)
+        yield output.outputs[0].text
+
+    return answer
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Answer one question, or ask for questions until there are no more."""
+    options = _parse(argv, prog)
+    try:
+        conversation = _Conversation(_choose(options), options)
+        if options.text:
+            conversation.ask(" ".join(options.text))
+        else:
+            conversation.run()
+    except MMJaxError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _choose(options: argparse.Namespace) -> Answer:
+    if options.url is None:
+        return _ask_here(options.model, _sampling(options))
+    return _ask_server(ApiClient(options.url, options.api_key), _sampling(options))
+
+
+class _Conversation:
+    """The messages so far."""
+
+    def __init__(self, answer: Answer, options: argparse.Namespace) -> None:
+        self._answer = answer
+        self._system = options.system
+        self._images: list[str] = list(options.image)
+        self._messages: list[dict[str, Any]] = []
+        self._forget()
+
+    def run(self) -> None:
+        """Read questions from the terminal, or a pipe, to its end."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            print(_HELP)
+        while True:
+            try:
+                line = input("> " if is_terminal else "").strip()
+            except EOFError:
+                return
+            if line in ("/quit", "/exit"):
+                return
+            try:
+                self._obey(line)
+            except MMJaxError as error:
+                # The question that failed is not part of the conversation.
+                print(error, file=sys.stderr)
+
+    def ask(self, text: str) -> None:
+        """Print the answer as it comes, and keep both."""
+        asked = [*self._messages, user_message(text, self._images)]
+        parts: list[str] = []
+        for part in self._answer(asked):
+            parts.append(part)
+            print(part, end="", flush=True)
+        print()
+        self._messages = [*asked, {"role": "assistant", "content": "".join(parts)}]
+        self._images = []
+
+    def _obey(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if command == "/image" and rest:
+            user_message("", [rest])  # it can be read
+            self._images.append(rest.strip())
+        elif command == "/new":
+            self._forget()
+        elif command.startswith("/"):
+            print(_HELP)
+        elif line:
+            self.ask(line)
+
+    def _forget(self) -> None:
+        system = {"role": "system", "content": self._system}
+        self._messages = [system] if self._system else []
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    add: Any = parser.add_argument
+    add("text", nargs="*", help="a question; without one, questions are read from the terminal")
+    add("--image", action="append", default=[], help="a file or a URL; may be given repeatedly")
+    add("--url", help="of a running server, as http://127.0.0.1:8000")
+    add("--api-key", help="of that server; else $MMJAX_API_KEY")
+    add("--model", help="without --url: a directory or a hub id; default: the embedded one")
+    add("--system", help="a system message")
+    add("--max-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
+    add("--temperature", type=float, help="0: greedy; default: the checkpoint's")
+    options = parser.parse_args(argv)
+    if options.url is not None and options.model is not None:
+        parser.error("--model is for a model in this process; a server of --url has its own")
+    return options

@@ -1,0 +1,51 @@
+"""`mmjax explain`: a prompt's tokens, and where its images stand, without running the model."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mmjax.cli.messages import user_message
+from mmjax.errors import MMJaxError
+
+
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Print a prompt's tokens, or the same as JSON."""
+    options = _parse(argv, prog)
+    try:
+        explanation = _explain(options)
+    except MMJaxError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(explanation.to_dict(), indent=1))
+    else:
+        print(explanation.to_text())
+    return 0
+
+
+def _explain(options: argparse.Namespace) -> Any:
+    # Imported here: transformers is slow.
+    from mmjax.frontend.prompt.chat import ChatParser
+    from mmjax.frontend.prompt.input_processor import InputProcessor
+    from mmjax.model_source import load_model_config
+
+    processor = InputProcessor(load_model_config(options.model, revision=options.revision))
+    try:
+        chat = ChatParser.for_model(processor)
+        messages = [user_message(" ".join(options.text), options.image)]
+        return processor.explain(chat.parse(messages))
+    finally:
+        processor.close()
+
+
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    add: Any = parser.add_argument
+    add("text", nargs="+", help="a user's message")
+    add("--image", action="append", default=[], help="a file; may be given repeatedly")
+    add("--model", help="a directory or a hub id; default: the embedded one")
+    add("--revision", help="of a hub id")
+    add("--json", action="store_true", help="with the tensors of each image")
+    return parser.parse_args(argv)

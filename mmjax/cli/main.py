@@ -1,0 +1,62 @@
+"""The command `mmjax`: each subcommand is another module's `main`, imported when it is called.
+
+Imports nothing slow: a spawned engine process imports this file again.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+from mmjax import __version__
+from mmjax.server.shutdown import leave
+
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    module: str
+    """Whose `main(argv, prog=...)` returns the exit status."""
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("mmjax.serve", "serve a model over OpenAI's HTTP API"),
+    "chat": Command("mmjax.cli.chat", "talk to a model about pictures, in the terminal"),
+    "bench": Command("mmjax.cli.bench", "measure a server: TTFT, TPOT, requests per second"),
+    "explain": Command("mmjax.cli.explain", "show the tokens and the images of a prompt"),
+    "config": Command("mmjax.cli.config", "show each setting's value, and where it is from"),
+    "convert": Command("mmjax.convert", "convert a checkpoint to a snapshot"),
+    "parity": Command("mmjax.parity.__main__", "compare a model with HF's (needs torch)"),
+}
+
+_USAGE = """usage: mmjax COMMAND [ARGUMENT ...]
+
+{commands}
+
+`mmjax COMMAND --help` says what a command takes. `mmjax --version` prints {version}."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; return the exit status."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "--version":
+        print(__version__)
+        return 0
+    if name in ("--help", "-h"):
+        print(_usage())
+        return 0
+    if name not in COMMANDS:
+        print(f"{_usage()}\nmmjax: error: there is no command `{name}`", file=sys.stderr)
+        return 2
+    return import_module(COMMANDS[name].module).main(rest, prog=f"mmjax {name}")
+
+
+def run() -> NoReturn:
+    """Run a subcommand, and end the process."""
+    leave(main())
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:<9}{one.help}" for name, one in COMMANDS.items())
+    return _USAGE.format(commands=rows, version=__version__)

@@ -1,0 +1,39 @@
+"""A server over the echo engine, with a port, in a thread of the test's process."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.model_source import load_model_config
+from mmjax.server.app import create_app
+from tests.echo_engine import EchoSupervisor
+
+API_KEY = "a-key"
+
+
+@pytest.fixture(scope="session")
+def echo_address(tiny_gemma3: Path) -> Iterator[str]:
+    """The address of a server of `tiny` that wants `API_KEY`, and answers with the prompt."""
+    config = load_model_config(str(tiny_gemma3), max_model_len=512, served_model_name="tiny")
+    processor = InputProcessor(config)
+    client = AsyncEngineClient(processor, EchoSupervisor(), SchedulerConfig())
+    app = create_app(client, ChatParser.for_model(processor), ServerConfig(api_keys=(API_KEY,)))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        # Connections wait in the listener's queue until it serves.
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

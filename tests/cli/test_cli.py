@@ -1,0 +1,209 @@
+"""The command `mmjax`: thin, quick to start, and right about what it calls."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmjax.cli.bench import Sample, summarize
+from mmjax.cli.main import COMMANDS, main
+from tests.cli.conftest import API_KEY
+from tests.kit import draw
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> str:
+    file = tmp_path / "picture.png"
+    draw(30, 20, 1).save(file)
+    return str(file)
+
+
+@pytest.fixture
+def ask(echo_address: str) -> Callable[..., int]:
+    """Run a subcommand against the echo server."""
+
+    def run(command: str, *argv: str) -> int:
+        return main([command, "--url", echo_address, "--api-key", API_KEY, *argv])
+
+    return run
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_help_loads_nothing_slow() -> None:
+    script = """
+import sys
+from mmjax.cli.main import main
+assert main(["--help"]) == 0
+print(sorted({"fastapi", "jax", "numpy", "prometheus_client", "transformers"} & sys.modules.keys()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_names_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == main([]) == 0
+    written = capsys.readouterr().out
+    assert all(f"  {name} " in written for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([name, "--help"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: mmjax {name} ")
+
+
+def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sing"]) == 2
+    assert "there is no command `sing`" in capsys.readouterr().err
+
+
+def test_python_m_mmjax_is_the_same() -> None:
+    command = [sys.executable, "-m", "mmjax", "config", "--dump", "--max-num-seqs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "max_num_seqs: 3  # flag --max-num-seqs\n" in done.stdout
+
+
+# ---- chat ----------------------------------------------------------------------------------------
+
+
+def test_chat_answers_a_question_about_a_picture(
+    ask: Callable[..., int], picture: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask("chat", "--image", picture, "a red", "circle") == 0
+    assert "a red circle" in capsys.readouterr().out
+
+
+def test_chat_remembers_what_was_said(
+    ask: Callable[..., int],
+    picture: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = ["red", f"/image {picture}", "green", "/new", "blue", "/image /no/such", "/quit", "no"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert ask("chat", "--max-tokens", "300") == 0
+    written = capsys.readouterr()
+    # The echo engine answers with the whole conversation.
+    answers = written.out.split("model\n")
+    assert "green" in written.out
+    assert written.out.count("red") > 2, "the second answer repeats the first question and answer"
+    assert "red" not in answers[-2] + answers[-1]
+    assert "the image /no/such cannot be read" in written.err
+
+
+def test_chat_tells_what_the_server_said(
+    echo_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--url", f"{echo_address}/v1", "--api-key", "wrong", "red"]) == 1
+    assert "mmjax chat: 401: the API key is missing or wrong" in capsys.readouterr().err
+    assert main(["chat", "--url", "http://127.0.0.1:9", "red"]) == 1
+    assert "cannot be reached" in capsys.readouterr().err
+    assert main(["chat", "--url", "127.0.0.1", "red"]) == 1
+    assert "expected an address" in capsys.readouterr().err
+
+
+def test_the_key_may_be_in_the_environment(
+    echo_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MMJAX_API_KEY", API_KEY)
+    assert main(["chat", "--url", echo_address, "red"]) == 0
+
+
+def test_chat_in_this_process_sends_the_same_messages(
+    picture: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[Any] = []
+
+    class Fake:
+        def __init__(self, model: str | None, **settings: Any) -> None:
+            seen.append(model)
+
+        def chat(self, messages: Any, params: Any, **options: Any) -> Any:
+            seen.append((messages, params))
+            text = type("Text", (), {"text": "a circle"})
+            return [type("Output", (), {"outputs": [text]})]
+
+    monkeypatch.setattr("mmjax.llm.LLM", Fake)
+    argv = ["--model", "some/model", "--temperature", "0", "--system", "Be brief."]
+    assert main(["chat", *argv, "--image", picture, "what?"]) == 0
+    assert capsys.readouterr().out == "a circle\n"
+    model, (messages, params) = seen
+    assert (model, params.temperature, params.max_tokens) == ("some/model", 0, 512)
+    system, question = messages
+    assert system == {"role": "system", "content": "Be brief."}
+    image, text = question["content"]
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    assert text == {"type": "text", "text": "what?"}
+
+
+# ---- explain, bench ------------------------------------------------------------------------------
+
+
+def test_explain_shows_tokens_and_places(
+    picture: str, tiny_gemma3: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["explain", "--model", str(tiny_gemma3), "--image", picture, "red", "circle"]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("prompt, ")
+    (row,) = [line for line in lines if line.endswith("image 0, embeddings")]
+    assert " x4  image 0" in row
+    assert lines[-1].startswith("image 0: places ")
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["items"][0]["num_embeds"] == 4
+
+
+def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--model", "./no/such", "red"]) == 1
+    assert "mmjax explain: model directory `./no/such` does not exist" in capsys.readouterr().err
+
+
+def test_bench_counts_what_it_asked_for(
+    ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--num-requests", "6", "--concurrency", "3", "--max-tokens", "4")
+    assert ask("bench", *sizes, "--image-size", "40x30", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["requests"] == 6
+    ratio = figures["output_tokens_per_s"] / figures["requests_per_s"]
+    assert ratio == pytest.approx(4, rel=0.1)
+    assert 0 < figures["ttft_ms_p50"] <= figures["e2e_ms_p50"] <= figures["e2e_ms_p99"]
+    assert ask("bench", *sizes, "--images", "0") == 0
+    assert "ttft_ms_p50" in capsys.readouterr().out
+
+
+def test_figures_of_a_bench() -> None:
+    samples = [Sample(0.1, 0.4, 10, 4), Sample(0.2, 0.2, 20, 1)]
+    assert samples[0].tpot_s == pytest.approx(0.1)
+    figures = summarize(samples, 2.0)
+    assert figures["requests_per_s"] == 1
+    assert figures["prompt_tokens_per_s"] == 15
+    assert figures["output_tokens_per_s"] == 2.5
+    assert figures["ttft_ms_p50"] == 150
+    assert figures["tpot_ms_p50"] == 50
+
+
+@pytest.mark.parametrize("argv", [["--num-requests", "0"], ["--image-size", "40"]])
+def test_bench_refuses_wrong_sizes(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", *argv])
+    assert caught.value.code == 2
+
+
+@pytest.mark.slow
+def test_bench_serves_the_embedded_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--num-requests", "4", "--max-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["requests"] == 4
