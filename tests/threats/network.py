@@ -93,11 +93,11 @@ class _Dialler(httpcore2.AsyncNetworkBackend):
         self._network, self._port = network, port
         self._real: Any = httpcore2.AnyIOBackend()
 
-    async def connect_tcp(self, host: str, port: int, *args: Any) -> Any:
+    async def connect_tcp(self, host: str, port: int, *args: Any, **options: Any) -> Any:
         self._network.dialled.append((host, port))
         if host in (PUBLIC, OTHER_PUBLIC):
             return await self._real.connect_tcp("127.0.0.1", self._port)
-        return await self._real.connect_tcp(host, port, *args)
+        return await self._real.connect_tcp(host, port, *args, **options)
 
 
 class Fetched(NamedTuple):
@@ -131,7 +131,7 @@ def fetch_each(
         pending = connector.open_image(url, "messages[0].content[0].image_url.url")
         async with connector.fetched({"multi_modal_data": {"image": [pending]}}) as prompt:
             assert isinstance(prompt, dict)
-            (image,) = (prompt["multi_modal_data"] or {})["image"]
+            (image,) = (prompt.get("multi_modal_data") or {})["image"]
         return image.original_bytes
 
     async def run() -> list[Fetched]:

@@ -516,7 +516,7 @@ def read_file(url: str, root: Path | None, **settings: Any) -> bytes:
         pending = connector.open_image(url, PLACE)
         prompt = connector.fetch_now({"multi_modal_data": {"image": [pending]}})
         assert isinstance(prompt, dict)
-        return (prompt["multi_modal_data"] or {})["image"][0].original_bytes
+        return (prompt.get("multi_modal_data") or {})["image"][0].original_bytes
     finally:
         connector.close()
 

@@ -151,7 +151,7 @@ def test_CVE_2026_114051_a_minimum_above_the_maximum(server: Server) -> None:
 
 def test_log_injection_by_a_request_id(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     for value in ("a\tb", "a" * 129, "é"):
-        response = server.http.get("/v1/models", headers={"x-request-id": value.encode()})
+        response = server.http.get("/v1/models", headers=[(b"x-request-id", value.encode())])
         assert response.headers["x-request-id"] != value
     with caplog.at_level("INFO"):
         server.http.get("/no%0d%0aINFO%20forged")

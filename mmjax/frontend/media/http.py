@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import httpcore2
 
@@ -123,7 +124,7 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
     def __init__(self, resolvers: ThreadPoolExecutor, are_private_addresses_allowed: bool) -> None:
         self._resolvers = resolvers
         self._are_private_addresses_allowed = are_private_addresses_allowed
-        self._dialler: httpcore2.AsyncNetworkBackend = httpcore2.AnyIOBackend()
+        self._dialler: Any = httpcore2.AnyIOBackend()
 
     async def connect_tcp(
         self,
