@@ -79,7 +79,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 _JSON_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """vLLM's sampling parameters, as far as mmjax supports them.
 
     `temperature=0` is greedy, whatever the other fields are. `top_k` of 0 or -1 means "all".

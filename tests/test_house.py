@@ -20,7 +20,7 @@ PACKAGE = ROOT / "mmjax"
 CODE = ("mmjax", "tests", "checkpoints", "benchmarks", "docs", "examples")
 FILES = sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py"))
 
-MAX_LINES, MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING = 700, 60, 6, 4
+MAX_LINES, MAX_FUNCTION, MAX_POSITIONAL, MAX_NESTING = 750, 60, 6, 4
 """A class has no limit of its own: it is never split, nor tied by inheritance, to pass one."""
 MAX_PROCESSING_LEVELS = 10
 """Of modules that import each other, the package itself with its public names at the top."""

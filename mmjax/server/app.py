@@ -93,6 +93,11 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     for path in PAGE_FILES:
         app.add_api_route(path, serve_page, include_in_schema=False)
     _add_metrics_route(app, metrics)
+    _add_middleware(app, config, metrics, tracer)
+    return app
+
+
+def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer: Any) -> None:
     # The last one added is outermost: ids, the headers' number, CORS, keys, the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
@@ -114,7 +119,6 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         app.add_middleware(tracer.middleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(ResponseCountMiddleware, metrics=metrics)
-    return app
 
 
 def _add_generation_routes(app: FastAPI, service: GenerationService, reader: RequestReader) -> None:

@@ -87,7 +87,7 @@ def test_text_alone(parser: ChatParser) -> None:
     "part",
     [
         {"type": "image_url", "image_url": {"url": data_url()}},
-        {"type": "image_url", "image_url": {"url": data_url(), "detail": "low"}},
+        {"type": "image_url", "image_url": {"url": data_url(), "detail": "auto"}},
         {"type": "image_url", "image_url": data_url()},
         {"image_url": {"url": data_url()}},
         {"image_url": data_url()},

@@ -160,7 +160,7 @@ def test_request_fields(input_processor: InputProcessor) -> None:
 def test_unknown_ids_and_failures(input_processor: InputProcessor) -> None:
     processor = OutputProcessor(input_processor.tokenizer)
     delta = RequestOutputDelta(request_id="gone", new_token_ids=[5])
-    assert processor.process([delta]) == ([], [])
+    assert processor.process([delta]) == ([], [], [], [])
     assert processor.fail("gone") is None
     request = input_processor.process("r", "red", SamplingParams(n=2))
     processor.add_request(request)

@@ -219,7 +219,7 @@ def test_unknown_models(server: Server) -> None:
     error_of(server.http.get("/v1/models/gpt"), 404)
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat", "/v2", "/v1/chat/completions/"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/chat", "/v2", "/v1/chat/completions/"])
 def test_unknown_addresses(server: Server, path: str) -> None:
     error_of(server.http.post(path, json={}, follow_redirects=False), 404)
 

@@ -196,10 +196,10 @@ CHATS = [
         messages=[image_message()],
     ),
     chat(
-        "a picture, coarsely",
+        "a picture, as finely as it is",
         lambda s: s.reasons == {0: "stop"},
         messages=user(
-            [{"type": "image_url", "image_url": {"url": data_url(), "detail": "low"}}, "a red"]
+            [{"type": "image_url", "image_url": {"url": data_url(), "detail": "auto"}}, "a red"]
         ),
     ),
     chat(

@@ -1,5 +1,10 @@
 """The server over the echo engine, for tests of threats."""
 
-from tests.server.conftest import make_server, server, server_input_processor
+from tests.server.conftest import (
+    make_server,
+    roomy_input_processor,
+    server,
+    server_input_processor,
+)
 
-__all__ = ["make_server", "server", "server_input_processor"]
+__all__ = ["make_server", "roomy_input_processor", "server", "server_input_processor"]

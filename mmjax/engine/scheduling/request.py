@@ -109,6 +109,14 @@ _RUNNING, _WAITING, _PREEMPTED = (
 class Request:
     """Mutable state of one request; only the scheduler changes it."""
 
+    num_in_flight = 0
+    """Sampled tokens that the host has not read yet."""
+    sampled_row = 0
+    """Row of the last sample that holds the token in flight."""
+    queued_at = 0.0
+    started_at = 0.0
+    """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
+
     def __init__(
         self,
         *,
@@ -142,14 +150,7 @@ class Request:
         """Prompt and output tokens; the first `num_tokens` are valid."""
         self.token_ids[: self.num_prompt_tokens] = prompt_token_ids
         self.num_tokens = self.num_prompt_tokens
-        self.num_in_flight = 0
-        """Sampled tokens that the host has not read yet."""
-        self.sampled_row = 0
-        """Row of the last sample that holds the token in flight."""
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
-        self.queued_at = 0.0
-        self.started_at = 0.0
-        """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
         self.times = RequestTimes()
         self.encoded: list[str] = []
         """Identifiers of the items that were encoded for it."""

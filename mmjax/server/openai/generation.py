@@ -92,7 +92,7 @@ class GenerationService:
         """Serve /v1/chat/completions."""
         answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
-        with errors_of_messages(), errors_of_format(body.response_format is not None):
+        with errors_of_messages():
             run = await self.open_chat(request, body)
             if body.stream:
                 chunks = await begin(request, run.streams)
@@ -117,16 +117,18 @@ class GenerationService:
         params = body.sampling_params(self._default_params())
         if tools is not None:
             params = tools.sampling_params(params)
-        streams = await self._submit(
-            request,
-            f"chatcmpl-{uuid.uuid4().hex}",
-            [await self._prompt_source(request, body)],
-            params,
-            is_stream=bool(body.stream),
-            continues_prompt=False,
-            id_domain=self._id_domain(request),
-            limits=_limits(body, self._config),
-        )
+        prompt = await self._prompt_source(request, body)
+        with errors_of_format(body.response_format is not None):
+            streams = await self._submit(
+                request,
+                f"chatcmpl-{uuid.uuid4().hex}",
+                [prompt],
+                params,
+                is_stream=bool(body.stream),
+                continues_prompt=False,
+                id_domain=self._id_domain(request),
+                limits=_limits(body, self._config),
+            )
         return ChatRun(
             params=params,
             streams=streams,
