@@ -27,7 +27,7 @@ MAX_GRAMMAR_CHARS = 2**16
 """Of a schema, a regex, a grammar, or all texts of a choice."""
 
 
-class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True):
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the answer must match: exactly one of the first five fields, which are vLLM's."""
 
     json: str | dict[str, Any] | None = None

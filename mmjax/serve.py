@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mmjax.allocator import return_large_blocks
-from mmjax.config import EngineConfig, LogFormat, ServerConfig
+from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.logger import configure_http_logging, configure_logging, get_logger
+from mmjax.logger import configure_http_logging, configure_logging, get_logger, reporting
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 
@@ -38,8 +38,14 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
         return_large_blocks()
         logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
+        configure_http_logging(
+            process="P0",
+            quiet_paths=server_config.disable_access_log_for_endpoints,
+            log_format=flags.log_format,
+        )
         shutdown.timeout_s = server_config.shutdown_timeout_s
-        engine_config = to_engine_config(flags)
+        with reporting(logger, lambda: "reading the configuration"):
+            engine_config = to_engine_config(flags)
         if engine_config.parallel.process_id:
             shutdown.uninstall()
             return _follow(engine_config)
@@ -126,15 +132,15 @@ def _serve(
     from mmjax.frontend.engine_client.supervisor import Supervisor
 
     # P1 imports JAX while this process imports transformers and reads the configuration.
-    supervisor = Supervisor()
+    supervisor = Supervisor(log_level=engine.log_level, log_format=engine.log_format)
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
     try:
-        app = _start(engine, server, supervisor)
+        with reporting(logger, lambda: "loading the tokenizer and the processor"):
+            app = _start(engine, server, supervisor)
     except BaseException:
         asyncio.run(supervisor.close())
         raise
-    running = _run(app, server, supervisor, listener, shutdown, log_format=engine.log_format)
-    return asyncio.run(running)
+    return asyncio.run(_run(app, server, supervisor, listener, shutdown))
 
 
 def _start(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
@@ -176,24 +182,13 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
 
 
 async def _run(
-    app: Any,
-    config: ServerConfig,
-    supervisor: Any,
-    listener: socket.socket,
-    shutdown: Shutdown,
-    *,
-    log_format: LogFormat,
+    app: Any, config: ServerConfig, supervisor: Any, listener: socket.socket, shutdown: Shutdown
 ) -> int:
     import uvicorn
 
     from mmjax.server.connections import limited_protocol
     from mmjax.server.draining import DrainingServer
 
-    configure_http_logging(
-        process="P0",
-        quiet_paths=config.disable_access_log_for_endpoints,
-        log_format=log_format,
-    )
     server = DrainingServer(
         uvicorn.Config(
             app,

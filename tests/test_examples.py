@@ -97,3 +97,8 @@ def test_the_notebook():
         if output.output_type == "stream" and output.name == "stdout"
     )
     assert [line.split()[-1] for line in printed.splitlines()] == ["red", "square", "2", "no", "47"]
+    (shown,) = (
+        output for output in notebook.cells[-1].outputs if output.output_type == "execute_result"
+    )
+    assert "<img" in shown["data"]["text/html"]
+    assert ">47</div>" in shown["data"]["text/html"]

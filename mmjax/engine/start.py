@@ -76,7 +76,8 @@ class EngineStart:
     def start(self, params: Params | None = None) -> EngineParts:
         """Load the weights (unless `params` are given), allocate, and compile programs."""
         config = self.config
-        device = jax.local_devices()[0]
+        with self._timed("open_devices"), reporting(logger, lambda: "opening the devices"):
+            device = jax.local_devices()[0]
         dtype = resolve_dtype(
             config.model.dtype,
             device.platform,
@@ -92,12 +93,12 @@ class EngineStart:
         programs = self._make_programs(graphdef, params)
         with self._timed("measure"):
             self.num_kv_blocks = self._fit_kv_cache(programs, params)
-        with self._timed("allocate"):
+        with self._timed("allocate"), reporting(logger, lambda: "allocating the caches"):
             self._allocate(programs, params)
         staged = self._stage(programs)
         with self._timed("compile"):
             staged.compile_first()
-        with self._timed("warm_up"):
+        with self._timed("warm_up"), reporting(logger, lambda: "running the first programs"):
             self._runner.ready = staged.ready
             self._warm_up(programs.buckets)
         self._runner.lead()

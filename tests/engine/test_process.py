@@ -331,7 +331,7 @@ def test_run_engine_serves_a_checkpoint(frontend: Frontend, tiny_gemma3: Path) -
     ready = frontend.receive(Ready, timeout_s=240.0)
     assert ready.num_kv_blocks == 4
     assert ready.num_programs == 7
-    items = {"load_weights", "measure", "allocate", "compile", "warm_up"}
+    items = {"open_devices", "load_weights", "measure", "allocate", "compile", "warm_up"}
     assert set(ready.startup_seconds) == items
     frontend.sender.send(
         EngineCoreRequest(

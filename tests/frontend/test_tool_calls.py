@@ -4,11 +4,13 @@ import json
 import random
 import string
 from contextlib import suppress
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmjax.config import ToolCallParserName
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
@@ -83,6 +85,10 @@ def test_formats(
     name: str, said: str, text: str, calls: list[tuple[str, str]], seed: int | None
 ) -> None:
     assert read(TOOL_CALL_FORMATS[name].make(NAMES), said, seed) == (text, calls)
+
+
+def test_every_format_can_be_set() -> None:
+    assert set(get_args(ToolCallParserName)) == TOOL_CALL_FORMATS.keys()
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol, runtime_checkable
 
-from mmjax.config import EngineConfig
+from mmjax.config import EngineConfig, LogFormat, LogLevel
 from mmjax.errors import MMJaxError
-from mmjax.logger import get_logger
+from mmjax.logger import configure_logging, get_logger, reporting
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.messages import (
     CacheMiss,
@@ -99,12 +99,12 @@ class _EngineProcess:
     receiver: AsyncReceiver | None = None
 
     @classmethod
-    def spawn(cls, main: str) -> "_EngineProcess":
+    def spawn(cls, main: str, log_level: LogLevel, log_format: LogFormat) -> "_EngineProcess":
         directory = IpcDirectory()
         theirs, ours = multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
-            args=(main, theirs, directory),
+            args=(main, theirs, directory, log_level, log_format),
             name="mmjax-engine",
             daemon=True,
         )
@@ -190,6 +190,8 @@ class Supervisor:
         main: str = ENGINE_MAIN,
         heartbeat_timeout_s: float = 60.0,
         shutdown_timeout_s: float = 5.0,
+        log_level: LogLevel = "info",
+        log_format: LogFormat = "text",
     ) -> None:
         """Without `config` P1 imports what it needs, and waits for `configure`."""
         self.state: EngineState = "starting"
@@ -197,7 +199,7 @@ class Supervisor:
         self.heartbeat: Heartbeat | None = None
         self.num_restarts = 0
         self._config = config
-        self._main = main
+        self._spawn = partial(_EngineProcess.spawn, main, log_level, log_format)
         self._silence = SilenceTimer(timeout_s=heartbeat_timeout_s)
         self._shutdown_timeout_s = shutdown_timeout_s
         self._listener: EngineListener | None = None
@@ -205,7 +207,7 @@ class Supervisor:
         self._has_ended = asyncio.Event()
         self._has_started = asyncio.Event()
         self._is_ready = asyncio.Event()
-        self._engine = _EngineProcess.spawn(main)
+        self._engine = self._spawn()
         if config is not None:
             self._engine.configure(config)
 
@@ -278,7 +280,7 @@ class Supervisor:
                 self._close_engine("restarting")
                 self.num_restarts += 1
                 assert self._config is not None, "a P1 that was ready had one"
-                self._engine = _EngineProcess.spawn(self._main)
+                self._engine = self._spawn()
                 self._engine.configure(self._config)
         except Exception:
             logger.exception("the engine process can be supervised no longer; it is ended")
@@ -372,14 +374,24 @@ def _end_process(process: BaseProcess, timeout_s: float) -> None:
 # ---- in P1 -------------------------------------------------------------------------------------
 
 
-def _run_child(main: str, configs: Connection, directory: IpcDirectory) -> None:
+def _run_child(
+    main: str,
+    configs: Connection,
+    directory: IpcDirectory,
+    log_level: LogLevel,
+    log_format: LogFormat,
+) -> None:
     # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(
         target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
     ).start()
+    configure_logging(log_level, process="P1", log_format=log_format)
     module, _, name = main.partition(":")
-    run: Callable[[EngineConfig, str, str], None] = getattr(importlib.import_module(module), name)
+    with reporting(logger, lambda: "importing JAX"):
+        run: Callable[[EngineConfig, str, str], None] = getattr(
+            importlib.import_module(module), name
+        )
     try:
         config: EngineConfig = configs.recv()
     except EOFError:

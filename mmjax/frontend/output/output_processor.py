@@ -253,6 +253,7 @@ class _Parent:
             num_image_tokens=self.request.num_image_tokens,
             items=[self._item(item, num_cached_tokens) for item in items],
             times=self.request.times,
+            mm_items=self.request.prepared.mm_items if finished else None,
         )
 
     def _item(self, item: RequestItem, num_cached_tokens: int) -> ItemOutput:

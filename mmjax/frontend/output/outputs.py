@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from mmjax.frontend.output.output_html import draw_output
+from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.request_times import RequestTimes
 
 
@@ -80,3 +82,9 @@ class RequestOutput:
     items: list[ItemOutput] = field(default_factory=list)
     """In the prompt's order; once it is finished."""
     times: RequestTimes = field(default_factory=RequestTimes)
+    mm_items: MultiModalDataItems | None = field(default=None, repr=False, compare=False)
+    """The prompt's media as they came; once it is finished."""
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: the pictures and the answers."""
+        return draw_output(self)
