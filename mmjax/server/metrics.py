@@ -47,12 +47,12 @@ _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 _LAGS = (0.001, 0.005, 0.02, 0.1, 1.0)
 _LAG_INTERVAL_S = 0.1
 
-_STAGES: Mapping[Stage, str] = {
-    "fetch": "Seconds to get a request's media: downloads, or base64.",
-    "decode": "Seconds to decode a request's images.",
-    "process": "Seconds to hash, resize and normalise a request's images.",
-    "tokenize": "Seconds to render a request's chat template, and to tokenize.",
-    "encode": "Seconds to encode a request's images that no cache had.",
+_STAGES: Mapping[Stage, tuple[str, str]] = {
+    "fetch": ("image_fetch", "Seconds to get a request's images: downloads, or base64."),
+    "decode": ("image_decode", "Seconds to decode a request's images."),
+    "process": ("image_process", "Seconds to hash, resize and normalise a request's images."),
+    "encode": ("image_encode", "Seconds to encode a request's images that no cache had."),
+    "tokenize": ("request_tokenize", "Seconds to render a request's template, and to tokenize."),
 }
 """Stages that vLLM has no metric of."""
 
@@ -208,8 +208,8 @@ class Metrics:
             f"{of_request}params_max_tokens", "`max_tokens` of a request.", _TOKENS
         )
         self._stages: dict[Stage, Histogram] = {
-            stage: make(f"mmjax:request_{stage}_time_seconds", text, _SHORT_SECONDS)
-            for stage, text in _STAGES.items()
+            stage: make(f"mmjax:{name}_time_seconds", text, _SHORT_SECONDS)
+            for stage, (name, text) in _STAGES.items()
         }
         self._lag = make("mmjax:event_loop_lag_seconds", "How late the server's loop is.", _LAGS)
 

@@ -34,8 +34,8 @@ OF_VLLM = """
     cache_config_info
 """
 OURS = """
-    request_fetch_time_seconds_bucket request_decode_time_seconds_bucket
-    request_process_time_seconds_bucket request_encode_time_seconds_bucket
+    image_fetch_time_seconds_bucket image_decode_time_seconds_bucket
+    image_process_time_seconds_bucket image_encode_time_seconds_bucket
     request_tokenize_time_seconds_bucket encoder_cache_queries_total encoder_cache_hits_total
     encoder_cache_usage_perc processor_cache_bytes compilations_total programs programs_left
     engine_restarts_total engine_up event_loop_lag_seconds_bucket num_requests_processing
@@ -145,7 +145,7 @@ def test_requests_are_counted_as_they_are(server: Server) -> None:
     assert value(server, "vllm:request_params_max_tokens_sum") == 4 + 3
     assert value(server, "vllm:request_generation_tokens_sum") == 4 + 2 * 3
     assert value(server, "mmjax:request_tokenize_time_seconds_count") >= 2
-    assert value(server, "mmjax:request_decode_time_seconds_count") == 0
+    assert value(server, "mmjax:image_decode_time_seconds_count") == 0
     e2e = value(server, "vllm:e2e_request_latency_seconds_sum")
     assert 0 < value(server, "vllm:time_to_first_token_seconds_sum") <= e2e
 
@@ -159,7 +159,7 @@ def test_images_have_times_and_look_ups(server: Server) -> None:
     assert value(server, "vllm:mm_cache_hits_total") >= 1
     assert value(server, "mmjax:processor_cache_bytes") > 0
     for stage in ("fetch", "process"):
-        assert value(server, f"mmjax:request_{stage}_time_seconds_count") >= 1
+        assert value(server, f"mmjax:image_{stage}_time_seconds_count") >= 1
 
 
 def test_what_is_aborted_or_fails_is_counted(make_server: MakeServer) -> None:

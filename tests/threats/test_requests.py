@@ -130,9 +130,12 @@ def test_CVE_2026_34756_how_many_answers(server: Server, n: int) -> None:
 
 
 def test_CVE_2026_73559_how_many_prompts(server: Server) -> None:
-    for prompt in (["a"] * 65, [[1]] * 65, ["a"] * 100_000):
+    for prompt in (["a"] * 65, [[1]] * 65):
         error = error_of(server.http.post("/v1/completions", json={"prompt": prompt}))
-        assert (error["param"] or "").startswith("prompt")
+        assert error["param"].startswith("prompt")
+    # So many are not even decoded.
+    error = error_of(server.http.post("/v1/completions", json={"prompt": ["a"] * 100_000}))
+    assert "send fewer of them" in error["message"]
     assert server.supervisor.engine.added == []
 
 

@@ -147,6 +147,7 @@ class MediaConnector:
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
@@ -154,7 +155,9 @@ class MediaConnector:
                     for medium in pending
                 }
         except* RequestError as errors:
-            raise _first(errors) from None
+            failure = _first(errors)
+        if failure is not None:
+            raise failure
         return _replace(prompt, {medium: task.result() for medium, task in tasks.items()})
 
     async def _fetch_one(

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from PIL import Image, ImageDraw
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from mmjax.config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -79,10 +79,8 @@ class PacedEngine(EchoEngine):
 class PageSupervisor(EchoSupervisor):
     """Its engine is paced; its state may be set from the test's thread."""
 
-    engine: PacedEngine
-
     def __post_init__(self) -> None:
-        self.engine = PacedEngine()
+        self.engine = self.paced = PacedEngine()
         self.delay_s = 0.002
 
     async def start(self, listener: Any) -> None:
@@ -92,9 +90,9 @@ class PageSupervisor(EchoSupervisor):
     def call(self, function: Callable[[], None]) -> None:
         self.loop.call_soon_threadsafe(function)
 
-    def compile(self, num_programs_left: int) -> None:
-        """Say how many programs are left."""
-        self.heartbeat = Heartbeat(
+    def say_programs_left(self, num_programs_left: int) -> None:
+        """Set what the next look at the server's state sees."""
+        self.heartbeat: Heartbeat | None = Heartbeat(
             num_running=0,
             num_waiting=0,
             kv_cache_usage=0.0,
@@ -142,7 +140,7 @@ class Playground:
 
     @property
     def engine(self) -> PacedEngine:
-        return self.supervisor.engine
+        return self.supervisor.paced
 
     @property
     def requests(self) -> Sequence[EngineCoreRequest]:
@@ -206,9 +204,6 @@ def make_png(color: str) -> bytes:
     file = io.BytesIO()
     picture.save(file, "PNG")
     return file.getvalue()
-
-
-MakeContext = Callable[..., BrowserContext]
 
 
 @pytest.fixture
