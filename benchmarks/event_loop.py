@@ -75,7 +75,7 @@ def _pictures(server: Server, options: argparse.Namespace) -> None:
 
 
 def _one_token(server: Server, number: int) -> None:
-    client_s = []
+    client_s, before = [], _figures(server)
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=_TIMEOUT_S)
     headers = {"Content-Type": "application/json"}
     for i in range(number + 5):

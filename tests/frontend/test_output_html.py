@@ -38,7 +38,7 @@ def test_it_shows_the_picture_and_the_answer() -> None:
     assert [image.size for image in pictures(html)] == [(30, 20), (320, 240)]
     assert ">red</div>" in html
     assert "2 tokens, stop" in html
-    assert encoded.num_bytes_to_decode() > 0, "its pixels are not kept"
+    assert encoded.num_bytes_to_decode > 0, "its pixels are not kept"
 
 
 def test_text_is_text() -> None:

@@ -147,6 +147,7 @@ class MediaConnector:
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
+        tasks: dict[PendingMedia, asyncio.Task[EncodedImage]] = {}
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
