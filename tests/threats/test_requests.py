@@ -29,13 +29,24 @@ def test_CVE_2026_44222_special_tokens_in_texts_never_stand_for_images(
         token,
         f"a {token} b",
         [{"type": "text", "text": token}],
-        [{"type": "text", "text": token[:half]}, {"type": "text", "text": token[half:]}],
     ]
+    tokenizer: Any = server.engine_client.input_processor.tokenizer
+    token_id = tokenizer.convert_tokens_to_ids(token)
+
+    def count(**message: Any) -> int:
+        response = server.chat(messages=[other, {"role": role, **message}, other])
+        assert response.status_code == 200, response.text
+        request = server.supervisor.engine.added[-1]
+        assert not request.mm_features
+        return list(request.prompt_token_ids).count(token_id)
+
+    written_by_the_template = count(content="b")
     for content in contents:
-        error = error_of(server.chat(messages=[other, {"role": role, "content": content}, other]))
-        assert error["param"].startswith("messages[1]")
-    named = {"role": role, "content": "a", "name": token}
-    assert error_of(server.chat(messages=[named]))["param"] == "messages[0].name"
+        assert count(content=content) == written_by_the_template
+    assert count(content="b", name=token) == written_by_the_template
+    halves = [{"type": "text", "text": text} for text in (token[:half], token[half:])]
+    error = error_of(server.chat(messages=[other, {"role": role, "content": halves}, other]))
+    assert error["param"] == "messages[1].content"
 
 
 def test_CVE_2026_44222_special_ids_in_a_prompt_fail_alone(server: Server) -> None:

@@ -199,7 +199,7 @@ class Supervisor:
         self.heartbeat: Heartbeat | None = None
         self.num_restarts = 0
         self._config = config
-        self._spawn = partial(_EngineProcess.spawn, main, log_level, log_format)
+        self._spawn = lambda: _EngineProcess.spawn(main, log_level, log_format)
         self._silence = SilenceTimer(timeout_s=heartbeat_timeout_s)
         self._shutdown_timeout_s = shutdown_timeout_s
         self._listener: EngineListener | None = None

@@ -90,10 +90,11 @@ class GenerationService:
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
-        answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        answer_id = request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
         with errors_of_messages():
-            run = await self.open_chat(request, body)
+            run = await self.open_chat(request, body, request_id)
             if body.stream:
                 chunks = await begin(request, run.streams)
                 events = self._chat_events(body, chunks, new_answer, run)
@@ -110,7 +111,9 @@ class GenerationService:
         )
         return json_response(answer)
 
-    async def open_chat(self, request: Request, body: ChatCompletionRequest) -> ChatRun:
+    async def open_chat(
+        self, request: Request, body: ChatCompletionRequest, request_id: str
+    ) -> ChatRun:
         """Check a chat and give it to the engine; RequestError if it is refused."""
         self._check(request, body)
         tools = self._tool_use(body)
@@ -121,7 +124,7 @@ class GenerationService:
         with errors_of_format(body.response_format is not None):
             streams = await self._submit(
                 request,
-                f"chatcmpl-{uuid.uuid4().hex}",
+                request_id,
                 [prompt],
                 params,
                 is_stream=bool(body.stream),
@@ -234,13 +237,14 @@ class GenerationService:
         """Serve /v1/completions."""
         self._check(request, body)
         params = body.sampling_params(self._default_params())
-        answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+        request_id = f"cmpl-{uuid.uuid4().hex}"
+        answer_id = request_id if body.request_id is None else f"cmpl-{body.request_id}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         echo = await self._prompt_echo(request, body)
         with errors_of_format(body.response_format is not None):
             streams = await self._submit(
                 request,
-                f"cmpl-{uuid.uuid4().hex}",
+                request_id,
                 prompts,
                 params,
                 is_stream=bool(body.stream),

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -76,8 +76,7 @@ class ResponseBuilder:
         if not items or not isinstance(items[-1], MessageItem):
             yield from self._end_item("completed")
             yield from self._begin_message()
-        item, index = items[-1], len(items) - 1
-        assert isinstance(item, MessageItem)
+        item, index = cast(MessageItem, items[-1]), len(items) - 1
         logprobs = chat_logprobs(output.logprobs, self._options)
         added = [] if logprobs is None else logprobs.content
         item.content[0].text += text
@@ -113,8 +112,7 @@ class ResponseBuilder:
             self._index_of_call[piece.index] = len(items)
             yield self._begin_item(item)
         index = self._index_of_call[piece.index]
-        item = items[index]
-        assert isinstance(item, FunctionCallItem)
+        item = cast(FunctionCallItem, items[index])
         if piece.arguments:
             item.arguments += piece.arguments
             yield self._event(

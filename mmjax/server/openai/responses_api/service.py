@@ -60,7 +60,7 @@ class ResponsesService:
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
-            run = await self._generation.open_chat(request, chat)
+            run = await self._generation.open_chat(request, chat, f"resp_{uuid.uuid4().hex}")
             builder = ResponseBuilder(self._new_response(body, run), run.options)
             stored = _new_stored(request, body, conversation, builder.response)
             if not body.stream:
