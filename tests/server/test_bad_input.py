@@ -91,6 +91,14 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "a"}}],
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "tool_choice",
+    ),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     (

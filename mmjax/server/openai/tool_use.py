@@ -60,6 +60,12 @@ class ToolUse:
         if self.format is not None:
             skips = params.skip_special_tokens and not self.format.keeps_special_tokens
             return msgspec.structs.replace(params, skip_special_tokens=skips)
+        if params.structured_outputs is not None:
+            raise RequestValueError(
+                "`tool_choice` asks for a call, and a structure of the answer is given too; leave "
+                "one out",
+                param="tool_choice",
+            )
         wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
