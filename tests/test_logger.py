@@ -16,7 +16,7 @@ from mmjax.logger import REQUEST_ID, configure_http_logging, configure_logging, 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What mmjax's and uvicorn's loggers write; they are as before afterwards."""
-    names = ("mmjax", "uvicorn", "uvicorn.access")
+    names = ("mmjax", "uvicorn", "uvicorn.access", "uvicorn.error")
     loggers = [logging.getLogger(name) for name in names]
     before = [(item.handlers, item.filters, item.propagate, item.level) for item in loggers]
     written = io.StringIO()
@@ -24,6 +24,10 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     configure_logging(process="P0")
     configure_http_logging(process="P0", quiet_paths=["/health"])
     logging.getLogger("uvicorn").setLevel("INFO")
+    for name in ("uvicorn.access", "uvicorn.error"):
+        # A server that another test ran in this process, with an access log switched off.
+        logging.getLogger(name).setLevel(logging.NOTSET)
+        logging.getLogger(name).propagate = True
     yield written
     for item, (handlers, filters, propagate, level) in zip(loggers, before, strict=True):
         item.handlers, item.filters, item.propagate = handlers, filters, propagate

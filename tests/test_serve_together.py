@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,17 @@ def test_leader_and_follower_start_with_the_same_settings(
         configs.append(config)
         raise _StartedError
 
-    monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.Supervisor", note)
+    class Spawned:
+        def __init__(self, **_: Any) -> None: ...
+
+        def configure(self, config: EngineConfig) -> None:
+            note(config)
+
+        async def close(self) -> None: ...
+
+        pid = 0
+
+    monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.Supervisor", Spawned)
     monkeypatch.setattr("mmjax.engine.process.follow_engine", note)
     flags = [str(tiny_gemma3), *SMALL, *CROPS, "--tensor-parallel-size", "2", "--port", "0"]
     flags += ["--distributed-coordinator", "127.0.0.1:1", "--distributed-num-processes", "2"]
