@@ -59,6 +59,7 @@ class RequestReader:
         self._open: set[asyncio.Timeout] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-parse")
         self._turn = asyncio.Lock()
+        self._count_turn = asyncio.Lock()
 
     async def read(self, request: Request, model: type[ModelT]) -> ModelT:
         """Return the body as a `model`.
@@ -99,7 +100,7 @@ class RequestReader:
                 self._open.add(timeout)
                 try:
                     async for chunk in request.stream():
-                        scan.feed(chunk)
+                        await self._count(scan, chunk)
                         body += chunk
                         timeout.reschedule(_after(self._seconds_left()))
                 finally:
@@ -109,6 +110,16 @@ class RequestReader:
                 raise ShuttingDownError from None
             raise BodyTimeoutError(self._silence_s) from None
         return body
+
+    async def _count(self, scan: "JsonScan", chunk: bytes) -> None:
+        """Count a chunk; of large ones, one in each turn of the event loop."""
+        if len(chunk) <= _INLINE_BYTES:
+            scan.feed(chunk)
+            return
+        async with self._count_turn:
+            scan.feed(chunk)
+            # Else those of all clients would be counted in one turn.
+            await asyncio.sleep(0)
 
     def _seconds_left(self) -> float | None:
         # 0: read what has been received, and do not wait.
