@@ -659,6 +659,25 @@ class ServerConfig:
         is_valid=lambda path: path.startswith("/"),
         expected="paths that begin with /, as in /health,/ready",
     )
+    engine_hang_timeout_s: float = setting(
+        7.0,
+        """Seconds of silence of the engine process, or of a step in which it uses no CPU, after
+        which it is replaced; raise it where a step of the device takes as long.""",
+        name="engine_hang_timeout",
+        minimum=1,
+    )
+    enable_standby_engine: bool = setting(
+        True,
+        """Whether a second engine process, which has imported JAX and nothing else, waits to
+        replace the first; it makes a restart shorter.""",
+    )
+    request_quarantine_s: float = setting(
+        600.0,
+        """Seconds for which a request is refused that ended the engine process whenever it was
+        computed; 0: it is not.""",
+        name="request_quarantine",
+        minimum=0,
+    )
     renderer_num_workers: int = setting(
         2,
         """Threads that process prompts and media, each with its own processor; half as many more

@@ -129,10 +129,32 @@ class RequestCancelledError(RequestError):
 
 
 class EngineUnavailableError(RequestError):
-    """The engine process is restarting, or could not be restarted."""
+    """The engine process does not run, and is not about to."""
 
     status = 503
     code = "engine_unavailable"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
+class RequestQuarantinedError(RequestError):
+    """The request, or one just like it, ended the engine process more than once."""
+
+    status = 500
+    code = "request_quarantined"
+
+    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
+        super().__init__(
+            message
+            or "the engine process ended whenever it computed this request, which is refused for "
+            "now; change the prompt, its media or the sampling parameters, and tell the operator: "
+            "the server's log says how the process ended",
+            param=param,
+        )
 
 
 class InternalError(RequestError):
@@ -152,7 +174,8 @@ def make_request_error(
 ) -> RequestError:
     """Return an error that another process sent, of the class that declares `code`."""
     error_class = _error_class(code)
-    if issubclass(error_class, CapacityError) and retry_after_s is not None:
+    waits = issubclass(error_class, CapacityError | EngineUnavailableError)
+    if waits and retry_after_s is not None:
         error: RequestError = error_class(message, param=param, retry_after_s=retry_after_s)
     else:
         error = error_class(message, param=param)

@@ -287,7 +287,7 @@ class _Inbox:
         committer: SenderCacheCommitter,
         engine: EngineCore,
         *,
-        begin: Callable[[ProcessedRequest], None],
+        begin: Callable[[ProcessedRequest], object],
     ) -> None:
         """`begin` is called with each request once, before its first message."""
         self._committer = committer

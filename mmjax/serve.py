@@ -132,7 +132,12 @@ def _serve(
     from mmjax.frontend.engine_client.supervisor import Supervisor
 
     # P1 imports JAX while this process imports transformers and reads the configuration.
-    supervisor = Supervisor(log_level=engine.log_level, log_format=engine.log_format)
+    supervisor = Supervisor(
+        hang_timeout_s=server.engine_hang_timeout_s,
+        has_standby=server.enable_standby_engine,
+        log_level=engine.log_level,
+        log_format=engine.log_format,
+    )
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
     try:
         with reporting(logger, lambda: "loading the tokenizer and the processor"):
@@ -171,7 +176,11 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
     )
     input_processor.warm_up()
     client = AsyncEngineClient(
-        input_processor, supervisor, engine.scheduler, num_workers=server.renderer_num_workers
+        input_processor,
+        supervisor,
+        engine.scheduler,
+        num_workers=server.renderer_num_workers,
+        quarantine_s=server.request_quarantine_s,
     )
     app = create_app(client, ChatParser.for_model(input_processor), server)
     # Exclude what is loaded from garbage collection, whose passes would block the event loop.

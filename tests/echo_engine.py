@@ -8,11 +8,13 @@ test's process; `run_echo_engine` and `run_item_engine` are P1 mains for the rea
 import asyncio
 import hashlib
 import os
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
@@ -26,15 +28,19 @@ from mmjax.errors import (
     RequestValueError,
 )
 from mmjax.frontend.engine_client.supervisor import EngineListener, EngineState
+from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
-from mmjax.transport.channel import Receiver, Sender
+from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import (
+    MESSAGES_LOST_STATUS,
     AbortRequests,
     CacheMiss,
     EngineCoreRequest,
     EngineMessage,
+    FrontendMessage,
     Heartbeat,
+    LoopState,
     Ready,
     RequestFailed,
     RequestOutputDelta,
@@ -42,6 +48,7 @@ from mmjax.transport.messages import (
     StepOutput,
     TokenLogprobs,
 )
+from mmjax.transport.step_record import StepRecord
 
 REFUSED_TOKEN = 7
 """A prompt that ends with it is refused by the engine."""
@@ -94,6 +101,7 @@ class EchoEngine:
         self.aborted: list[str] = []
         self.answer: list[int] | None = None
         """What is said instead of an echo."""
+        self.num_steps = 0
         self._deadlines = Deadlines()
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -107,7 +115,9 @@ class EchoEngine:
         script = list(request.prompt_token_ids if self.answer is None else self.answer)
         if request.sampling_params.ignore_eos:
             script = script * (request.sampling_params.max_tokens or 1)
-        self.running[request.request_id] = _Running(request, script)
+        self.running[request.request_id] = _Running(
+            request, script, num_sent=len(request.output_token_ids)
+        )
         self._deadlines.set(request.request_id, request.deadline)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -131,6 +141,7 @@ class EchoEngine:
         )
 
     def step(self) -> list[RequestOutputDelta]:
+        self.num_steps += 1
         return [self._advance(state) for state in list(self.running.values())]
 
     def _advance(self, state: _Running) -> RequestOutputDelta:
@@ -186,6 +197,7 @@ class EchoSupervisor:
     health: bool = True
     pid: int | None = None
     num_restarts: int = 0
+    retry_after_s: float | None = None
     ready: Ready | None = None
     heartbeat: Heartbeat | None = None
     mm: MultiModalConfig | None = None
@@ -199,7 +211,7 @@ class EchoSupervisor:
 
     @property
     def is_healthy(self) -> bool:
-        return self.health
+        return self.health and self.state == "ready"
 
     async def start(self, listener: EngineListener) -> None:
         self._listener = listener
@@ -217,15 +229,26 @@ class EchoSupervisor:
         self._has_started.set()
         self._listener.on_ready()
 
-    def die(self, *, restarts: bool) -> None:
+    def wake(self) -> None:
+        """Interrupt a step that takes long."""
+        self._task.cancel()
+        self._task = asyncio.create_task(self._loop())
+
+    def die(
+        self,
+        *,
+        restarts: bool,
+        engine_exit: EngineExit | None = None,
+        state: EngineState = "restarting",
+    ) -> None:
         if self.engine.cache is not None:
             self.engine.cache.close()
         self.engine = EchoEngine(self.mm)
-        self.state = "restarting" if restarts else "dead"
+        self.state = state if restarts else "dead"
         self.health = False
         self._has_started.set()
         self.num_restarts += 1
-        self._listener.on_exit()
+        self._listener.on_exit(engine_exit or EngineExit())
 
     async def send(self, message: EngineMessage) -> None:
         if self.mm is not None:
@@ -279,14 +302,34 @@ def run_item_engine(config: EngineConfig, address_in: str, address_out: str) -> 
 
 
 def _run(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:
+    try:
+        _serve(engine, mood, address_in, address_out)
+    except MessagesLostError as error:
+        raise SystemExit(MESSAGES_LOST_STATUS) from error
+
+
+def _serve(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:
     receiver, sender = Receiver(address_in), Sender(address_out)
+    record = StepRecord(step_record_path(address_in))
+    num_turns = num_sent = 0
+
+    def say(message: FrontendMessage) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        sender.send(message)
+
     if mood == "dies at start":
+        print("the flag is wrong", file=sys.stderr)
         raise SystemExit(3)
-    sender.send(Ready(num_kv_blocks=1, num_programs=2))
+    say(Ready(num_kv_blocks=1, num_programs=2))
     while True:
         if mood == "falls silent":
             time.sleep(3600)
-        sender.send(engine.stats())
+        if mood == "slow" and engine.has_unfinished():
+            time.sleep(0.02)
+        num_turns += 1
+        loop = LoopState(num_turns=num_turns, num_received=receiver.num_received, num_sent=num_sent)
+        sender.send(msgspec.structs.replace(engine.stats(), loop=loop))
         message = receiver.receive(0.0 if engine.has_unfinished() else 0.05)
         match message:
             case Shutdown():
@@ -294,13 +337,15 @@ def _run(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> No
             case AbortRequests():
                 engine.abort(message.request_ids)
             case EngineCoreRequest():
+                record.write((*engine.running, message.request_id))
                 if mood == "dies on requests" or message.prompt_token_ids[-1] == DEATH_TOKEN:
                     os._exit(9)
                 try:
                     engine.add_request(message)
                 except MultiModalCacheMissError as miss:
-                    sender.send(CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes))
+                    say(CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes))
+        record.write(list(engine.running))
         if deltas := engine.step():
-            sender.send(StepOutput(deltas=deltas))
+            say(StepOutput(deltas=deltas))
     receiver.close()
     sender.close(linger_s=1.0)

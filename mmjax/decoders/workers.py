@@ -7,6 +7,7 @@ share, waits, and copies the pixels out. What the process says is not trusted: s
 import json
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ _KEPT_BYTES = 32 * 2**20
 the time that a JPEG of two megapixels takes."""
 
 _START_TIMEOUT_S = 60.0
+_SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
+"""As exit statuses."""
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME")
 """Of the environment: no keys."""
 
@@ -100,7 +103,14 @@ class DecodeWorkers:
             self._idle.put(worker)
 
     def _call(
-        self, worker: "_Worker", operation: str, data: bytes, limits: MediaLimits, param: str | None
+        self,
+        worker: "_Worker",
+        operation: str,
+        data: bytes,
+        limits: MediaLimits,
+        param: str | None,
+        *,
+        may_repeat: bool = True,
     ) -> Mapping[str, Any]:
         request = {"operation": operation, "num_bytes": len(data), "limits": asdict(limits)}
         try:
@@ -112,6 +122,9 @@ class DecodeWorkers:
         except OSError:
             status = worker.stop()
             logger.warning("a decoding process ended with status %s; another one starts", status)
+            if may_repeat and status in _SIGNALS_FROM_OUTSIDE:
+                # Not the file's doing, most likely; if it is, it costs two processes.
+                return self._call(worker, operation, data, limits, param, may_repeat=False)
             raise MediaError("the decoder failed on it", param=param) from None
         match reply.get("error"):
             case None:

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,8 @@ class EngineCore:
         """Seconds that the start took, by phase."""
         self._in_flight: _Dispatched | None = None
         """The step that was dispatched and is not read yet."""
+        self.note_computing: Callable[[Sequence[str]], None] = lambda request_ids: None
+        """Called with the requests that the device computes, before it does."""
         self._read_at = 0.0
         """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0
@@ -130,10 +132,13 @@ class EngineCore:
         params = message.sampling_params
         grammar = None
         if message.grammar is not None:
-            grammar = self._grammars.start(message.grammar, message.eos_token_ids)
+            grammar = self._grammars.start(
+                message.grammar, message.eos_token_ids, message.output_token_ids
+            )
         request = Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
+            output_token_ids=message.output_token_ids,
             sampling_params=params,
             max_model_len=self.config.model.max_model_len,
             items=items,
@@ -190,6 +195,7 @@ class EngineCore:
             # The requests of the step in flight have finished, or were aborted.
             self._in_flight = None
             self._runner.wait()
+            self.note_computing(())
             return []
         self._use_compiled()
         with self._counter.watching():
@@ -222,9 +228,18 @@ class EngineCore:
     def _dispatch(self) -> _Dispatched | None:
         output = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
+        self.note_computing(self._find_computed(output))
         begun_at = time.monotonic()
         in_flight = self._runner.dispatch(output)
         return None if in_flight is None else _Dispatched(output, in_flight, begun_at)
+
+    def _find_computed(self, output: SchedulerOutput) -> list[str]:
+        """Return the requests of the steps that are on the device, and of grammars in threads."""
+        steps = [output] if self._in_flight is None else [self._in_flight.output, output]
+        ids = {one.request.request_id: None for step in steps for one in step.requests}
+        if self._grammars.is_computing:
+            ids.update(dict.fromkeys(self._scheduler.blocked_ids))
+        return list(ids)
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""

@@ -4,6 +4,9 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
@@ -15,23 +18,25 @@ from mmjax.errors import (
     RequestTimeoutError,
 )
 from mmjax.logger import configure_logging, get_logger
-from mmjax.transport.channel import Receiver, Sender
+from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
 from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
+    MESSAGES_LOST_STATUS,
     AbortRequests,
     CacheMiss,
     EngineCoreRequest,
+    Heartbeat,
+    LoopState,
     Ready,
     RequestFailed,
     Shutdown,
     StepOutput,
 )
+from mmjax.transport.step_record import StepRecord
 
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
-MAX_STEP_S = 600.0
-"""A step that takes longer counts as a hang: heartbeats stop, and P0 restarts P1."""
 
 
 def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
@@ -44,6 +49,7 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
     """
     configure_logging(config.log_level, process="P1", log_format=config.log_format)
     receiver, sender = Receiver(address_in), Sender(address_out)
+    record = StepRecord(step_record_path(address_in))
     try:
         core = _start(config)
         sender.send(
@@ -55,10 +61,14 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
                 startup_seconds=core.startup_seconds,
             )
         )
-        loop = EngineLoop(core, receiver, sender)
+        loop = EngineLoop(core, receiver, sender, record)
         with HeartbeatThread(loop, address_out), contextlib.closing(core):
             loop.run()
+    except MessagesLostError as error:
+        logger.error("the server's messages cannot be trusted: %s; another process goes on", error)
+        raise SystemExit(MESSAGES_LOST_STATUS) from error
     finally:
+        record.close()
         receiver.close()
         sender.close(linger_s=1.0)
 
@@ -87,19 +97,33 @@ def follow_engine(config: EngineConfig) -> None:
 class EngineLoop:
     """Receive, step, reply, until a `Shutdown`."""
 
-    def __init__(self, core: EngineCore, receiver: Receiver, sender: Sender) -> None:
+    def __init__(
+        self, core: EngineCore, receiver: Receiver, sender: Sender, record: StepRecord
+    ) -> None:
+        """Serve `core`; `record` tells P0 after a crash what was computed."""
         self._receiver = receiver
         self._sender = sender
+        self._record = record
         self.core = core
-        self.last_turn = time.monotonic()
-        """`time.monotonic()` at the end of the last iteration."""
+        core.note_computing = record.write
+        self.num_turns = 0
+        """Turns so far."""
 
     def run(self) -> None:
         """Serve; return on `Shutdown`."""
         while self._receive_all():
             self._expire()
             self._step()
-            self.last_turn = time.monotonic()
+            self.num_turns += 1
+
+    @property
+    def state(self) -> LoopState:
+        """What the loop has done so far. Thread-safe."""
+        return LoopState(
+            num_turns=self.num_turns,
+            num_received=self._receiver.num_received,
+            num_sent=self._sender.num_sent,
+        )
 
     def _receive_all(self) -> bool:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
@@ -116,6 +140,8 @@ class EngineLoop:
         if isinstance(message, AbortRequests):
             self.core.abort(message.request_ids)
         elif isinstance(message, EngineCoreRequest):
+            computing = self._record.request_ids
+            self._record.write((*computing, message.request_id))
             try:
                 self.core.add_request(message)
             except MultiModalCacheMissError as miss:
@@ -129,6 +155,8 @@ class EngineLoop:
                 # An internal error of one request must not end the others.
                 logger.exception("request %s could not be taken in", message.request_id)
                 self._fail(message.request_id, InternalError("internal error"))
+            finally:
+                self._record.write(computing)
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
 
@@ -154,12 +182,19 @@ class EngineLoop:
 
 
 class HeartbeatThread:
-    """Sends heartbeats from a thread: one step of a large model may take a minute."""
+    """Sends heartbeats from a thread: one step of a large model may take a minute.
+
+    A beat that came late, since the process was stopped, counts as two intervals of a turn's age.
+    """
 
     def __init__(self, loop: EngineLoop, address_out: str) -> None:
         self._loop = loop
         self._address_out = address_out
         self._is_over = threading.Event()
+        self._turn = 0
+        self._turn_s = 0.0
+        self._busy_before = 0.0
+        self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "HeartbeatThread":
@@ -175,15 +210,38 @@ class HeartbeatThread:
         sender = Sender(self._address_out)
         try:
             while not self._is_over.is_set():
-                if time.monotonic() - self._loop.last_turn < MAX_STEP_S:
-                    self._send_stats(sender)
+                self._send_stats(sender)
                 self._is_over.wait(HEARTBEAT_INTERVAL_S)
         finally:
             sender.close()
 
     def _send_stats(self, sender: Sender) -> None:
         try:
-            sender.send(self._loop.core.stats())
+            stats = self._loop.core.stats()
         except Exception:
             # Without heartbeats P0 would restart P1.
-            logger.exception("the engine's statistics could not be sent")
+            logger.exception("the engine has no statistics")
+            stats = Heartbeat(num_running=0, num_waiting=0, kv_cache_usage=0.0, num_compilations=0)
+        sender.send(msgspec.structs.replace(stats, loop=self._see_loop()))
+
+    def _see_loop(self) -> LoopState:
+        """Return the loop's state with the age of its turn."""
+        state, now = self._loop.state, time.monotonic()
+        elapsed, self._last_beat = now - self._last_beat, now
+        if state.num_turns != self._turn:
+            self._turn, self._turn_s = state.num_turns, 0.0
+            return state
+        if not self._turn_s:
+            self._busy_before = _count_busy_seconds()
+        self._turn_s += min(elapsed, 2 * HEARTBEAT_INTERVAL_S)
+        busy_s = max(0.0, _count_busy_seconds() - self._busy_before)
+        return msgspec.structs.replace(state, turn_s=self._turn_s, turn_busy_s=busy_s)
+
+
+def _count_busy_seconds() -> float:
+    """Return how long the process's threads have computed, and waited for a CPU where known."""
+    waited_ns = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            waited_ns += int(path.read_text().split()[1])
+    return time.process_time() + waited_ns * 1e-9

@@ -17,7 +17,7 @@ from mmjax import __version__
 from mmjax.config import ServerConfig
 from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.supervisor import EngineLink
+from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_page import api_page
 from mmjax.server.connections import HeaderLimitMiddleware
@@ -217,23 +217,36 @@ def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
         return json_response(card)
 
 
+_NOT_READY: dict[EngineState, str] = {
+    "starting": "the engine process loads the model",
+    "ready": "the engine process is silent, and is replaced if it stays so",
+    "restarting": "the engine process ended, and another one starts; requests wait",
+    "paused": "the engine process ended again and again, and is started next after a pause",
+    "dead": "the engine process could not be started; see the log",
+}
+
+
 def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     supervisor = client.supervisor
 
     @app.get("/health")
     async def health() -> Response:
-        status = 200 if supervisor.is_healthy else 503
-        return json_response({"status": supervisor.state, **_programs_left(supervisor)}, status)
+        # Of this process: the engine's is started again by itself, and not sooner by a probe.
+        return json_response({"status": supervisor.state, **_programs_left(supervisor)})
 
     @app.get("/ready")
     async def ready() -> Response:
-        is_ready = supervisor.state == "ready" and supervisor.is_healthy
         body: dict[str, Any] = {"status": supervisor.state, **_programs_left(supervisor)}
         heartbeat = supervisor.heartbeat
         if heartbeat is not None:
             body["num_running"] = heartbeat.num_running
             body["num_waiting"] = heartbeat.num_waiting
-        return json_response(body, 200 if is_ready else 503)
+        if supervisor.is_healthy:
+            return json_response(body)
+        body["reason"] = _NOT_READY[supervisor.state]
+        response = json_response(body, 503)
+        response.headers["Retry-After"] = str(max(1, round(supervisor.retry_after_s or 1.0)))
+        return response
 
     @app.get("/version")
     async def version() -> Response:

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -31,7 +32,7 @@ from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import ProcessedRequest
-from mmjax.frontend.engine_client.supervisor import EngineLink
+from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.request_times import Stage
 from mmjax.transport.messages import STEP_TOKEN_BOUNDS, Heartbeat
 
@@ -229,7 +230,13 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the current figures; P1's once it has sent some."""
         supervisor = self._client.supervisor
-        yield self._gauge("mmjax:engine_up", "Whether it serves.", supervisor.state == "ready")
+        yield self._gauge("mmjax:engine_up", "Whether it serves.", supervisor.is_healthy)
+        states = GaugeMetricFamily(
+            "mmjax:engine_state", "1 for the engine's state.", labels=("model_name", "state")
+        )
+        for state in get_args(EngineState):
+            states.add_metric((self._model, state), float(supervisor.state == state))
+        yield states
         restarts = supervisor.num_restarts
         yield self._counter("mmjax:engine_restarts", "Restarts of the engine process.", restarts)
         yield self._gauge(

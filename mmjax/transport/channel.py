@@ -1,8 +1,15 @@
-"""One-way channels between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio."""
+"""One-way channels between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio.
+
+Every sending end numbers its messages, in a frame before those of the codec: what is doubled is
+dropped, and after a loss or another order nothing more is read (`MessagesLostError`).
+"""
 
 import asyncio
+import os
 import shutil
+import struct
 import tempfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +17,22 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from mmjax.errors import ConfigError
+from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import get_logger
-from mmjax.transport.codec import Message, WireError, decode, encode
+from mmjax.transport.codec import Buffer, Message, WireError, decode, encode
 
 logger = get_logger(__name__)
 
 _MAX_IPC_PATH = 100
 """A Unix socket's path may have 108 bytes; the rest is for the socket's name."""
+
+
+_NUMBER = struct.Struct("<8sQI")
+"""The sending end, the message's number, and the checksum of the header."""
+
+
+class MessagesLostError(MMJaxError):
+    """Messages between P0 and P1 were lost, or came in another order."""
 
 
 class IpcDirectory:
@@ -37,6 +52,11 @@ class IpcDirectory:
         """Return the address of the socket `name` in this directory."""
         return f"ipc://{self.path / name}"
 
+    @property
+    def step_record_path(self) -> Path:
+        """Where P1 notes what it computes."""
+        return step_record_path(self.address("in"))
+
     def close(self) -> None:
         """Remove the directory and the sockets in it."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -48,15 +68,80 @@ class IpcDirectory:
         self.close()
 
 
+def step_record_path(address: str) -> Path:
+    """Return the path of the step record beside an engine's socket."""
+    return Path(address.removeprefix("ipc://")).with_name("steps")
+
+
+class _Numbering:
+    """Numbers the messages of one sending end."""
+
+    def __init__(self) -> None:
+        self._end = os.urandom(8)
+        self.num_sent = 0
+
+    def wrap(self, frames: list[Buffer]) -> list[Buffer]:
+        """Return the frames behind one with the next number."""
+        self.num_sent += 1
+        return [_NUMBER.pack(self._end, self.num_sent, zlib.crc32(frames[0])), *frames]
+
+
+class _Reader:
+    """Decodes the messages of one receiving end, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._last_numbers: dict[bytes, int] = {}
+        self.num_received = 0
+
+    def read(self, frames: Sequence[zmq.Frame]) -> Message | None:
+        """Return a message; None for one that is malformed or doubled.
+
+        Raises MessagesLostError if some are missing before it.
+        """
+        try:
+            end, number = _unpack_number([frame.buffer for frame in frames])
+        except WireError as error:
+            logger.error("dropped a malformed message: %s", error)
+            return None
+        last = self._last_numbers.get(end, 0)
+        if number <= last:
+            logger.error("dropped message %d, which came twice", number)
+            return None
+        if number > last + 1:
+            raise MessagesLostError(f"message {number} came after message {last}")
+        self._last_numbers[end] = number
+        self.num_received += 1
+        try:
+            return decode([frame.buffer for frame in frames[1:]])
+        except WireError as error:
+            logger.error("dropped a malformed message: %s", error)
+            return None
+
+
+def _unpack_number(frames: Sequence[Buffer]) -> tuple[bytes, int]:
+    if len(frames) < 2 or len(frames[0]) != _NUMBER.size:
+        raise WireError("the message has no number; expected one before its header")
+    end, number, checksum = _NUMBER.unpack(frames[0])
+    if zlib.crc32(frames[1]) != checksum:
+        raise WireError("the header's checksum is wrong")
+    return end, number
+
+
 class Sender:
     """The sending end. One end of a channel binds the address, the other connects."""
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.Context.instance(), zmq.PUSH, address, bind=bind)
+        self._numbering = _Numbering()
+
+    @property
+    def num_sent(self) -> int:
+        """Messages that were sent."""
+        return self._numbering.num_sent
 
     def send(self, message: Message) -> None:
         """Queue `message`; arrays are not copied, so they must not change afterwards."""
-        self._socket.send_multipart(encode(message), copy=False)
+        self._socket.send_multipart(self._numbering.wrap(encode(message)), copy=False)
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close the end; wait at most `linger_s` for what is still queued."""
@@ -68,17 +153,23 @@ class Receiver:
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.Context.instance(), zmq.PULL, address, bind=bind)
+        self._reader = _Reader()
+
+    @property
+    def num_received(self) -> int:
+        """Messages that were received, without those that came twice."""
+        return self._reader.num_received
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Return the next message, or None after `timeout_s` (None: wait; 0: do not wait).
 
-        A malformed message is logged and dropped.
+        A malformed message, and one that came before, is logged and dropped.
         """
         while True:
             timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
             if not self._socket.poll(timeout_ms):
                 return None
-            message = _decode_or_drop(self._socket.recv_multipart(copy=False))
+            message = self._reader.read(self._socket.recv_multipart(copy=False))
             if message is not None:
                 return message
 
@@ -92,13 +183,19 @@ class AsyncSender:
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.asyncio.Context.instance(), zmq.PUSH, address, bind=bind)
+        self._numbering = _Numbering()
+
+    @property
+    def num_sent(self) -> int:
+        """Messages that were sent, or wait for a connection."""
+        return self._numbering.num_sent
 
     async def send(self, message: Message) -> None:
         """Queue `message`; arrays are not copied, so they must not change afterwards.
 
         Waits while there is no connection. The message is lost if this end is closed meanwhile.
         """
-        frames = encode(message)
+        frames = self._numbering.wrap(encode(message))
         try:
             await self._socket.send_multipart(frames, copy=False)
         except (asyncio.CancelledError, zmq.ZMQError):
@@ -117,11 +214,12 @@ class AsyncReceiver:
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
         self._socket = _open(zmq.asyncio.Context.instance(), zmq.PULL, address, bind=bind)
+        self._reader = _Reader()
 
     async def receive(self) -> Message:
         """Wait for the next well-formed message."""
         while True:
-            message = _decode_or_drop(await self._socket.recv_multipart(copy=False))
+            message = self._reader.read(await self._socket.recv_multipart(copy=False))
             if message is not None:
                 return message
 
@@ -140,11 +238,3 @@ def _open(context: Any, kind: int, address: str, *, bind: bool) -> Any:
     else:
         socket.connect(address)
     return socket
-
-
-def _decode_or_drop(frames: Sequence[zmq.Frame]) -> Message | None:
-    try:
-        return decode([frame.buffer for frame in frames])
-    except WireError as error:
-        logger.error("dropped a malformed message: %s", error)
-        return None

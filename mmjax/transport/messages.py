@@ -7,6 +7,9 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
 
+MESSAGES_LOST_STATUS = 75
+"""P1's exit status where messages to it were lost (EX_TEMPFAIL of sysexits.h)."""
+
 # ---- to P1 -------------------------------------------------------------------------------------
 
 
@@ -34,6 +37,9 @@ class EngineCoreRequest(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """What the sampling parameters' `bad_words` stand for."""
     grammar: str | None = None
     """What their `structured_outputs` stand for, in llguidance's form."""
+    output_token_ids: list[int] = []
+    """Tokens that another P1 has generated for it: it goes on after them, as after a preemption,
+    and says nothing again of what came with the first token."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
@@ -145,6 +151,21 @@ class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     startup_seconds: dict[str, float] = {}
 
 
+class LoopState(msgspec.Struct, kw_only=True, frozen=True):
+    """What P1's loop does, as another of its threads sees it."""
+
+    num_turns: int = 0
+    """Turns of the loop; each reads all messages, and runs a step if there is work."""
+    turn_s: float = 0.0
+    """Age of the current turn, in seconds in which the process was not stopped."""
+    turn_busy_s: float = 0.0
+    """Seconds that the process's threads computed during the turn, or waited for a CPU."""
+    num_received: int = 0
+    """Messages of P0 that were read."""
+    num_sent: int = 0
+    """Messages to P0 without heartbeats."""
+
+
 class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """P1 is alive, with its statistics; sent at least once a second."""
 
@@ -173,6 +194,7 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Tokens that all steps computed."""
     step_token_counts: list[int] = []
     """Steps of at most so many tokens as `STEP_TOKEN_BOUNDS` say, and larger ones; not summed."""
+    loop: LoopState = LoopState()
 
 
 FrontendMessage = StepOutput | RequestFailed | CacheMiss | Ready | Heartbeat

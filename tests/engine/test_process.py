@@ -31,8 +31,9 @@ from mmjax.processing.tensors.fields import (
 )
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.channel import IpcDirectory, Receiver, Sender
+from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path
 from mmjax.transport.messages import (
+    MESSAGES_LOST_STATUS,
     AbortRequests,
     CacheMiss,
     EngineCoreRequest,
@@ -42,6 +43,7 @@ from mmjax.transport.messages import (
     Shutdown,
     StepOutput,
 )
+from mmjax.transport.step_record import StepRecord, create_step_record, read_step_record
 from tests.engine.tiny import answer, dense_greedy, engine_config, message, tiny_engine
 
 
@@ -60,7 +62,8 @@ class Frontend:
 
         def loop() -> None:
             try:
-                loop = EngineLoop(core, receiver, sender)
+                record = StepRecord(step_record_path(self.addresses[0]))
+                loop = EngineLoop(core, receiver, sender, record)
                 with HeartbeatThread(loop, self.addresses[1]):
                     loop.run()
             finally:
@@ -143,8 +146,12 @@ def test_the_heart_beats_during_a_long_step(
     monkeypatch.setattr(core, "step", step)
     frontend.serve(core)
     frontend.sender.send(message("a", ([2],)))
-    for _ in range(5):
-        frontend.receive(Heartbeat, timeout_s=4 * HEARTBEAT_INTERVAL_S)
+    beats = [frontend.receive(Heartbeat) for _ in range(6)]
+    # The step's age grows from beat to beat; no CPU is used meanwhile.
+    ages = [beat.loop.turn_s for beat in beats[1:]]
+    assert ages == sorted(ages)
+    assert ages[-1] >= 3 * HEARTBEAT_INTERVAL_S
+    assert len({beat.loop.num_turns for beat in beats[1:]}) == 1
     frontend.sender.send(AbortRequests(request_ids=["a"]))
     is_over.set()
 
@@ -280,7 +287,56 @@ def test_figures_that_cannot_be_had_do_not_stop_the_heart(
 
     monkeypatch.setattr(core, "stats", fail_once)
     frontend.serve(core)
-    assert frontend.receive(Heartbeat).num_running == 0
+    # The first without figures, the next with them.
+    assert [frontend.receive(Heartbeat).num_running for _ in range(2)] == [0, 0]
+
+
+def test_what_a_step_computes_is_noted_before_it(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P0 finds it there after P1's death; nothing once all have ended."""
+    path = step_record_path(frontend.addresses[0])
+    create_step_record(path)
+    dispatch, seen = core._runner.dispatch, []
+
+    def look_and_dispatch(output: Any) -> Any:
+        seen.append((read_step_record(path), [one.request.request_id for one in output.requests]))
+        return dispatch(output)
+
+    monkeypatch.setattr(core._runner, "dispatch", look_and_dispatch)
+    frontend.serve(core)
+    for name in ("a", "b"):
+        frontend.sender.send(message(name, ([2, 5], (1, 1), [7])))
+    frontend.answer_of("b")
+    assert all(set(ids) <= set(noted) for noted, ids in seen)
+    assert {name for noted, _ in seen for name in noted} == {"a", "b"}
+    while read_step_record(path):
+        frontend.receive(Heartbeat)
+
+
+def test_lost_messages_end_the_process(
+    frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.engine.process._start", lambda config: core)
+    monkeypatch.setattr(core, "close", lambda: None)
+    logger = get_logger("mmjax")
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    statuses: list[Any] = []
+
+    def serve() -> None:
+        try:
+            run_engine(engine_config(), *frontend.addresses)
+        except SystemExit as ended:
+            statuses.append(ended.code)
+
+    frontend.start(serve)
+    frontend.receive(Ready)
+    frontend.sender._numbering.num_sent += 1
+    frontend.sender.send(AbortRequests(request_ids=[]))
+    assert frontend.thread is not None
+    frontend.thread.join()
+    assert statuses == [MESSAGES_LOST_STATUS]
 
 
 def test_an_aborted_request_says_nothing_more(serving: Frontend) -> None:

@@ -13,13 +13,16 @@ from mmjax.errors import (
     MediaError,
     MediaIdConflictError,
     RequestError,
+    RequestQuarantinedError,
     RequestTimeoutError,
     RequestTypeError,
 )
 from mmjax.frontend.engine_client.client import AsyncEngineClient, RequestStream
+from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineMessage
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=None)
@@ -245,33 +248,226 @@ def test_a_start_that_takes_too_long_is_503(input_processor: InputProcessor) -> 
     with_client(input_processor, body, is_started_ready=False, max_start_wait_s=0.1)
 
 
-def test_a_crash_replays_what_has_shown_nothing(input_processor: InputProcessor) -> None:
+TEXT = "a red circle and a blue square with four corners"
+TEXT_IDS_PARAMS: dict[str, SamplingParams] = {
+    "plain": SamplingParams(max_tokens=64),
+    "two": SamplingParams(max_tokens=64, n=2, temperature=1.0, seed=5),
+    "stop string": SamplingParams(max_tokens=64, stop=["blue sq"]),
+    "stop string included": SamplingParams(
+        max_tokens=64, stop=["square"], include_stop_str_in_output=True
+    ),
+    "logprobs": SamplingParams(max_tokens=64, logprobs=2),
+    "length": SamplingParams(max_tokens=7),
+    "no text": SamplingParams(max_tokens=64, detokenize=False),
+}
+
+
+def joined(outputs: list[RequestOutput], n: int) -> list[Any]:
+    """Return what a stream said of each sequence."""
+    parts = [
+        [one for output in outputs for one in output.outputs if one.index == i] for i in range(n)
+    ]
+    return [
+        (
+            "".join(one.text for one in mine),
+            [token_id for one in mine for token_id in one.token_ids],
+            [entry for one in mine for entry in one.logprobs or ()],
+            (mine[-1].finish_reason, mine[-1].stop_reason, mine[-1].cumulative_logprob),
+        )
+        for mine in parts
+    ]
+
+
+async def revive(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+    supervisor.health = True
+    supervisor.become_ready()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("params", TEXT_IDS_PARAMS.values(), ids=TEXT_IDS_PARAMS)
+def test_a_restart_after_every_token_changes_nothing(
+    input_processor: InputProcessor, params: SamplingParams, stream: bool
+) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        shown = await client.add_request("shown", "red", ENDLESS, stream=True)
-        await anext(shown)
-        supervisor.delay_s = 1000.0  # from the next one on, a step never ends
-        await asyncio.sleep(0.1)
-        waiting = await client.add_request("waiting", "red", SamplingParams(max_tokens=64))
+        async def ask(request_id: str) -> list[RequestOutput]:
+            handle = await client.add_request(request_id, TEXT, params, stream=stream)
+            return [output async for output in handle]
+
+        expected = await ask("whole")
+        asked = asyncio.create_task(ask("broken"))
+        num_deaths = 0
+        while not asked.done():
+            seen = supervisor.engine.num_steps
+            await until(lambda seen=seen: supervisor.engine.num_steps > seen or asked.done())
+            supervisor.die(restarts=True)
+            num_deaths += 1
+            await revive(client, supervisor)
+        assert num_deaths >= 5
+        assert joined(await asked, params.n) == joined(expected, params.n)
+        assert (await asked)[-1].num_cached_tokens == expected[-1].num_cached_tokens
+        assert client.num_requests == 0
+
+    with_client(input_processor, body, delay_s=0.002)
+
+
+def test_requests_that_come_during_a_restart_wait(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         supervisor.die(restarts=True)
-        with pytest.raises(EngineUnavailableError, match="restarts"):
-            await text_of(shown)
-        supervisor._task.cancel()
+        params = SamplingParams(max_tokens=64)
+        waiting = [await client.add_request(f"{i}", "red", params) for i in range(3)]
+        with pytest.raises(CapacityError):
+            await client.add_request("too many", "red", params)
+        assert not supervisor.engine.added
+        await revive(client, supervisor)
+        assert [await text_of(one) for one in waiting] == ["red"] * 3
+
+    scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=2)
+    with_client(input_processor, body, scheduler=scheduler)
+
+
+def test_deadlines_count_on_during_a_restart(
+    input_processor: InputProcessor,
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        begun = await client.add_request("begun", "red", ENDLESS, stream=True, timeout_s=3600)
+        await anext(begun)
+        assert begun.expiry is not None
+        assert 3000 < begun.expiry.when() - asyncio.get_running_loop().time() < 3602
+        supervisor.die(restarts=True)
+        client._expire("begun")
+        late = await client.add_request("late", "red", ENDLESS, timeout_s=0.001)
+        for stream in (begun, late):
+            with pytest.raises(RequestTimeoutError):
+                await text_of(stream)
+        assert client.num_requests == 0
+        await revive(client, supervisor)
+        assert await text_of(await client.add_request("s", "red", SamplingParams())) == "red"
+        assert [request.request_id for request in supervisor.engine.added] == ["s"]
+
+    with_client(input_processor, body, delay_s=0.002)
+
+
+def test_who_leaves_during_a_restart_is_forgotten(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        stream = await client.add_request("r", "red", ENDLESS, stream=True)
+        await anext(stream)
+        supervisor.die(restarts=True)
+        stream.close()
+        await revive(client, supervisor)
+        assert await text_of(await client.add_request("s", "red", SamplingParams())) == "red"
+        assert [request.request_id for request in supervisor.engine.added] == ["s"]
+
+    with_client(input_processor, body, delay_s=0.002)
+
+
+def crash(*request_ids: str) -> EngineExit:
+    return EngineExit(cause="crash", request_ids=request_ids)
+
+
+def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
+    input_processor: InputProcessor,
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        params = SamplingParams(max_tokens=64)
+        good = await client.add_request("good", TEXT, params)
+        poison = await client.add_request("poison", "red", SamplingParams(n=2, temperature=1.0))
+        await until(lambda: len(supervisor.engine.added) == 3)
+        supervisor.die(restarts=True, engine_exit=crash("good", "poison-0", "poison-1"))
+        await revive(client, supervisor)
+        # The first suspect is there alone, until it has a token; so is the second, then.
+        await until(lambda: "good" in {one.request_id for one in supervisor.engine.added})
+        new = await client.add_request("new", "red", params)
+        send, tried = client._resend_queue._send, []
+
+        async def send_and_crash(message: EngineMessage) -> None:
+            await send(message)
+            if getattr(message, "request_id", "") == "poison-1":
+                tried.extend(one.request_id for one in supervisor.engine.added)
+                supervisor.die(restarts=True, engine_exit=crash("good", "poison-0"))
+
+        client._resend_queue._send = send_and_crash
         supervisor.delay_s = 0.0
-        await supervisor.start(client)
-        assert await text_of(waiting) == "red"
-        assert [request.request_id for request in supervisor.engine.added] == ["waiting"]
-
-    with_client(input_processor, body, delay_s=0.01)
-
-
-def test_a_request_is_replayed_once(input_processor: InputProcessor) -> None:
-    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        poison = await client.add_request("poison", "red", ENDLESS)
-        supervisor.die(restarts=True)
-        supervisor.become_ready()
-        supervisor.die(restarts=True)
-        with pytest.raises(EngineUnavailableError):
+        supervisor.wake()
+        await until(lambda: supervisor.state == "restarting")
+        assert tried == ["good", "poison-0", "poison-1"]
+        client._resend_queue._send = send
+        await revive(client, supervisor)
+        with pytest.raises(RequestQuarantinedError) as caught:
             await text_of(poison)
+        assert caught.value.status == 500
+        assert await text_of(good) == TEXT
+        assert await text_of(new) == "red"
+        for name in ("again", "and again"):
+            with pytest.raises(RequestQuarantinedError):
+                await client.add_request(name, "red", SamplingParams(n=2, temperature=1.0))
+        assert await text_of(await client.add_request("other", "red", SamplingParams())) == "red"
+        assert client.num_requests == 0
+
+    with_client(input_processor, body, delay_s=1000.0)
+
+
+def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProcessor) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        for name, params in TEXT_IDS_PARAMS.items():
+            handle = await client.add_request(name, TEXT, params, stream=True)
+            outputs = [output async for output in handle]
+            whole = joined(outputs, params.n)
+            for cut in range(1, len(whole[0][1]) + 1):
+                told = [
+                    [one for output in outputs for one in output.outputs if one.index == i][:cut]
+                    for i in range(params.n)
+                ]
+                ids = [[t for one in mine for t in one.token_ids] for mine in told]
+                rest = await client.add_request(
+                    f"{name} {cut}", TEXT, params, stream=True, generated_token_ids=ids
+                )
+                again = joined([output async for output in rest], params.n)
+                for mine, new, all_ in zip(told, again, whole, strict=True):
+                    assert "".join(one.text for one in mine) + new[0] == all_[0]
+                    assert [t for one in mine for t in one.token_ids] + new[1] == all_[1]
+                    assert new[3][:2] == all_[3][:2]
+        assert client.num_requests == 0
+        assert not supervisor.engine.running
+
+    with_client(input_processor, body)
+
+
+def test_a_whole_answer_has_the_tokens_of_the_other_engine(
+    input_processor: InputProcessor,
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        ids = input_processor.tokenize(TEXT)
+        handle = await client.add_request(
+            "r", TEXT, SamplingParams(max_tokens=64), generated_token_ids=[ids[:5]]
+        )
+        assert await text_of(handle) == TEXT
+
+    with_client(input_processor, body)
+
+
+@pytest.mark.parametrize("generated", [[[5]], [[5], [10**7]], [[5], [-1]]])
+def test_tokens_that_no_engine_gave_are_refused(
+    input_processor: InputProcessor, generated: list[list[int]]
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        with pytest.raises(RequestError) as caught:
+            await client.add_request("r", TEXT, SamplingParams(n=2), generated_token_ids=generated)
+        assert caught.value.param == "generated_token_ids"
+
+    with_client(input_processor, body)
+
+
+def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
+    input_processor: InputProcessor,
+) -> None:
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        stream = await client.add_request("r", "red", ENDLESS)
+        supervisor.retry_after_s = 9.0
+        supervisor.die(restarts=True, state="paused")
+        for wait in (text_of(stream), client.add_request("s", "red", ENDLESS)):
+            with pytest.raises(EngineUnavailableError, match="again and again") as caught:
+                await wait
+            assert caught.value.retry_after_s == 9.0
 
     with_client(input_processor, body, delay_s=1000.0)
 

@@ -19,7 +19,6 @@ from mmjax.cache import (
 from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
-from mmjax.frontend.engine_client import client as client_module
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
@@ -388,10 +387,7 @@ def test_a_storm(
     cache_type: CacheType,
     capacity: float,
     count: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client_module, "_MAX_REPLAYS", 10**6)
-
     async def body(run: Run) -> None:
         storm = Storm(run, seed=int(capacity * 10) + count)
         weather = asyncio.create_task(storm.weather())

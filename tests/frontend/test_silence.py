@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmjax.frontend.engine_client.supervisor import SilenceTimer
+from mmjax.frontend.engine_client.liveness import SilenceTimer
 
 
 class Clock:

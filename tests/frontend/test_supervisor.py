@@ -10,10 +10,13 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mmjax.config import EngineConfig, ModelConfig
-from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor, _EngineProcess
+from mmjax.frontend.engine_client.engine_process import EngineProcess
+from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor
+from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
@@ -25,14 +28,18 @@ class Listener:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.num_ready = 0
-        self.num_deaths = 0
+        self.exits: list[EngineExit] = []
 
     def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 
-    def on_exit(self) -> None:
-        self.num_deaths += 1
+    @property
+    def num_deaths(self) -> int:
+        return len(self.exits)
+
+    def on_exit(self, engine_exit: EngineExit) -> None:
+        self.exits.append(engine_exit)
 
     def on_ready(self) -> None:
         self.num_ready += 1
@@ -49,14 +56,16 @@ def with_supervisor(
     mood: str,
     body: Callable[[Supervisor, Listener], Awaitable[None]],
     *,
-    heartbeat_timeout_s: float = 60.0,
+    hang_timeout_s: float = 60.0,
+    has_standby: bool = False,
     listener: Listener | None = None,
 ) -> Supervisor:
     supervisor = Supervisor(
         engine_config(mood),
         main=ECHO,
-        heartbeat_timeout_s=heartbeat_timeout_s,
+        hang_timeout_s=hang_timeout_s,
         shutdown_timeout_s=1.0,
+        has_standby=has_standby,
     )
     heard = listener or Listener()
 
@@ -96,7 +105,7 @@ def echo_request() -> EngineCoreRequest:
 def test_a_life_a_crash_and_another_life() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         assert supervisor.state == "starting"
-        assert supervisor.is_healthy
+        assert not supervisor.is_healthy
         ready = await supervisor.wait_ready()
         assert ready.num_programs == 2
         await supervisor.send(echo_request())
@@ -131,12 +140,100 @@ def test_a_start_that_fails_is_not_repeated() -> None:
     assert with_supervisor("dies at start", body).num_restarts == 0
 
 
+def test_a_first_start_that_someone_kills_is_repeated() -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await supervisor.wait_ready()
+        assert supervisor.num_restarts == 1
+
+    with_supervisor("", body)
+
+
+def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        for number in range(1, 4):
+            dead = supervisor.pid
+            assert dead is not None
+            os.kill(dead, signal.SIGKILL)
+            await until(lambda number=number: supervisor.num_restarts == number)
+            await until(lambda dead=dead: supervisor.pid != dead)
+        await supervisor.wait_ready()
+        await supervisor.send(echo_request())
+        await until(lambda: len(listener.token_ids) == 3)
+
+    with_supervisor("", body)
+
+
+def test_starts_that_come_to_nothing_are_paused_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mmjax.frontend.engine_client.restarts.MAX_FRUITLESS_STARTS", 1)
+    monkeypatch.setattr("mmjax.frontend.engine_client.restarts.FIRST_PAUSE_S", 0.5)
+
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        assert supervisor.retry_after_s is None
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await until(lambda: listener.num_deaths == 1)
+        assert supervisor.state == "paused"
+        assert supervisor.retry_after_s is not None
+        await supervisor.wait_ready()
+        assert supervisor.retry_after_s is None
+
+    with_supervisor("", body)
+
+
+def test_the_next_p1_waits_already() -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        for number in (1, 2):
+            assert supervisor._standby is not None
+            waiting = supervisor._standby.process.pid
+            assert supervisor.pid is not None
+            os.kill(supervisor.pid, signal.SIGKILL)
+            await until(lambda number=number: listener.num_ready == number + 1)
+            assert supervisor.pid == waiting
+        assert supervisor._standby is not None
+        pids.append(supervisor._standby.process.pid)
+
+    pids: list[int | None] = []
+    with_supervisor("", body, has_standby=True)
+    assert not is_alive(pids[0])
+
+
+def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+        await supervisor.send(replace(echo_request(), max_tokens=1000))
+        await until(lambda: len(listener.token_ids) > 0)
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGSEGV)
+        await until(lambda: listener.num_deaths == 1)
+        assert listener.exits == [EngineExit(cause="crash", request_ids=("r",))]
+
+    with_supervisor("slow", body)
+    (record,) = (one for one in caplog.records if "ended by" in one.getMessage())
+    text = record.getMessage()
+    assert "signal SIGSEGV" in text
+    assert "it computed r;" in text
+    assert "Segmentation fault" in text
+    assert "_run" in text, "where it struck"
+
+
+def replace(request: EngineCoreRequest, *, max_tokens: int) -> EngineCoreRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return msgspec.structs.replace(request, sampling_params=params)
+
+
 def test_CVE_2026_114051_silence_is_death() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
         await until(lambda: listener.num_deaths == 1)
 
-    with_supervisor("falls silent", body, heartbeat_timeout_s=0.2)
+    with_supervisor("falls silent", body, hang_timeout_s=0.2)
 
 
 def test_a_pause_of_p0_is_not_p1s_silence(tmp_path: Path) -> None:
@@ -156,7 +253,7 @@ from tests.frontend.test_supervisor import ECHO, Listener, engine_config, until
 
 async def main():
     listener = Listener()
-    supervisor = Supervisor(engine_config(), main=ECHO, heartbeat_timeout_s=1.0)
+    supervisor = Supervisor(engine_config(), main=ECHO, hang_timeout_s=1.0)
     await supervisor.start(listener)
     await supervisor.wait_ready()
     stopped = os.times().elapsed
@@ -188,8 +285,8 @@ def start_parent(folder: Path, text: str) -> "subprocess.Popen[str]":
 
 def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFixture) -> None:
     class Faulty(Listener):
-        def on_exit(self) -> None:
-            super().on_exit()
+        def on_exit(self, engine_exit: EngineExit) -> None:
+            super().on_exit(engine_exit)
             raise ZeroDivisionError
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
@@ -230,7 +327,7 @@ def test_an_engine_that_cannot_be_spawned_again_is_dead(
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
-        monkeypatch.setattr(_EngineProcess, "spawn", fail)
+        monkeypatch.setattr(EngineProcess, "spawn", fail)
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGKILL)
         await until(lambda: supervisor.state == "dead")

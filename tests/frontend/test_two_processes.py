@@ -11,8 +11,7 @@ import pytest
 
 from mmjax.cache import config_with_segment, processor_cache_from_config
 from mmjax.config import EngineConfig, ModelConfig, MultiModalConfig, SchedulerConfig
-from mmjax.errors import EngineUnavailableError
-from mmjax.frontend.engine_client import client as client_module
+from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import Supervisor
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -105,10 +104,8 @@ def with_service(
 
 @pytest.mark.parametrize("mm", EVERY_CONFIG)
 def test_p1_forgets_and_dies_between_and_during_requests(
-    model_config: ModelConfig, mm: MultiModalConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig, mm: MultiModalConfig
 ) -> None:
-    monkeypatch.setattr(client_module, "_MAX_REPLAYS", 3)
-
     async def body(service: Service) -> None:
         for _ in range(2):
             await asyncio.gather(service.ask(1), service.ask(2, 1, 1), service.ask(3, n=2))
@@ -139,7 +136,9 @@ def test_p1_forgets_and_dies_between_and_during_requests(
 @pytest.mark.slow
 def test_a_request_that_kills_p1_does_so_twice_and_fails_alone(model_config: ModelConfig) -> None:
     async def body(service: Service) -> None:
-        with pytest.raises(EngineUnavailableError):
+        with pytest.raises(RequestQuarantinedError):
+            await service.ask(1, last_token=DEATH_TOKEN)
+        with pytest.raises(RequestQuarantinedError):
             await service.ask(1, last_token=DEATH_TOKEN)
         await service.until_ready_again(2)
         await service.ask(1, 2)

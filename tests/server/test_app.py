@@ -4,12 +4,13 @@ import asyncio
 import base64
 import io
 import json
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from mmjax.errors import CapacityError
+from mmjax.frontend.engine_client.supervisor import EngineState
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.server.openai.streaming import KEEP_ALIVE, EventStream
@@ -221,17 +222,28 @@ def test_states(make_server: MakeServer) -> None:
     for path in ("/health", "/ready"):
         assert server.http.get(path).status_code == 200
     assert set(server.http.get("/version").json()) == {"version"}
-    server.supervisor.state, server.supervisor.health = "restarting", False
-    assert server.http.get("/health").status_code == 503
-    assert server.http.get("/ready").json()["status"] == "restarting"
+    server.supervisor.health = False
+    for state in get_args(EngineState):
+        server.supervisor.state = state
+        server.supervisor.retry_after_s = 17.0 if state == "paused" else None
+        # This process lives, whatever becomes of the other: a probe must not end it.
+        assert server.http.get("/health").json() == {"status": state}
+        response = server.http.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["status"] == state
+        assert response.json()["reason"]
+        assert response.headers["retry-after"] == ("17" if state == "paused" else "1")
+
+
+@pytest.mark.parametrize(("state", "retry_after_s"), [("paused", 17.0), ("dead", None)])
+def test_requests_without_an_engine_are_503(
+    server: Server, state: EngineState, retry_after_s: float | None
+) -> None:
+    server.supervisor.state, server.supervisor.retry_after_s = state, retry_after_s
     response = server.chat()
     assert response.status_code == 503
-    assert int(response.headers["retry-after"]) >= 1
+    assert int(response.headers["retry-after"]) == (retry_after_s or 5)
     assert response.json()["error"]["code"] == "engine_unavailable"
-    # Starting is healthy, and not ready.
-    server.supervisor.state, server.supervisor.health = "starting", True
-    assert server.http.get("/health").status_code == 200
-    assert server.http.get("/ready").status_code == 503
 
 
 def test_states_tell_how_many_programs_are_left(server: Server) -> None:

@@ -449,7 +449,7 @@ def test_a_stream_that_fails_says_so(make_server: MakeServer) -> None:
         nonlocal num_steps
         num_steps += 1
         if num_steps == 2:
-            server.supervisor.die(restarts=True)
+            server.supervisor.die(restarts=False)
             return []
         return step()
 

@@ -284,7 +284,7 @@ def test_CVE_2026_40192_a_process_that_dies_costs_one_request() -> None:
     try:
         pool.decode_image(PICTURE, LIMITS, param=None)
         (first,) = pool.pids
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, signal.SIGSEGV)
         with pytest.raises(MediaError) as caught:
             pool.decode_image(PICTURE, LIMITS, param="here")
         assert caught.value.param == "here"
@@ -297,6 +297,20 @@ def test_CVE_2026_40192_a_process_that_dies_costs_one_request() -> None:
     assert pool.pids == []
     with pytest.raises(MediaError):
         pool.decode_image(PICTURE, LIMITS, param=None)
+
+
+def test_a_process_that_is_killed_from_outside_costs_nothing() -> None:
+    pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
+    try:
+        for _ in range(2):
+            pool.decode_image(PICTURE, LIMITS, param=None)
+            (pid,) = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            image, _ = pool.decode_image(PICTURE, LIMITS, param=None)
+            assert image.size == (16, 12)
+            assert pool.pids != [pid]
+    finally:
+        pool.close()
 
 
 def test_CVE_2026_40192_a_process_that_takes_too_long_is_ended() -> None:

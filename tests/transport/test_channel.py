@@ -3,13 +3,24 @@
 import asyncio
 import stat
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 
 import pytest
 import zmq
 
 from mmjax.errors import ConfigError
-from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory, Receiver, Sender
+from mmjax.transport.channel import (
+    _NUMBER,
+    AsyncReceiver,
+    AsyncSender,
+    IpcDirectory,
+    MessagesLostError,
+    Receiver,
+    Sender,
+    _Reader,
+)
+from mmjax.transport.codec import encode
 from mmjax.transport.messages import AbortRequests, Shutdown
 
 
@@ -62,6 +73,42 @@ def test_a_malformed_message_is_dropped(
         raw.close(linger=0)
         sender.close()
         receiver.close()
+
+
+def numbered(*numbers: int, end: bytes = b"12345678") -> list[list[bytes]]:
+    """Return frames as a sending end numbers them."""
+    header = bytes(encode(AbortRequests(request_ids=[]))[0])
+    return [[_NUMBER.pack(end, number, zlib.crc32(header)), header] for number in numbers]
+
+
+def read_all(messages: Sequence[list[bytes]]) -> int:
+    """Return how many messages are read, one after the other."""
+    reader = _Reader()
+    found = [reader.read([zmq.Frame(frame) for frame in frames]) for frames in messages]
+    assert reader.num_received == sum(one is not None for one in found)
+    return reader.num_received
+
+
+def test_what_comes_twice_is_read_once() -> None:
+    assert read_all(numbered(1, 1, 2, 3, 2, 3, 4)) == 4
+
+
+@pytest.mark.parametrize("numbers", [(2,), (1, 3), (1, 2, 4, 3)])
+def test_a_loss_and_another_order_are_noticed(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(MessagesLostError):
+        read_all(numbered(*numbers))
+
+
+def test_ends_are_numbered_apart() -> None:
+    one, other = numbered(1, 2, end=b"1" * 8), numbered(1, 2, end=b"2" * 8)
+    assert read_all([one[0], other[0], one[1], other[1]]) == 4
+
+
+def test_a_corrupt_header_counts_as_lost() -> None:
+    first, second, third = numbered(1, 2, 3)
+    second[1] = bytes([second[1][0], second[1][1] ^ 1]) + second[1][2:]
+    with pytest.raises(MessagesLostError):
+        read_all([first, second, third])
 
 
 def test_asyncio_twins(directory: IpcDirectory) -> None:

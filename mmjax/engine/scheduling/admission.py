@@ -84,6 +84,7 @@ class AdmissionLimits:
             "logit_bias": list(params.logit_bias or ()),
             "allowed_token_ids": list(params.allowed_token_ids or ()),
             "bad_words": [token_id for word in message.bad_words_token_ids for token_id in word],
+            "output_token_ids": message.output_token_ids,
         }
         for name, token_ids in listed.items():
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
@@ -111,6 +112,12 @@ class AdmissionLimits:
 
     def check_request(self, request: Request) -> None:
         """Raise `RequestValueError` for a request that cannot be served to its end."""
+        if request.num_output_tokens >= max(request.max_tokens, 1):
+            raise RequestValueError(
+                f"the request has {request.num_output_tokens} tokens already, and ends after "
+                f"{request.max_tokens}; there is nothing left to generate",
+                param="output_token_ids",
+            )
         # The last sampled token is not computed.
         num_slots = request.num_prompt_tokens + request.max_tokens - 1
         num_blocks = cdiv(num_slots, self.block_size) + cdiv(request.encoder_len, self.block_size)

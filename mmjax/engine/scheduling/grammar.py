@@ -35,12 +35,14 @@ class Grammar:
         submit: "Callable[[Callable[[], np.ndarray]], Future[np.ndarray]]",
         make_matcher: Callable[[], Any],
         num_words: int,
+        *,
+        output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Begin to find the first tokens, in another thread."""
+        """Begin to find the tokens after `output_token_ids`, in another thread."""
         self._submit = submit
         self._num_words = num_words
         self._matcher: Any = None
-        self._job = submit(partial(self._start, make_matcher))
+        self._job = submit(partial(self._start, make_matcher, output_token_ids))
 
     @property
     def has_next(self) -> bool:
@@ -66,8 +68,16 @@ class Grammar:
         assert self.has_next, "its last token was read before it was scheduled"
         self._job = self._submit(partial(self._read, token_id))
 
-    def _start(self, make_matcher: Callable[[], Any]) -> np.ndarray:
+    def _start(
+        self, make_matcher: Callable[[], Any], output_token_ids: Sequence[int]
+    ) -> np.ndarray:
         self._matcher = make_matcher()
+        if output_token_ids and not self._matcher.consume_tokens(list(output_token_ids)):
+            raise RequestValueError(
+                f"the tokens that were generated already do not match `{_PARAM}`; give those of "
+                "the same request",
+                param=_PARAM,
+            )
         return self._find_bits()
 
     def _read(self, token_id: int) -> np.ndarray:
@@ -110,10 +120,21 @@ class Grammars:
             CACHE_CHARS, getsizeof=_count_chars
         )
 
-    def start(self, text: str, eos_token_ids: Sequence[int]) -> Grammar:
-        """Return the grammar of a request, which is not ready yet."""
-        make_matcher = partial(self._make_matcher, text, tuple(eos_token_ids))
-        return Grammar(self._submit, make_matcher, cdiv(self._vocab_size, 32))
+    def start(
+        self, text: str, eos_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+    ) -> Grammar:
+        """Return the grammar of a request, which is not ready yet, after its tokens so far."""
+        return Grammar(
+            self._submit,
+            partial(self._make_matcher, text, tuple(eos_token_ids)),
+            cdiv(self._vocab_size, 32),
+            output_token_ids=output_token_ids,
+        )
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a grammar reads a token."""
+        return bool(self._pending)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a grammar is ready; return False, at once, if there is none to wait for."""

@@ -124,6 +124,7 @@ class Request:
         prompt_token_ids: Sequence[int],
         sampling_params: SamplingParams,
         max_model_len: int,
+        output_token_ids: Sequence[int] = (),
         items: Sequence[EncoderItem] = (),
         encoder: EncoderItem | None = None,
         rotary: RotaryPositions | None = None,
@@ -146,10 +147,11 @@ class Request:
         self.num_prompt_tokens = len(prompt_token_ids)
         room = max_model_len - self.num_prompt_tokens
         self.max_tokens = min(sampling_params.max_tokens or room, room)
-        self.token_ids = np.zeros(self.num_prompt_tokens + max(self.max_tokens, 0), np.int32)
+        self.num_tokens = self.num_prompt_tokens + len(output_token_ids)
+        num_slots = max(self.num_prompt_tokens + self.max_tokens, self.num_tokens)
+        self.token_ids = np.zeros(num_slots, np.int32)
         """Prompt and output tokens; the first `num_tokens` are valid."""
-        self.token_ids[: self.num_prompt_tokens] = prompt_token_ids
-        self.num_tokens = self.num_prompt_tokens
+        self.token_ids[: self.num_tokens] = (*prompt_token_ids, *output_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.times = RequestTimes()
         self.encoded: list[str] = []

@@ -174,6 +174,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def blocked_ids(self) -> list[str]:
+        """Ids of the requests that wait for their grammars."""
+        return [request_id for request_id, one in self._requests.items() if one.is_blocked]
+
+    @property
     def request_ids(self) -> list[str]:
         """Ids of all unfinished requests."""
         return list(self._requests)
@@ -342,7 +347,7 @@ class Scheduler:
             self.waiting.remove(request)
             request.status = RequestStatus.RUNNING
             request.start(time.monotonic())
-            if request.num_preemptions == 0:
+            if request.num_preemptions == 0 and not request.num_output_tokens:
                 request.num_cached_tokens = request.num_computed_tokens
                 self.kv_cache.note_prefix(request.num_cached_tokens, request.num_prompt_tokens)
             _log_start(request)

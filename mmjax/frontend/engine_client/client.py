@@ -4,7 +4,7 @@ import asyncio
 import copy
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
@@ -18,15 +18,18 @@ from mmjax.errors import (
     InternalError,
     RequestCancelledError,
     RequestError,
+    RequestQuarantinedError,
     RequestTimeoutError,
 )
 from mmjax.frontend.engine_client.capacity import Capacity
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
+from mmjax.frontend.engine_client.quarantine import Quarantine
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import ResendQueue, call_in_loop
 from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.frontend.engine_client.supervisor import EngineLink
+from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOutputs
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.explain import Explanation
@@ -51,8 +54,8 @@ T = TypeVar("T")
 PromptSource = PromptType | Callable[[], PromptType]
 """A prompt, or a function that makes it (decodes its images) outside of the event loop."""
 
-_MAX_REPLAYS = 1
-"""Restarts of P1 after which a request is sent again; it may be the cause of further ones."""
+_EXPIRY_GRACE_S = 1.0
+"""Seconds after its deadline in which P1, which expires requests between steps, may still do so."""
 
 
 class RequestStream:
@@ -60,9 +63,10 @@ class RequestStream:
 
     def __init__(self, client: "AsyncEngineClient", request: ProcessedRequest) -> None:
         self.request = request
-        self.num_replays = 0
         self.context = copy_context()
         """The HTTP request's: its id in log lines, its trace."""
+        self.expiry: asyncio.TimerHandle | None = None
+        """Ends it after its deadline, whatever P1 does."""
         self._client = client
         self._queue: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
         self._is_done = False
@@ -123,8 +127,18 @@ class AsyncEngineClient:
         *,
         num_workers: int = 2,
         max_start_wait_s: float = 300.0,
+        quarantine_s: float = 600.0,
     ) -> None:
-        """Serve through `supervisor`; requests during its start wait up to `max_start_wait_s`."""
+        """Serve through `supervisor`.
+
+        Args:
+            input_processor: Makes messages of prompts.
+            supervisor: Owns the engine.
+            scheduler: Says how many requests are admitted.
+            num_workers: Threads that process prompts.
+            max_start_wait_s: For how long requests wait for the engine's first start.
+            quarantine_s: For how long a request that ended the engine is refused; 0: not at all.
+        """
         self.input_processor = input_processor
         self.supervisor = supervisor
         # A copy: the event loop decodes while threads encode, and a tokenizer is not thread-safe.
@@ -138,8 +152,12 @@ class AsyncEngineClient:
         self._max_start_wait_s = max_start_wait_s
         self._stats_log = _stats_log(supervisor, input_processor)
         self._resend_queue = ResendQueue(
-            input_processor.committer, send=supervisor.send, fail=self._fail_with_error
+            input_processor.committer,
+            send=supervisor.send,
+            fail=self._fail_with_error,
+            get_output=self._output_processor.get_output_token_ids,
         )
+        self._quarantine = Quarantine(quarantine_s)
 
     def observe(self, observer: RequestObserver) -> None:
         """Tell `observer` about all requests from now on."""
@@ -184,6 +202,7 @@ class AsyncEngineClient:
         id_domain: str | None = None,
         priority: int = 0,
         timeout_s: float = 0.0,
+        generated_token_ids: Sequence[Sequence[int]] = (),
     ) -> RequestStream:
         """Admit and process a request; raises RequestError before anything is streamed.
 
@@ -196,6 +215,8 @@ class AsyncEngineClient:
             id_domain: The namespace of the prompt's media ids; None: the global one.
             priority: Lower ones first.
             timeout_s: Seconds after which it ends with RequestTimeoutError; 0: never.
+            generated_token_ids: For each sequence, what an engine elsewhere has generated: it goes
+                on after them, and a stream tells only of what comes then.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
@@ -208,6 +229,7 @@ class AsyncEngineClient:
             id_domain=id_domain,
             priority=priority,
             deadline=deadline,
+            generated_token_ids=generated_token_ids,
         )
         try:
             await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
@@ -282,9 +304,8 @@ class AsyncEngineClient:
 
     def abort(self, request_id: str) -> None:
         """Abort a request, here and in P1."""
-        handle = self._streams.pop(request_id, None)
+        handle = self._drop(request_id)
         if handle is not None:
-            self._resend_queue.discard(handle.request)
             self._notify_broken_off(handle, "abort")
         running = self._output_processor.abort([request_id])
         if running:
@@ -315,34 +336,26 @@ class AsyncEngineClient:
                 to_abort.append(delta.request_id)
                 continue
             to_abort += processed.request_ids_to_abort
-            self._notify_of(processed)
-            for output in processed.request_outputs:
-                self._put_output(output)
+            self._pass_on(processed)
         if to_abort:
             self._resend_queue.put(AbortRequests(request_ids=to_abort))
 
-    def on_exit(self) -> None:
-        """Fail requests with partial output; the others wait for the restarted P1."""
-        self._resend_queue.on_exit()
-        can_wait = self.supervisor.state == "restarting"
-        for request_id, handle in list(self._streams.items()):
-            is_broken_off = self._output_processor.has_partial_output(request_id)
-            if can_wait and not is_broken_off and handle.num_replays < _MAX_REPLAYS:
-                continue
-            self._output_processor.abort([request_id])
-            self._resend_queue.discard(handle.request)
-            del self._streams[request_id]
-            self._notify_broken_off(handle, "error")
-            handle.put(_unavailable(self.supervisor))
+    def on_exit(self, engine_exit: EngineExit) -> None:
+        """Let all requests wait for the next P1, but for one that has ended this one.
+
+        If there will be none, or not soon, all fail.
+        """
+        culprit = self._resend_queue.on_exit(engine_exit)
+        if culprit is not None:
+            logger.error("request %s ended the engine process; it fails", culprit.request_id)
+            self._quarantine.add(culprit)
+            self._fail_request(culprit.request_id, RequestQuarantinedError())
+        if self.supervisor.state != "restarting":
+            for request_id in list(self._streams):
+                self._fail_request(request_id, _unavailable(self.supervisor))
 
     def on_ready(self) -> None:
-        """Send requests again that the previous P1 lost.
-
-        NOTE: only requests without output are replayed, so that no token is sent twice.
-        """
-        if self.supervisor.num_restarts > 0:
-            for handle in self._streams.values():
-                handle.num_replays += 1
+        """Send all unfinished requests again, with what was generated for them."""
         self._resend_queue.on_ready()
 
     # ---- parts ----------------------------------------------------------------------------------
@@ -387,6 +400,7 @@ class AsyncEngineClient:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
             request = prepare(prompt=prompt, control=control)
+            self._quarantine.check(request)
             self.capacity.check_queue(
                 len(request.prompt_token_ids) * len(request.messages),
                 num_queued_tokens=self._output_processor.num_queued_tokens,
@@ -398,16 +412,39 @@ class AsyncEngineClient:
 
     def _on_committed(self, pending: _PendingRequest, committed: CommittedMessage) -> None:
         """Queue a message from a thread; the first one registers the request."""
-        if pending.handle is None and not pending.is_cancelled and self.supervisor.state != "dead":
-            request = committed.request
-            pending.handle = RequestStream(self, request)
+        can_serve = self.supervisor.state not in ("paused", "dead")
+        if pending.handle is None and not pending.is_cancelled and can_serve:
+            pending.handle = self._register(committed.request, is_stream=pending.is_stream)
             self.capacity.leave(pending.num_seqs)
-            self._streams[request.request_id] = pending.handle
-            self._output_processor.add_request(request, stream=pending.is_stream)
-            self._resend_queue.add(request)
-            for observer in self._observers:
-                notify(partial(observer.on_added, request))
         self._resend_queue.put_committed(committed)
+
+    def _register(self, request: ProcessedRequest, *, is_stream: bool) -> RequestStream:
+        handle = self._streams[request.request_id] = RequestStream(self, request)
+        brought = self._output_processor.add_request(request, stream=is_stream)
+        self._resend_queue.add(request)
+        for observer in self._observers:
+            notify(partial(observer.on_added, request))
+        deadline = request.messages[0].deadline
+        if deadline is not None:
+            handle.expiry = asyncio.get_running_loop().call_later(
+                deadline - time.monotonic() + _EXPIRY_GRACE_S, self._expire, request.request_id
+            )
+        self._pass_on(brought)
+        return handle
+
+    def _expire(self, request_id: str) -> None:
+        running = self._output_processor.abort([request_id])
+        self._resend_queue.put(AbortRequests(request_ids=running))
+        self._fail_request(request_id, RequestTimeoutError())
+
+    def _drop(self, request_id: str) -> RequestStream | None:
+        """Forget a request, finished or not; return its stream."""
+        handle = self._streams.pop(request_id, None)
+        if handle is not None:
+            self._resend_queue.discard(handle.request)
+            if handle.expiry is not None:
+                handle.expiry.cancel()
+        return handle
 
     def _admit(self, num_seqs: int) -> None:
         # Before any decoding, so that refusing is cheap under overload.
@@ -419,7 +456,7 @@ class AsyncEngineClient:
             return
         handle.put(output)
         if output.finished:
-            del self._streams[output.request_id]
+            self._drop(output.request_id)
 
     def _fail_with_error(self, sequence_id: str, error: Exception) -> None:
         is_known = isinstance(error, RequestError)
@@ -432,11 +469,22 @@ class AsyncEngineClient:
         request_id, others = failed
         if others:
             self._resend_queue.put(AbortRequests(request_ids=others))
-        handle = self._streams.pop(request_id, None)
+        self._fail_request(request_id, error)
+
+    def _fail_request(self, request_id: str, error: RequestError) -> None:
+        self._output_processor.abort([request_id])
+        handle = self._drop(request_id)
         if handle is not None:
-            self._resend_queue.discard(handle.request)
             self._notify_broken_off(handle, "error")
             handle.put(error)
+
+    def _pass_on(self, processed: ProcessedOutputs) -> None:
+        """Tell observers and streams of outputs; stop tracking what they finish."""
+        for sequence in processed.finished:
+            self._resend_queue.finish(sequence.request_id)
+        self._notify_of(processed)
+        for output in processed.request_outputs:
+            self._put_output(output)
 
     def _notify_of(self, processed: ProcessedOutputs) -> None:
         for tokens in processed.new_tokens:
@@ -464,7 +512,10 @@ def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> Stats
 async def _wait_for_start(
     supervisor: EngineLink, max_wait_s: float, deadline: float | None
 ) -> None:
-    """Wait while the first P1 compiles; EngineUnavailableError or a timeout after that."""
+    """Wait while the first P1 compiles; EngineUnavailableError or a timeout after that.
+
+    During a restart nobody waits here: the prompt is processed meanwhile.
+    """
     if supervisor.state == "starting":
         time_left = math.inf if deadline is None else deadline - time.monotonic()
         try:
@@ -473,7 +524,7 @@ async def _wait_for_start(
         except TimeoutError:
             if time_left <= max_wait_s:
                 raise RequestTimeoutError from None
-    if supervisor.state != "ready":
+    if supervisor.state not in ("ready", "restarting"):
         raise _unavailable(supervisor)
 
 
@@ -509,7 +560,9 @@ def _unavailable(supervisor: EngineLink) -> EngineUnavailableError:
     text = {
         "starting": "the engine is still starting; try again in a few seconds",
         "restarting": "the engine restarts; try again in a few seconds",
+        "paused": "the engine process ended again and again, and is started next after a pause; "
+        "the server's log says how it ended",
         "dead": "the engine could not be brought back; the server must be restarted",
         "ready": "the engine was lost during this request; try again",
     }
-    return EngineUnavailableError(text[supervisor.state])
+    return EngineUnavailableError(text[supervisor.state], retry_after_s=supervisor.retry_after_s)

@@ -1,5 +1,6 @@
 """A processed request, with all that is needed to send it to P1, also again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -50,13 +51,20 @@ class ProcessedRequest:
         *,
         continues_prompt: bool,
         times: RequestTimes,
+        generated_token_ids: Sequence[Sequence[int]] = (),
     ) -> "ProcessedRequest":
-        """Copy `template` into a message for each sequence."""
+        """Copy `template` into a message for each sequence, with the tokens that it has already."""
+        messages = _fan_out(template)
+        if generated_token_ids:
+            messages = [
+                msgspec.structs.replace(message, output_token_ids=list(token_ids))
+                for message, token_ids in zip(messages, generated_token_ids, strict=True)
+            ]
         return cls(
             request_id=template.request_id,
             prompt=prepared.prompt,
             prompt_token_ids=template.prompt_token_ids,
-            messages=_fan_out(template),
+            messages=messages,
             prepared=prepared,
             num_image_tokens=sum(
                 position.get_num_embeds()

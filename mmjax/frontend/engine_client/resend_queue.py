@@ -2,10 +2,15 @@
 
     committing --> sent       committed, and P1 has not restarted meanwhile
     committing --> waiting    P1 ended meanwhile
+    committing --> held       as before, but another request is on trial (`suspects`)
+    held --> sent             no request is on trial any longer
     sent --> committing       P1 reported a cache miss
-    sent --> waiting          P1 ended
-    waiting --> committing    P1 was restarted
-    sent --> removed          P1 sent the first output
+    sent --> running          P1 sent an output
+    any but committing --> waiting    P1 ended
+    waiting --> committing    P1 was restarted, and it is the request's turn
+    any --> removed           the sequence is finished, aborted, or has failed
+
+A message that is sent again brings the tokens that the former P1 generated.
 
 Runs in the event loop; all that takes the committer's lock runs in threads.
 """
@@ -17,9 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
+
 from mmjax.errors import RequestError
 from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.engine_client.suspects import EngineExit, Suspects
 from mmjax.logger import get_logger
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
@@ -32,15 +40,19 @@ MAX_MISSES = 3
 class _State(enum.Enum):
     COMMITTING = enum.auto()
     """A thread completes the message."""
+    HELD = enum.auto()
+    """Committed; it waits until no request is on trial."""
     SENT = enum.auto()
     """Sent, or queued in the socket."""
+    RUNNING = enum.auto()
+    """P1 has sent an output."""
     WAITING = enum.auto()
     """Waits for a restarted P1."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PendingMessage:
-    """The message of a sequence that has no output yet."""
+    """The message of an unfinished sequence."""
 
     request: ProcessedRequest
     index: int
@@ -62,11 +74,23 @@ class ResendQueue:
         committer: SenderCacheCommitter,
         send: Callable[[EngineMessage], Awaitable[None]],
         fail: Callable[[str, Exception], None],
+        get_output: Callable[[str], list[int]],
     ) -> None:
-        """`send` sends to P1; `fail` is called for a sequence whose message cannot be sent."""
+        """Start nothing yet.
+
+        Args:
+            committer: Completes messages.
+            send: Sends to P1.
+            fail: Called for a sequence whose message cannot be sent.
+            get_output: Returns a sequence's tokens so far.
+        """
         self._committer = committer
         self._send = send
         self._fail = fail
+        self._get_output = get_output
+        self.suspects = Suspects()
+        self._held: list[CommittedMessage] = []
+        """In the order of their commits."""
         self._queue: asyncio.Queue[EngineMessage] = asyncio.Queue()
         self._send_task: asyncio.Task[None] | None = None
         self._pending: dict[str, PendingMessage] = {}
@@ -113,31 +137,70 @@ class ResendQueue:
 
         A message of a discarded request is sent, too, and aborted: the sender cache counts on it.
         """
-        message_id = committed.message.request_id
-        pending = self._pending.get(message_id)
-        is_sendable = self._has_engine and committed.epoch == self._epoch
-        if is_sendable:
-            self.put(committed.message)
-            if pending is None:
-                self.put(AbortRequests(request_ids=[message_id]))
-        if pending is not None:
-            pending.state = _State.SENT if is_sendable else _State.WAITING
-            if self._has_engine and not is_sendable:
-                self._commit_again(pending)
+        pending = self._pending.get(committed.message.request_id)
+        if self._has_engine and committed.epoch == self._epoch:
+            if self.suspects.on_trial in (None, committed.request.request_id):
+                self._put_or_abort(committed)
+            else:
+                self._held.append(committed)
+                _set_state(pending, _State.HELD)
+        elif pending is not None:
+            pending.state = _State.WAITING
+            if self._has_engine:
+                self._send_waiting()
+
+    def _put_or_abort(self, committed: CommittedMessage) -> None:
+        pending = self._pending.get(committed.message.request_id)
+        self.put(committed.message)
+        _set_state(pending, _State.SENT)
+        if pending is None:
+            self.put(AbortRequests(request_ids=[committed.message.request_id]))
 
     def acknowledge(self, message_id: str) -> None:
-        """Stop tracking a message, whose first output P1 has sent."""
-        pending = self._pending.pop(message_id, None)
-        if pending is None:
+        """Take note of an output of a sequence."""
+        pending = self._pending.get(message_id)
+        if pending is None or pending.state is not _State.SENT:
             return
+        pending.state = _State.RUNNING
         request = pending.request
-        if not any(message.request_id in self._pending for message in request.messages):
+        others = [self._pending.get(message.request_id) for message in request.messages]
+        if all(one is None or one.state is _State.RUNNING for one in others):
             request.release()
+            self._acquit(request)
+
+    def finish(self, message_id: str) -> None:
+        """Stop tracking a sequence, which is finished."""
+        pending = self._pending.pop(message_id, None)
+        if pending is not None and not self._is_tracked(pending.request):
+            self._acquit(pending.request)
 
     def discard(self, request: ProcessedRequest) -> None:
-        """Stop tracking a request, which was aborted."""
+        """Stop tracking a request, which was aborted or has failed."""
         for message in request.messages:
             self._pending.pop(message.request_id, None)
+        self._acquit(request)
+
+    def _is_tracked(self, request: ProcessedRequest) -> bool:
+        return any(message.request_id in self._pending for message in request.messages)
+
+    def _acquit(self, request: ProcessedRequest) -> None:
+        """Clear a request of suspicion; if it was on trial, go on with the next."""
+        was_tried = self.suspects.on_trial == request.request_id
+        self.suspects.acquit(request.request_id)
+        if was_tried and self._has_engine:
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send what waits: the request that is on trial, else all."""
+        tried = self.suspects.on_trial
+        if tried is None:
+            held, self._held = self._held, []
+            for committed in held:
+                self._put_or_abort(committed)
+        for pending in list(self._pending.values()):
+            is_due = tried in (None, pending.request.request_id)
+            if pending.state is _State.WAITING and is_due:
+                self._commit_again(pending)
 
     async def _send_all(self) -> None:
         while True:
@@ -174,16 +237,30 @@ class ResendQueue:
             pending.state = _State.COMMITTING
             noted.add_done_callback(lambda _: self._commit_again(pending))
 
-    def on_exit(self) -> None:
-        """Drop queued messages; all tracked ones are sent to the next P1 after `on_ready`."""
+    def on_exit(self, engine_exit: EngineExit) -> ProcessedRequest | None:
+        """Drop queued messages; all tracked ones are sent to the next P1 after `on_ready`.
+
+        Returns the request that has ended P1, if that is certain; its caller must discard it.
+        """
         while not self._queue.empty():
             self._queue.get_nowait()
+        self._held.clear()
         self._has_engine = False
         self._num_transitions += 1
         self._note(self._committer.reset_engine)
         for pending in self._pending.values():
-            if pending.state is _State.SENT:
+            if pending.state is not _State.COMMITTING:
                 pending.state = _State.WAITING
+        return self._find_culprit(engine_exit)
+
+    def _find_culprit(self, engine_exit: EngineExit) -> ProcessedRequest | None:
+        ids = engine_exit.request_ids
+        computed = [self._pending[one].request for one in ids if one in self._pending]
+        by_id = {request.request_id: request for request in computed}
+        convicted = self.suspects.on_exit(by_id, engine_exit.cause)
+        if self.suspects.on_trial is not None:
+            logger.warning("request %s is tried alone first", self.suspects.on_trial)
+        return None if convicted is None else by_id[convicted]
 
     def on_ready(self) -> None:
         """Commit waiting messages again, in a new epoch."""
@@ -198,10 +275,9 @@ class ResendQueue:
             return
         self._epoch = epoch
         self._has_engine = True
-        for pending in list(self._pending.values()):
-            if pending.state is _State.WAITING:
-                pending.num_misses = 0
-                self._commit_again(pending)
+        for pending in self._pending.values():
+            pending.num_misses = 0
+        self._send_waiting()
 
     # ---- in the threads -------------------------------------------------------------------------
 
@@ -214,6 +290,9 @@ class ResendQueue:
         if self._pending.get(pending.message_id) is not pending:
             return
         pending.state = _State.COMMITTING
+        messages, index = pending.request.messages, pending.index
+        output = self._get_output(pending.message_id)
+        messages[index] = msgspec.structs.replace(messages[index], output_token_ids=output)
         loop = asyncio.get_running_loop()
         future = loop.run_in_executor(
             self._commits,
@@ -236,6 +315,11 @@ class ResendQueue:
         if not isinstance(error, RequestError):
             logger.error("request %s cannot be sent again", pending.message_id, exc_info=error)
         self._fail(pending.message_id, error if isinstance(error, Exception) else RuntimeError())
+
+
+def _set_state(pending: PendingMessage | None, state: _State) -> None:
+    if pending is not None:
+        pending.state = state
 
 
 def _log_failure(noted: "asyncio.Future[None]") -> None:

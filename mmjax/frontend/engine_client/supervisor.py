@@ -1,30 +1,25 @@
-"""Starts P1, monitors it, and restarts it when it dies.
+"""Starts P1, monitors it, and replaces it when it dies or hangs.
 
 Knows nothing of requests: a listener is called when P1 ends and when it is ready.
 """
 
 import asyncio
-import contextlib
-import importlib
-import multiprocessing
-import os
 import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol, runtime_checkable
 
 from mmjax.config import EngineConfig, LogFormat, LogLevel
 from mmjax.errors import MMJaxError
-from mmjax.logger import configure_logging, get_logger, reporting
-from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
+from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
+from mmjax.frontend.engine_client.liveness import EngineWatch, Fault
+from mmjax.frontend.engine_client.restarts import RestartBreaker
+from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
+from mmjax.logger import get_logger
+from mmjax.transport.channel import MessagesLostError
 from mmjax.transport.messages import (
+    MESSAGES_LOST_STATUS,
     CacheMiss,
     EngineMessage,
     Heartbeat,
@@ -39,7 +34,10 @@ logger = get_logger(__name__)
 ENGINE_MAIN = "mmjax.engine.process:run_engine"
 """P1's main; by name, since importing it would load jax in P0."""
 
-EngineState = Literal["starting", "ready", "restarting", "dead"]
+EngineState = Literal["starting", "ready", "restarting", "paused", "dead"]
+"""`paused`: P1 ended too often, and is started again after a while; `dead`: never."""
+
+_SIGNALS_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
 
 
 class EngineStartError(MMJaxError):
@@ -53,7 +51,7 @@ class EngineListener(Protocol):
     def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
         """Handle a message of P1 about requests."""
 
-    def on_exit(self) -> None:
+    def on_exit(self, engine_exit: EngineExit) -> None:
         """Handle the end of P1, with all its state."""
 
     def on_ready(self) -> None:
@@ -71,7 +69,12 @@ class EngineLink(Protocol):
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine runs and sends heartbeats."""
+        """Whether the engine is ready and sends heartbeats."""
+        ...
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds until the engine is started next, while it is paused."""
         ...
 
     async def start(self, listener: EngineListener) -> None:
@@ -87,99 +90,6 @@ class EngineLink(Protocol):
         """End the engine."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _EngineProcess:
-    """One P1 with its own sockets, so that the next P1 does not read what was sent to this one."""
-
-    directory: IpcDirectory
-    process: BaseProcess
-    configs: Connection
-    """Where the process, which meanwhile imports JAX, waits for its configuration."""
-    sender: AsyncSender | None = None
-    receiver: AsyncReceiver | None = None
-
-    @classmethod
-    def spawn(cls, main: str, log_level: LogLevel, log_format: LogFormat) -> "_EngineProcess":
-        directory = IpcDirectory()
-        theirs, ours = multiprocessing.Pipe(duplex=False)
-        process = multiprocessing.get_context("spawn").Process(
-            target=_run_child,
-            args=(main, theirs, directory, log_level, log_format),
-            name="mmjax-engine",
-            daemon=True,
-        )
-        # The child inherits the signal mask, so that Ctrl-C, which the whole process group gets,
-        # does not end it. Start the resource tracker before: its start unblocks SIGINT.
-        resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        theirs.close()
-        return cls(directory=directory, process=process, configs=ours)
-
-    def configure(self, config: EngineConfig) -> None:
-        # Of a process that has ended, supervision tells.
-        with contextlib.suppress(BrokenPipeError):
-            self.configs.send(config)
-        self.configs.close()
-
-    def open(self) -> None:
-        self.sender = AsyncSender(self.directory.address("in"), bind=True)
-        self.receiver = AsyncReceiver(self.directory.address("out"), bind=True)
-
-    def close(self) -> None:
-        for pipe in (self.sender, self.receiver):
-            if pipe is not None:
-                pipe.close()
-        self.configs.close()
-        self.directory.close()
-
-
-class SilenceTimer:
-    """Measures how long another process has sent nothing, while this one was able to receive.
-
-    A tick that came late counts as one interval, so that a process that was stopped, or a machine
-    that was suspended, does not count its own pause as the other's silence.
-    """
-
-    def __init__(self, *, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Expire after `timeout_s`; call `tick` every `interval_s` seconds."""
-        self.interval_s = min(1.0, timeout_s / 4)
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._last_tick = clock()
-        self._seconds = 0.0
-        self._num_late_ticks = 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of silence."""
-        return self._seconds + min(self._clock() - self._last_tick, self.interval_s)
-
-    def reset(self) -> None:
-        """Restart at 0, since a message was received."""
-        self._seconds = 0.0
-        self._num_late_ticks = 0
-        self._last_tick = self._clock()
-
-    def tick(self) -> bool:
-        """Count the time since the last tick; return whether the timeout is exceeded.
-
-        That takes two ticks, between which messages are read that came while this process stopped.
-        """
-        self._seconds = self.seconds
-        self._last_tick = self._clock()
-        self._num_late_ticks = self._num_late_ticks + 1 if self.is_expired else 0
-        return self._num_late_ticks > 1
-
-    @property
-    def is_expired(self) -> bool:
-        """Whether the silence has reached the timeout."""
-        return self.seconds >= self._timeout_s
-
-
 class Supervisor:
     """Owns P1, which is spawned on construction, so that it loads before the event loop runs."""
 
@@ -188,26 +98,47 @@ class Supervisor:
         config: EngineConfig | None = None,
         *,
         main: str = ENGINE_MAIN,
-        heartbeat_timeout_s: float = 60.0,
+        hang_timeout_s: float = 7.0,
         shutdown_timeout_s: float = 5.0,
+        has_standby: bool = False,
         log_level: LogLevel = "info",
         log_format: LogFormat = "text",
     ) -> None:
-        """Without `config` P1 imports what it needs, and waits for `configure`."""
+        """Without `config` P1 imports what it needs, and waits for `configure`.
+
+        Args:
+            config: The engine's.
+            main: P1's main, as `module:function`.
+            hang_timeout_s: Silence of P1, or a step in which it waits, that counts as a hang.
+            shutdown_timeout_s: Seconds that P1 has to end.
+            has_standby: Whether the next P1 is spawned as soon as the present one is ready.
+            log_level: P1's.
+            log_format: P1's.
+        """
         self.state: EngineState = "starting"
         self.ready: Ready | None = None
         self.heartbeat: Heartbeat | None = None
         self.num_restarts = 0
         self._config = config
-        self._spawn = lambda: _EngineProcess.spawn(main, log_level, log_format)
-        self._silence = SilenceTimer(timeout_s=heartbeat_timeout_s)
+        self._options = SpawnOptions(main=main, log_level=log_level, log_format=log_format)
+        self._hang_timeout_s = hang_timeout_s
         self._shutdown_timeout_s = shutdown_timeout_s
+        self._has_standby = has_standby
+        self._standby: EngineProcess | None = None
+        self._breaker = RestartBreaker()
+        self._retry_at: float | None = None
         self._listener: EngineListener | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._has_ended = asyncio.Event()
         self._has_started = asyncio.Event()
         self._is_ready = asyncio.Event()
-        self._engine = self._spawn()
+        self._was_ready = False
+        self._num_received = 0
+        """Messages of the present P1, without heartbeats."""
+        self._fault: Fault | None = None
+        """Why the present P1 was killed."""
+        self._engine = EngineProcess.spawn(self._options)
+        self._watch = self._make_watch()
         if config is not None:
             self._engine.configure(config)
 
@@ -223,21 +154,21 @@ class Supervisor:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether P1 runs and sends heartbeats (none are expected during its start)."""
-        if self.state == "ready":
-            return not self._silence.is_expired
-        return self.state == "starting"
+        """Whether P1 is ready and sends heartbeats."""
+        return self.state == "ready" and not self._watch.silence.is_expired
+
+    @property
+    def retry_after_s(self) -> float | None:
+        """Seconds until P1 is started next, while that is paused."""
+        return None if self._retry_at is None else max(0.0, self._retry_at - time.monotonic())
 
     async def start(self, listener: EngineListener) -> None:
         """Open the sockets and monitor P1, in the running event loop."""
         self._listener = listener
-        self._tasks = [
-            asyncio.create_task(self._supervise(), name="supervise"),
-            asyncio.create_task(self._watch_heartbeat(), name="watch-heartbeat"),
-        ]
+        self._task = asyncio.create_task(self._supervise(), name="supervise")
 
     async def wait_started(self) -> None:
-        """Wait until the first P1 is ready, or has ended."""
+        """Wait until the first P1 is ready, or has ended for good."""
         await self._has_started.wait()
 
     async def wait_ready(self) -> Ready:
@@ -259,100 +190,193 @@ class Supervisor:
 
     async def close(self) -> None:
         """End P1 by a `Shutdown`, then by signals."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         self.state = "dead"
-        engine = self._engine
+        engine, standby = self._engine, self._standby
+        if standby is not None:
+            standby.process.kill()
+            await asyncio.to_thread(standby.end, 1.0)
+            standby.close()
         if engine.sender is not None and engine.process.is_alive():
             await engine.sender.send(Shutdown())
         # One that got no sockets never starts to serve.
         timeout_s = 0.0 if engine.sender is None else self._shutdown_timeout_s
-        await asyncio.to_thread(_end_process, engine.process, timeout_s)
+        await asyncio.to_thread(engine.end, timeout_s)
         engine.close()
 
     # ---- starts and ends ------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
         try:
-            # Restart only a P1 that was ready: one that died during its start would die again.
-            while await self._run_engine():
-                self._close_engine("restarting")
+            while True:
+                engine_exit = await self._run_engine()
+                if not self._may_restart():
+                    break
+                await self._pause(engine_exit)
                 self.num_restarts += 1
-                assert self._config is not None, "a P1 that was ready had one"
-                self._engine = self._spawn()
+                self._engine = self._take_standby()
+                assert self._config is not None, "a P1 that was configured had one"
                 self._engine.configure(self._config)
         except Exception:
             logger.exception("the engine process can be supervised no longer; it is ended")
             self._engine.process.kill()
-        self._close_engine("dead")
+            engine_exit = EngineExit(cause="bridge")
+        self._close_engine("dead", engine_exit)
         self._has_ended.set()
 
-    async def _run_engine(self) -> bool:
-        """Relay messages until P1 ends; return whether it was ready."""
-        self._engine.open()
+    def _may_restart(self) -> bool:
+        """Whether the next start may succeed: not if the first one says that it cannot.
+
+        By its exit status: a signal is not P1's own word.
+        """
+        exit_code = self._engine.process.exitcode
+        return self._was_ready or (exit_code is not None and exit_code < 0)
+
+    async def _pause(self, engine_exit: EngineExit) -> None:
+        """Tell of P1's end, and wait where it ends again and again."""
+        pause_s = self._breaker.note_exit()
+        if pause_s:
+            self._retry_at = time.monotonic() + pause_s
+            self._close_engine("paused" if self._was_ready else "starting", engine_exit)
+            logger.error("the engine process ends too often; the next one in %.0f s", pause_s)
+            await asyncio.sleep(pause_s)
+            self._retry_at = None
+            self.state = "restarting" if self._was_ready else "starting"
+        else:
+            self._close_engine("restarting" if self._was_ready else "starting", engine_exit)
+
+    def _take_standby(self) -> EngineProcess:
+        standby, self._standby = self._standby, None
+        if standby is not None and standby.process.is_alive():
+            return standby
+        if standby is not None:
+            standby.close()
+        return EngineProcess.spawn(self._options)
+
+    async def _run_engine(self) -> EngineExit:
+        """Relay messages until P1 ends."""
+        engine = self._engine
+        engine.open()
+        self._watch, self._fault, self._num_received = self._make_watch(), None, 0
         died = asyncio.Event()
         loop = asyncio.get_running_loop()
-        process = self._engine.process
-        loop.add_reader(process.sentinel, died.set)
-        relay = asyncio.create_task(self._relay(), name="relay")
-        relay.add_done_callback(self._end_unreadable)
+        loop.add_reader(engine.process.sentinel, died.set)
+        tasks = [
+            asyncio.create_task(self._relay(engine), name="relay"),
+            asyncio.create_task(self._watch_silence(), name="watch-silence"),
+        ]
+        tasks[0].add_done_callback(self._end_unreadable)
         try:
             await died.wait()
         finally:
-            loop.remove_reader(process.sentinel)
-            relay.cancel()
-            await asyncio.gather(relay, return_exceptions=True)
-        await asyncio.to_thread(process.join)
-        logger.error(
-            "the engine process (pid %s) ended with exit code %s", process.pid, process.exitcode
-        )
-        return self.ready is not None
+            loop.remove_reader(engine.process.sentinel)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(engine.process.join)
+        return await self._report(engine)
 
-    def _close_engine(self, state: EngineState) -> None:
+    async def _report(self, engine: EngineProcess) -> EngineExit:
+        """Log all that is known of P1's end, as one record."""
+        lines = await asyncio.to_thread(engine.finish_stderr)
+        exit_code = engine.process.exitcode
+        engine_exit = EngineExit(cause=self._find_cause(), request_ids=engine.read_computed())
+        reason = "" if self._fault is None else f", since it {self._fault.text}"
+        logger.error(
+            "the engine process (pid %s) ended by %s%s, after %d restarts; it computed %s; its "
+            "last lines: %s",
+            *(engine.process.pid, describe_exit(exit_code), reason, self.num_restarts),
+            ", ".join(engine_exit.request_ids) or "nothing",
+            " | ".join(lines) or "none, or above",
+        )
+        return engine_exit
+
+    def _find_cause(self) -> ExitCause:
+        if self._fault is not None:
+            return self._fault.cause
+        exit_code = self._engine.process.exitcode
+        if exit_code == MESSAGES_LOST_STATUS:
+            return "bridge"
+        return "killed" if -(exit_code or 0) in _SIGNALS_FROM_OUTSIDE else "crash"
+
+    def _close_engine(self, state: EngineState, engine_exit: EngineExit) -> None:
         self._engine.close()
         self.ready = self.heartbeat = None
         self._is_ready.clear()
         self.state = state
-        self._has_started.set()
+        if state != "starting":
+            self._has_started.set()
         if self._listener is not None:
-            _notify(self._listener.on_exit)
+            _notify(partial(self._listener.on_exit, engine_exit))
 
-    def _end_unreadable(self, relay: "asyncio.Task[None]") -> None:
-        """End a P1 whose messages cannot be decoded."""
-        if not relay.cancelled():
-            logger.error(
-                "nothing of the engine process can be read; it is ended",
-                exc_info=relay.exception(),
-            )
+    # ---- while P1 runs --------------------------------------------------------------------------
+
+    def _make_watch(self) -> EngineWatch:
+        return EngineWatch(timeout_s=self._hang_timeout_s, pid=self._engine.process.pid)
+
+    def _replace(self, fault: Fault) -> None:
+        """Kill P1, so that the next one starts."""
+        if self._fault is None:
+            self._fault = fault
+            logger.error("the engine process %s; it is replaced", fault.text)
             self._engine.process.kill()
 
-    async def _relay(self) -> None:
-        receiver, listener = self._engine.receiver, self._listener
+    def _end_unreadable(self, relay: "asyncio.Task[None]") -> None:
+        """Replace a P1 whose messages cannot be read."""
+        error = None if relay.cancelled() else relay.exception()
+        if isinstance(error, MessagesLostError):
+            self._replace(Fault("bridge", f"has lost messages on the way ({error})"))
+        elif error is not None:
+            logger.error("nothing of the engine process can be read", exc_info=error)
+            self._replace(Fault("bridge", "cannot be read"))
+
+    async def _relay(self, engine: EngineProcess) -> None:
+        receiver, listener = engine.receiver, self._listener
         assert receiver is not None, "opened by `_run_engine`"
         assert listener is not None, "given to `start`"
         while True:
             message = await receiver.receive()
-            self._silence.reset()
+            self._watch.note_message()
+            if isinstance(message, Heartbeat):
+                self._check(engine, message)
+                continue
+            self._num_received += 1
             match message:
                 case Ready():
-                    self.ready, self.state = message, "ready"
-                    self._has_started.set()
-                    self._is_ready.set()
-                    _notify(listener.on_ready)
-                case Heartbeat():
-                    self.heartbeat = message
+                    self._on_ready(message)
                 case StepOutput() | RequestFailed() | CacheMiss():
+                    if isinstance(message, StepOutput):
+                        self._breaker.note_progress()
                     _notify(partial(listener.on_message, message))
                 case _:
                     logger.error("P1 sent a %s; ignored", type(message).__name__)
 
-    async def _watch_heartbeat(self) -> None:
+    def _on_ready(self, ready: Ready) -> None:
+        self.ready, self.state, self._was_ready = ready, "ready", True
+        self._breaker.note_ready()
+        self._has_started.set()
+        self._is_ready.set()
+        if self._has_standby and self._standby is None:
+            self._standby = EngineProcess.spawn(self._options)
+        if self._listener is not None:
+            _notify(self._listener.on_ready)
+
+    def _check(self, engine: EngineProcess, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        num_sent = 0 if engine.sender is None else engine.sender.num_sent
+        fault = self._watch.check(heartbeat, num_sent=num_sent, num_received=self._num_received)
+        if fault is not None:
+            self._replace(fault)
+
+    async def _watch_silence(self) -> None:
         while True:
-            await asyncio.sleep(self._silence.interval_s)
-            if self._silence.tick() and self.state == "ready":
-                logger.error("the engine process is silent for too long; it is ended")
-                self._engine.process.kill()
+            await asyncio.sleep(self._watch.silence.interval_s)
+            fault = self._watch.tick()
+            # A P1 that starts says nothing; one that was stopped will not, either.
+            if fault is not None and (self.state == "ready" or fault.cause == "killed"):
+                self._replace(fault)
 
 
 def _notify(callback: Callable[[], None]) -> None:
@@ -361,56 +385,3 @@ def _notify(callback: Callable[[], None]) -> None:
         callback()
     except Exception:
         logger.exception("what the engine process said or did could not be taken in")
-
-
-def _end_process(process: BaseProcess, timeout_s: float) -> None:
-    process.join(timeout_s)
-    for end in (process.terminate, process.kill):
-        if process.is_alive():
-            end()
-            process.join(1.0)
-
-
-# ---- in P1 -------------------------------------------------------------------------------------
-
-
-def _run_child(
-    main: str,
-    configs: Connection,
-    directory: IpcDirectory,
-    log_level: LogLevel,
-    log_format: LogFormat,
-) -> None:
-    # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(
-        target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
-    ).start()
-    configure_logging(log_level, process="P1", log_format=log_format)
-    module, _, name = main.partition(":")
-    with reporting(logger, lambda: "importing JAX"):
-        run: Callable[[EngineConfig, str, str], None] = getattr(
-            importlib.import_module(module), name
-        )
-    try:
-        config: EngineConfig = configs.recv()
-    except EOFError:
-        # P0 ended before it had read the configuration.
-        directory.close()
-        return
-    try:
-        run(config, directory.address("in"), directory.address("out"))
-    except MMJaxError as error:
-        # A wrong checkpoint or setting: the message is enough, without a traceback.
-        print(f"mmjax engine: {error}", file=sys.stderr)
-        sys.exit(1)
-
-
-def _exit_with_parent(directory: IpcDirectory) -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        # P0, which created it, was killed.
-        directory.close()
-        # Only `_exit` ends the process from a thread.
-        os._exit(1)

@@ -21,7 +21,7 @@ from mmjax.frontend.output.outputs import (
 )
 from mmjax.frontend.prompt.input_processor import ProcessedRequest
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import RequestOutputDelta, TokenLogprobs
+from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 
 _CONTEXT_TOKENS = 5
 """Prompt tokens that precede the first output token's decoding, for its leading space."""
@@ -46,8 +46,11 @@ class OutputProcessor:
         self._sequence_by_id: dict[str, _Sequence] = {}
         self._parent_by_id: dict[str, _Parent] = {}
 
-    def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> None:
-        """Add a request; with `stream`, its outputs hold only what each step adds."""
+    def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> ProcessedOutputs:
+        """Add a request; with `stream`, its outputs hold only what each step adds.
+
+        Of tokens that it brings, no output tells. Returns the ends of the sequences that they end.
+        """
         parent = _Parent(request=request, stream=stream)
         self._parent_by_id[request.request_id] = parent
         for index, message in enumerate(request.messages):
@@ -59,6 +62,11 @@ class OutputProcessor:
             )
             parent.sequences.append(sequence)
             self._sequence_by_id[message.request_id] = sequence
+        brought = ProcessedOutputs([], [], [], [])
+        for message in request.messages:
+            if message.output_token_ids:
+                self._resume(message, brought)
+        return brought
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Remove requests; return the ids of their unfinished sequences."""
@@ -80,12 +88,10 @@ class OutputProcessor:
         others = [i for i in self._forget(sequence.parent) if i != sequence_id]
         return sequence.parent.request.request_id, others
 
-    def has_partial_output(self, request_id: str) -> bool:
-        """Return whether the request has output and is not finished."""
-        parent = self._parent_by_id.get(request_id)
-        return parent is not None and any(
-            sequence.token_ids and sequence.finish_reason is None for sequence in parent.sequences
-        )
+    def get_output_token_ids(self, sequence_id: str) -> list[int]:
+        """Return the tokens of an unfinished sequence so far; none of an unknown one."""
+        sequence = self._sequence_by_id.get(sequence_id)
+        return [] if sequence is None else list(sequence.token_ids)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -139,18 +145,43 @@ class OutputProcessor:
         return context[::-1]
 
     def _apply(self, sequence: "_Sequence", delta: RequestOutputDelta) -> CompletionOutput:
-        params = sequence.params
-        token_ids = delta.new_token_ids
-        visible: Sequence[int] = token_ids
-        if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
-            # The last id is the EOS or a stop token, which is not part of the text.
-            visible = token_ids[:-1]
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
         sequence.parent.note(delta)
         if delta.prompt_logprobs is not None:
             sequence.parent.prompt_logprobs = [
                 None if entry is None else self._position(entry) for entry in delta.prompt_logprobs
             ]
+        new_text, taken = self._take(sequence, delta)
+        logprobs = self._logprobs(delta, len(taken))
+        sequence.logprobs += logprobs or []
+        return sequence.completion(new_text, taken, logprobs)
+
+    def _resume(self, message: EngineCoreRequest, outputs: ProcessedOutputs) -> None:
+        """Take in the tokens that a sequence brings; add to `outputs` if they end it."""
+        sequence = self._sequence_by_id[message.request_id]
+        reason, stop_reason = _find_end(message)
+        brought = RequestOutputDelta(
+            request_id=message.request_id,
+            new_token_ids=message.output_token_ids,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+        )
+        self._take(sequence, brought)
+        if sequence.finish_reason is not None:
+            del self._sequence_by_id[message.request_id]
+            sequence.note_tokens(0, time.monotonic())
+            outputs.finished.append(sequence.to_finished(message.request_id))
+            output = self._request_output(sequence, sequence.completion("", [], None))
+            outputs.request_outputs.extend([] if output is None else [output])
+
+    def _take(self, sequence: "_Sequence", delta: RequestOutputDelta) -> tuple[str, list[int]]:
+        """Add a delta's tokens, up to a stop string; return the new text, and those tokens."""
+        params = sequence.params
+        token_ids = delta.new_token_ids
+        visible: Sequence[int] = token_ids
+        if delta.finish_reason == "stop" and not params.include_stop_str_in_output:
+            # The last id is the EOS or a stop token, which is not part of the text.
+            visible = token_ids[:-1]
         if not params.detokenize:
             visible = ()
         new_text = ""
@@ -164,8 +195,7 @@ class OutputProcessor:
                 break
         is_stopped = sequence.text.stop_string is not None
         taken = token_ids[:num_taken] if is_stopped else token_ids
-        logprobs = self._logprobs(delta, len(taken))
-        sequence.add(taken, logprobs)
+        sequence.token_ids += taken
         if params.detokenize and not is_stopped and delta.finish_reason is not None:
             may_stop = len(sequence.token_ids) > params.min_tokens
             new_text += sequence.text.finish(check_stop=may_stop)
@@ -177,7 +207,7 @@ class OutputProcessor:
         parse = sequence.parent.request.prepared.parse_answer
         if parse is not None and sequence.finish_reason is not None:
             sequence.parsed = parse(sequence.token_ids)
-        return sequence.completion(new_text, taken, logprobs)
+        return new_text, taken
 
     def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:
         if delta.new_logprobs is None:
@@ -288,10 +318,6 @@ class _Sequence:
     last_token_at: float = 0.0
     parsed: Mapping[str, Any] | None = None
 
-    def add(self, token_ids: list[int], logprobs: SampleLogprobs | None) -> None:
-        self.token_ids += token_ids
-        self.logprobs += logprobs or []
-
     def note_tokens(self, num_tokens: int, now: float) -> NewTokens:
         """Record when tokens came."""
         is_first = not self.first_token_at
@@ -337,7 +363,7 @@ class _Sequence:
     def _cumulative_logprob(self) -> float | None:
         if self.params.logprobs is None:
             return None
-        return sum(next(iter(position.values())).logprob for position in self.logprobs)
+        return sum((next(iter(one.values())).logprob for one in self.logprobs), 0.0)
 
 
 def _running_ids(parent: _Parent) -> list[str]:
@@ -346,3 +372,16 @@ def _running_ids(parent: _Parent) -> list[str]:
         for message, sequence in zip(parent.request.messages, parent.sequences, strict=True)
         if sequence.finish_reason is None
     ]
+
+
+def _find_end(message: EngineCoreRequest) -> tuple[str | None, int | None]:
+    """Return why the tokens that a sequence brings end it, if they do, and by which stop token."""
+    params, num_tokens = message.sampling_params, len(message.output_token_ids)
+    last = message.output_token_ids[-1]
+    is_structured = message.grammar is not None
+    ends = [] if params.ignore_eos and not is_structured else message.eos_token_ids
+    may_stop = num_tokens >= params.min_tokens or is_structured
+    if may_stop and last in (*ends, *params.stop_token_ids):
+        return "stop", None if last in ends[:1] else last
+    is_long = params.max_tokens is not None and num_tokens >= params.max_tokens
+    return ("length" if is_long else None), None

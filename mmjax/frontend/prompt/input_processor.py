@@ -238,16 +238,19 @@ class InputProcessor:
         lora_name: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        generated_token_ids: Sequence[Sequence[int]] = (),
         control: DecodeControl | None = None,
     ) -> ProcessedRequest:
         """Tokenize, process the media, check the limits, and make `n` messages. Changes no cache.
 
-        `id_domain`: namespace of the media ids. `control`: admits the bytes to decode.
+        `id_domain`: namespace of the media ids. `generated_token_ids`: of each sequence, what was
+        generated elsewhere. `control`: admits the bytes to decode.
         """
         params = sampling_params or self.default_sampling_params()
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
         self._check_token_ids(params)
+        self._check_generated(generated_token_ids, params.n)
         bad_words = self._tokenize_bad_words(params.bad_words)
         grammar = None
         if params.structured_outputs is not None:
@@ -275,7 +278,11 @@ class InputProcessor:
             grammar=grammar,
         )
         return ProcessedRequest.create(
-            template, prepared, continues_prompt=continues_prompt, times=current_times()
+            template,
+            prepared,
+            continues_prompt=continues_prompt,
+            times=current_times(),
+            generated_token_ids=generated_token_ids,
         )
 
     def prepare_inputs(
@@ -389,6 +396,22 @@ class InputProcessor:
                     f"`{name}` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
                     param=name,
                 )
+
+    def _check_generated(self, generated_token_ids: Sequence[Sequence[int]], n: int) -> None:
+        if generated_token_ids and len(generated_token_ids) != n:
+            raise RequestValueError(
+                f"`generated_token_ids` holds tokens of {len(generated_token_ids)} sequences, and "
+                f"`n` is {n}; give a list for each",
+                param="generated_token_ids",
+            )
+        ids = (token_id for one in generated_token_ids for token_id in one)
+        bad = next((i for i in ids if not 0 <= i < self._vocab_size), None)
+        if bad is not None:
+            raise RequestValueError(
+                f"`generated_token_ids` holds {bad}; ids of this model lie in "
+                f"[0, {self._vocab_size})",
+                param="generated_token_ids",
+            )
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return each word's tokens, and those it has behind a space if these are others.

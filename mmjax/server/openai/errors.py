@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from mmjax.errors import (
     BodyTimeoutError,
-    CapacityError,
     RequestCancelledError,
     RequestError,
     ShuttingDownError,
@@ -122,8 +121,9 @@ class ErrorResponse(Response):
 def error_response(error: RequestError) -> ErrorResponse:
     """Return the response to a request's error."""
     headers = {}
-    if isinstance(error, CapacityError):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    retry_after_s: float | None = getattr(error, "retry_after_s", None)
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(retry_after_s)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     elif error.status == 408:

@@ -1,0 +1,142 @@
+"""P1 is killed under load, at every stage: no request is lost, no token is lost or doubled."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from tests.chaos.service import (
+    Answer,
+    Service,
+    default_config,
+    params,
+    question,
+    run,
+    serving,
+    until,
+)
+
+NUM_STREAMS = 32
+
+
+async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> list[Answer]:
+    """Ask many questions at once, every third about a picture."""
+    return await asyncio.gather(
+        *(
+            service.ask(
+                question(number, number if number % 3 == 0 else None), params(number, max_tokens)
+            )
+            for number in numbers
+        )
+    )
+
+
+def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
+    """The sample of every run; `test_fifty_kills` has the counts."""
+
+    async def body() -> None:
+        config = default_config("--precompile", "none")
+        async with serving(config, has_standby=True) as service:
+            numbers = range(6)
+            expected = await ask_all(service, numbers, 24)
+            asked = asyncio.create_task(ask_all(service, numbers, 24))
+            await until_tokens(service, 12)
+            os.kill(service.pid, signal.SIGKILL)
+            await until(lambda: service.supervisor.state == "restarting")
+            first = service.pid
+            late = asyncio.create_task(ask_all(service, [100], 4))
+            await until(lambda: service.pid != first)
+            await service.kill()
+            assert await asked == expected
+            await late
+            assert service.supervisor.num_restarts == 2
+            assert service.client.num_requests == 0
+
+    run(body)
+
+
+async def until_tokens(service: Service, count: int) -> None:
+    """Wait until the streams have so many more tokens, or all have ended."""
+    sequences = service.client._output_processor._sequence_by_id
+
+    def num_tokens() -> int:
+        return sum(len(one.token_ids) for one in sequences.values())
+
+    await until(lambda: num_tokens() > 0)
+    before = num_tokens()
+    await until(lambda: not sequences or num_tokens() >= before + count or num_tokens() < before)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kills_at_every_stage() -> None:
+    async def body() -> None:
+        async with serving(default_config(), has_standby=True) as service:
+            numbers = range(8)
+            expected = await ask_all(service, numbers, 64)
+            print(f"\nidle: {await service.kill():.1f} s")
+            assert await ask_all(service, numbers, 64) == expected
+            for stage, is_there in STAGES.items():
+                asked = asyncio.create_task(ask_all(service, numbers, 64))
+                await until(lambda is_there=is_there: is_there(service))
+                print(f"{stage}: {await service.kill():.1f} s")
+                assert await asked == expected, stage
+            # While it starts, and five times in a row.
+            asked = asyncio.create_task(ask_all(service, numbers, 64))
+            await until(lambda: bool(service.computed))
+            for _ in range(5):
+                os.kill(service.pid, signal.SIGKILL)
+                dead = service.pid
+                await until(lambda dead=dead: service.pid != dead)
+            assert await asked == expected
+            assert service.client.num_requests == 0
+
+    run(body)
+
+
+def _is_new(service: Service) -> bool:
+    tokens = service.client._output_processor.get_output_token_ids
+    return any(not tokens(request_id) for request_id in service.computed)
+
+
+def _decodes(service: Service) -> bool:
+    tokens = service.client._output_processor.get_output_token_ids
+    return bool(service.computed) and all(len(tokens(one)) > 3 for one in service.computed)
+
+
+STAGES = {"taken in, encoded, prefill": _is_new, "decode": _decodes}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_kills() -> None:
+    """Prints how long each took until P1 was ready again."""
+    rng = random.Random(0)
+
+    async def body() -> None:
+        async with serving(default_config(), has_standby=True) as service:
+            expected = await ask_all(service, range(NUM_STREAMS), 128)
+            is_over, num_answers = asyncio.Event(), 0
+
+            async def client(number: int) -> None:
+                nonlocal num_answers
+                while not is_over.is_set():
+                    (answer,) = await ask_all(service, [number], 128)
+                    assert answer == expected[number], number
+                    num_answers += 1
+
+            clients = [asyncio.create_task(client(number)) for number in range(NUM_STREAMS)]
+            seconds = []
+            for _ in range(50):
+                await until_tokens(service, rng.randrange(1, 1500))
+                seconds.append(await service.kill())
+            is_over.set()
+            await asyncio.gather(*clients)
+            assert num_answers >= NUM_STREAMS
+            assert service.supervisor.num_restarts == 50
+            print(f"\n{num_answers} answers; ready again after", *(f"{s:.1f}" for s in seconds))
+
+    asyncio.run(asyncio.wait_for(body(), 1700))
