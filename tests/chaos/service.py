@@ -26,9 +26,8 @@ DEADLINE_S = 250.0
 
 
 def default_config(*flags: str) -> EngineConfig:
-    """Return the embedded default's configuration, with few programs to compile."""
-    small = ("--max-model-len", "256", "--max-num-seqs", "32", "--max-num-batched-tokens", "128")
-    config = to_engine_config(parse_flags([*small, *flags]))
+    """Return the embedded default's configuration."""
+    config = to_engine_config(parse_flags([*flags]))
     return with_encoder_budget(replace(config, model=with_model_class(config.model)))
 
 

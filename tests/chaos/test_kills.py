@@ -20,6 +20,9 @@ from tests.chaos.service import (
 )
 
 NUM_STREAMS = 32
+FEW = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
+"""As tests/test_serve.py: their programs are compiled once."""
+MANY = ("--max-model-len", "512", "--max-num-seqs", "32")
 
 
 async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> list[Answer]:
@@ -38,12 +41,13 @@ def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
     """The sample of every run; `test_fifty_kills` has the counts."""
 
     async def body() -> None:
-        config = default_config("--precompile", "none")
-        async with serving(config, has_standby=True) as service:
-            numbers = range(6)
-            expected = await ask_all(service, numbers, 24)
-            asked = asyncio.create_task(ask_all(service, numbers, 24))
-            await until_tokens(service, 12)
+        async with serving(
+            default_config(*FEW, "--precompile", "none"), has_standby=True
+        ) as service:
+            numbers = range(4)
+            expected = await ask_all(service, numbers, 16)
+            asked = asyncio.create_task(ask_all(service, numbers, 16))
+            await until_tokens(service, 6)
             os.kill(service.pid, signal.SIGKILL)
             await until(lambda: service.supervisor.state == "restarting")
             first = service.pid
@@ -74,7 +78,7 @@ async def until_tokens(service: Service, count: int) -> None:
 @pytest.mark.timeout(600)
 def test_kills_at_every_stage() -> None:
     async def body() -> None:
-        async with serving(default_config(), has_standby=True) as service:
+        async with serving(default_config(*MANY), has_standby=True) as service:
             numbers = range(8)
             expected = await ask_all(service, numbers, 64)
             print(f"\nidle: {await service.kill():.1f} s")
@@ -117,7 +121,7 @@ def test_fifty_kills() -> None:
     rng = random.Random(0)
 
     async def body() -> None:
-        async with serving(default_config(), has_standby=True) as service:
+        async with serving(default_config(*MANY), has_standby=True) as service:
             expected = await ask_all(service, range(NUM_STREAMS), 128)
             is_over, num_answers = asyncio.Event(), 0
 
