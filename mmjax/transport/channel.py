@@ -1,9 +1,13 @@
 """One-way channels between P0 and P1: ZMQ PUSH/PULL over ipc, blocking and asyncio."""
 
 import asyncio
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,23 @@ _MAX_IPC_PATH = 100
 """A Unix socket's path may have 108 bytes; the rest is for the socket's name."""
 
 
+_PREFIX = "mmjax-ipc-"
+_MIN_AGE_S = 60.0
+"""A younger directory may not be locked yet."""
+
+
 class IpcDirectory:
-    """A temporary directory, private to this user, for the sockets of one engine."""
+    """A temporary directory, private to this user, for the sockets of one engine.
+
+    The process that made it holds a lock on it. One whose processes were killed is removed when
+    the next one is made.
+    """
 
     def __init__(self) -> None:
+        _remove_leftovers(Path(tempfile.gettempdir()))
         # mkdtemp creates it with mode 0700, so that other users cannot connect to its sockets.
-        self.path = Path(tempfile.mkdtemp(prefix="mmjax-"))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock: int | None = _lock(self.path)
         if len(str(self.path)) > _MAX_IPC_PATH - 20:
             self.close()
             raise ConfigError(
@@ -33,19 +48,50 @@ class IpcDirectory:
                 "set TMPDIR to a shorter one, such as /tmp"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs; the lock stays here."""
+        return {"path": self.path, "_lock": None}
+
     def address(self, name: str) -> str:
         """Return the address of the socket `name` in this directory."""
         return f"ipc://{self.path / name}"
 
     def close(self) -> None:
-        """Remove the directory and the sockets in it."""
+        """Remove the directory and the sockets in it. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
     def __enter__(self) -> "IpcDirectory":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _lock(path: Path) -> int:
+    """Lock a directory of this user; OSError if it is locked, or another's."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the directories of processes that were killed."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime < _MIN_AGE_S:
+                continue
+            fd = _lock(path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
 
 
 class Sender:
