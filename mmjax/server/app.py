@@ -66,7 +66,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     if config.enable_log_requests:
         client.observe(RequestLog(config))
     tracer = _make_tracer(client, config.otlp_traces_endpoint)
-    reader = RequestReader(config.request_body_timeout_s)
+    reader = RequestReader(config.request_body_timeout_s, client.check_room)
     generation = GenerationService(client, chat, config)
     app = FastAPI(
         title="mmjax",

@@ -5,12 +5,15 @@ dropped, and after a loss or another order nothing more is read (`MessagesLostEr
 """
 
 import asyncio
+import fcntl
 import os
 import shutil
 import struct
 import tempfile
+import time
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,10 @@ _MAX_IPC_PATH = 100
 """A Unix socket's path may have 108 bytes; the rest is for the socket's name."""
 
 
+_PREFIX = "mmjax-ipc-"
+_MIN_AGE_S = 60.0
+"""A younger directory may not be locked yet."""
+
 _NUMBER = struct.Struct("<8sQI")
 """The sending end, the message's number, and the checksum of the header."""
 
@@ -36,17 +43,27 @@ class MessagesLostError(MMJaxError):
 
 
 class IpcDirectory:
-    """A temporary directory, private to this user, for the sockets of one engine."""
+    """A temporary directory, private to this user, for the sockets of one engine.
+
+    The process that made it holds a lock on it. One whose processes were killed is removed when
+    the next one is made.
+    """
 
     def __init__(self) -> None:
+        _remove_leftovers(Path(tempfile.gettempdir()))
         # mkdtemp creates it with mode 0700, so that other users cannot connect to its sockets.
-        self.path = Path(tempfile.mkdtemp(prefix="mmjax-"))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock: int | None = _lock(self.path)
         if len(str(self.path)) > _MAX_IPC_PATH - 20:
             self.close()
             raise ConfigError(
                 "the temporary directory's path is too long for a socket; "
                 "set TMPDIR to a shorter one, such as /tmp"
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs; the lock stays here."""
+        return {"path": self.path, "_lock": None}
 
     def address(self, name: str) -> str:
         """Return the address of the socket `name` in this directory."""
@@ -58,8 +75,11 @@ class IpcDirectory:
         return step_record_path(self.address("in"))
 
     def close(self) -> None:
-        """Remove the directory and the sockets in it."""
+        """Remove the directory and the sockets in it. Idempotent."""
         shutil.rmtree(self.path, ignore_errors=True)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
 
     def __enter__(self) -> "IpcDirectory":
         return self
@@ -125,6 +145,30 @@ def _unpack_number(frames: Sequence[Buffer]) -> tuple[bytes, int]:
     if zlib.crc32(frames[1]) != checksum:
         raise WireError("the header's checksum is wrong")
     return end, number
+
+
+def _lock(path: Path) -> int:
+    """Lock a directory of this user; OSError if it is locked, or another's."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise PermissionError
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the directories of processes that were killed."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - path.lstat().st_mtime < _MIN_AGE_S:
+                continue
+            fd = _lock(path)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
 
 
 class Sender:

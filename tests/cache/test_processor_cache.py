@@ -1,6 +1,9 @@
 """The processor-only cache: hits, sizes, evictions, statistics."""
 
 import contextlib
+import errno
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,6 +151,27 @@ def test_the_largest_shared_item_is_what_the_config_says():
         assert cache.is_cached(["small", "large"]) == [True, False]
         assert config_with_segment(config, cache).mm_shm_name == cache.name
     assert config_with_segment(config, None) is config
+
+
+def test_without_room_for_a_segment_both_halves_are_lru(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("mmjax.cache.media.selection.logger.propagate", True)
+    before = sorted(Path("/dev/shm").glob(f"mmjax-{os.geteuid()}/{os.getpid()}-*"))
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    assert make(mm_processor_cache_type="shm", mm_shm_cache_max_object_size_mb=7) == MIRRORED
+    assert len(caplog.records) == 1
+    assert "No space left on device" in caplog.text
+    # What was made of the segment is gone.
+    assert sorted(Path("/dev/shm").glob(f"mmjax-{os.geteuid()}/{os.getpid()}-*")) == before
+
+
+def test_another_fault_of_a_segment_is_the_operators():
+    with pytest.raises(ConfigError, match="`mm_shm_name` is"):
+        make(mm_processor_cache_type="shm", mm_shm_name="a/b")
 
 
 def test_several_senders_cannot_keep_one_receivers_order():

@@ -16,8 +16,8 @@ from mmjax.engine.device.compilation import (
     Program,
     compile_programs,
     default_num_threads,
-    enable_persistent_cache,
 )
+from mmjax.engine.device.compile_cache import enable_persistent_cache
 
 CACHE_DIR = "jax_compilation_cache_dir"
 OPTIONS = (
@@ -33,37 +33,6 @@ def restored_options() -> Iterator[None]:
     yield
     for name, value in before.items():
         jax.config.update(name, value)
-
-
-def test_the_cache_is_a_folder_of_this_user_alone(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "xla"
-    enable_persistent_cache(folder)
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert jax.config.values[CACHE_DIR] == str(folder)
-
-
-def test_a_folder_that_others_may_write_is_refused(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mmjax.engine.device.compilation.logger.propagate", True)
-    jax.config.update(CACHE_DIR, None)
-    tmp_path.chmod(0o777)
-    enable_persistent_cache(tmp_path)
-    assert "nobody else may write it" in caplog.text
-    assert jax.config.values[CACHE_DIR] is None
-
-
-def test_a_folder_that_cannot_be_made_costs_the_cache_only(tmp_path: Path) -> None:
-    jax.config.update(CACHE_DIR, None)
-    (tmp_path / "file").touch()
-    enable_persistent_cache(tmp_path / "file" / "xla")
-    assert jax.config.values[CACHE_DIR] is None
-
-
-def test_a_cache_that_is_set_up_already_stays(tmp_path: Path) -> None:
-    jax.config.update(CACHE_DIR, str(tmp_path))
-    enable_persistent_cache(None)
-    assert jax.config.values[CACHE_DIR] == str(tmp_path)
 
 
 def compile_something(size: int) -> None:

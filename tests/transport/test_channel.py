@@ -1,15 +1,22 @@
 """Channels deliver messages in order, in a private directory."""
 
 import asyncio
+import copy
+import os
 import stat
+import subprocess
+import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import zmq
 
 from mmjax.errors import ConfigError
+from mmjax.transport import channel
 from mmjax.transport.channel import (
     _NUMBER,
     AsyncReceiver,
@@ -170,3 +177,50 @@ def test_a_path_too_long_is_named(
     with pytest.raises(ConfigError, match="TMPDIR"):
         IpcDirectory()
     assert list(long.iterdir()) == []
+
+
+OWNER = """
+import sys, time
+from mmjax.transport.channel import IpcDirectory
+directory = IpcDirectory()
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_processes_directory_goes_with_the_next_one_and_a_living_ones_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(channel, "_MAX_IPC_PATH", 1000)
+    strangers = [tmp_path / "mmjax-ipc-file", tmp_path / "mmjax-0", tmp_path / "other"]
+    strangers[0].write_text("no directory")
+    for path in strangers[1:]:
+        path.mkdir()
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with owner:
+        assert owner.stdout is not None
+        path = Path(owner.stdout.readline().strip())
+        made_at = time.time() - 2 * channel._MIN_AGE_S
+        for one in (path, *strangers):
+            os.utime(one, (made_at, made_at))
+        IpcDirectory().close()
+        assert path.is_dir(), "its owner lives"
+        owner.kill()
+        owner.wait()
+        os.utime(path)
+        IpcDirectory().close()
+        assert path.is_dir(), "it may have been made just now"
+        os.utime(path, (made_at, made_at))
+        IpcDirectory().close()
+        assert not path.exists()
+    assert sorted(tmp_path.iterdir()) == sorted(strangers)
+
+
+def test_a_copy_in_another_process_holds_no_lock(directory: IpcDirectory) -> None:
+    copy_of_it = copy.copy(directory)
+    assert copy_of_it.path == directory.path
+    assert copy_of_it._lock is None

@@ -8,10 +8,14 @@ from mmjax.cache.media.processor_cache import (
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
 )
+from mmjax.cache.media.shm.files import NoSharedMemoryError
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
-from mmjax.config import MultiModalConfig, ProcessorCacheType
+from mmjax.config import DEFAULT_SHM_OBJECT_SIZE_MB, MultiModalConfig, ProcessorCacheType
 from mmjax.errors import ConfigError
+from mmjax.logger import get_logger
+
+logger = get_logger(__name__)
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -19,18 +23,25 @@ _MIB, _GIB = 2**20, 2**30
 def processor_cache_from_config(
     config: MultiModalConfig, *, num_api_processes: int = 1
 ) -> BaseMultiModalProcessorCache | None:
-    """Return P0's cache, or None if it is off; the type shm creates its segment here."""
+    """Return P0's cache, or None if it is off; the type shm creates its segment here.
+
+    Without room for a segment, it is one of the type lru.
+    """
     match _get_cache_type(config, num_api_processes):
         case "processor_only":
             return MultiModalProcessorOnlyCache(_capacity_bytes(config))
         case "lru":
             return MultiModalProcessorSenderCache(_capacity_bytes(config))
         case "shm":
-            return ShmObjectStoreSenderCache(
-                _capacity_bytes(config),
-                max_object_bytes=config.mm_shm_cache_max_object_size_mb * _MIB,
-                name=config.mm_shm_name,
-            )
+            try:
+                return ShmObjectStoreSenderCache(
+                    _capacity_bytes(config),
+                    max_object_bytes=config.mm_shm_cache_max_object_size_mb * _MIB,
+                    name=config.mm_shm_name,
+                )
+            except NoSharedMemoryError as error:
+                logger.warning("without shared memory, the processor cache is `lru`: %s", error)
+                return MultiModalProcessorSenderCache(_capacity_bytes(config))
         case None:
             return None
 
@@ -56,9 +67,17 @@ def engine_receiver_cache_from_config(
 def config_with_segment(
     config: MultiModalConfig, cache: BaseMultiModalProcessorCache | None
 ) -> MultiModalConfig:
-    """Return P1's configuration, with the name of the segment of P0's `cache`, if it has one."""
-    is_shared = isinstance(cache, ShmObjectStoreSenderCache)
-    return replace(config, mm_shm_name=cache.name) if is_shared else config
+    """Return P1's configuration: with the type of P0's `cache`, and the name of its segment."""
+    if isinstance(cache, ShmObjectStoreSenderCache):
+        return replace(config, mm_shm_name=cache.name)
+    had_no_room = isinstance(cache, MultiModalProcessorSenderCache)
+    if had_no_room and config.mm_processor_cache_type == "shm":
+        return replace(
+            config,
+            mm_processor_cache_type="lru",
+            mm_shm_cache_max_object_size_mb=DEFAULT_SHM_OBJECT_SIZE_MB,
+        )
+    return config
 
 
 def _get_cache_type(config: MultiModalConfig, num_api_processes: int) -> ProcessorCacheType | None:

@@ -1,4 +1,4 @@
-"""Compilation: in parallel, with a persistent cache, and counted while serving."""
+"""Compilation: in parallel, and counted while serving."""
 
 import os
 import threading
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -156,41 +155,6 @@ def _compiling_threads(number: int) -> Iterator[ThreadPoolExecutor]:
             yield pool
     finally:
         threading.stack_size(before)
-
-
-def default_cache_dir() -> Path:
-    """Return this user's directory for the persistent compilation cache."""
-    return Path.home() / ".cache" / "mmjax" / "xla"
-
-
-def enable_persistent_cache(directory: Path | None) -> None:
-    """Set JAX's persistent compilation cache, unless `JAX_COMPILATION_CACHE_DIR` sets one.
-
-    A process that can write to the directory can run code here, so one that other users may write
-    to is refused with a warning.
-    """
-    if directory is None:
-        if jax.config.values.get("jax_compilation_cache_dir") is not None:
-            return
-        directory = default_cache_dir()
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        logger.warning("no persistent compile cache: %s", error)
-        return
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
-        logger.warning(
-            "no persistent compile cache: %s belongs to user %d with mode %o; it must be yours, "
-            "and nobody else may write it",
-            directory,
-            status.st_uid,
-            status.st_mode & 0o777,
-        )
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 class CompilationCounter:

@@ -21,7 +21,7 @@ from mmjax.errors import (
     RequestQuarantinedError,
     RequestTimeoutError,
 )
-from mmjax.frontend.engine_client.capacity import Capacity
+from mmjax.frontend.engine_client.capacity import Capacity, TokenReservation
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
 from mmjax.frontend.engine_client.quarantine import Quarantine
@@ -109,6 +109,8 @@ class _PendingRequest:
     cancellation: Cancellation = field(default_factory=Cancellation)
     """Set when the client has left."""
     handle: RequestStream | None = None
+    reservation: TokenReservation | None = None
+    """Room for its prompt, until it is counted by its handle."""
     times: RequestTimes = field(default_factory=lambda: RequestTimes(arrived_at=time.monotonic()))
 
     @property
@@ -249,6 +251,8 @@ class AsyncEngineClient:
         finally:
             if pending.handle is None:
                 self.capacity.leave(sampling_params.n)
+            if pending.reservation is not None:
+                pending.reservation.release()
         if pending.handle is None:
             raise _unavailable(self.supervisor)
         return pending.handle
@@ -401,11 +405,14 @@ class AsyncEngineClient:
         with recording(pending.times):
             request = prepare(prompt=prompt, control=control)
             self._quarantine.check(request)
-            self.capacity.check_queue(
+            pending.reservation = self.capacity.reserve_tokens(
                 len(request.prompt_token_ids) * len(request.messages),
-                num_queued_tokens=self._output_processor.num_queued_tokens,
+                lambda: self._output_processor.num_queued_tokens,
             )
-            if not pending.is_cancelled:
+            if pending.is_cancelled:
+                # Nobody waits any more who would release it.
+                pending.reservation.release()
+            else:
                 self.input_processor.committer.commit(
                     request, partial(call_in_loop, loop, self._on_committed, pending)
                 )
@@ -445,6 +452,10 @@ class AsyncEngineClient:
             if handle.expiry is not None:
                 handle.expiry.cancel()
         return handle
+
+    def check_room(self) -> None:
+        """Raise CapacityError if there is no room for one more sequence."""
+        self.capacity.check_room(1, num_others=self.num_seqs - self.capacity.num_seqs)
 
     def _admit(self, num_seqs: int) -> None:
         # Before any decoding, so that refusing is cheap under overload.

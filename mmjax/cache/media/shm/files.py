@@ -4,6 +4,7 @@ A writer holds a lock on its file as long as it lives. Unlike a process id, the 
 between containers that share the memory.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -20,7 +21,12 @@ from mmjax.logger import get_logger
 logger = get_logger(__name__)
 
 _SUFFIX = ".ring"
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+
+
+class NoSharedMemoryError(ConfigError):
+    """There is no room for a segment."""
 
 
 def new_segment_name() -> str:
@@ -40,6 +46,16 @@ def remove_leftovers(directory: Path) -> list[Path]:
     return removed
 
 
+def remove_dead_segments() -> None:
+    """Remove what dead processes left in all directories that segments are made in."""
+    for directory in _candidate_directories():
+        # Another user's directory, or none.
+        with suppress(OSError, ConfigError):
+            _check_private(directory, directory.lstat())
+            with _locked(directory, os.O_RDONLY, is_waiting=True):
+                remove_leftovers(directory)
+
+
 @contextmanager
 def _locked(path: Path, flags: int, *, is_waiting: bool) -> Iterator[None]:
     """Lock a file or directory; OSError if it is locked already and not `is_waiting`."""
@@ -51,10 +67,23 @@ def _locked(path: Path, flags: int, *, is_waiting: bool) -> Iterator[None]:
         os.close(fd)
 
 
-def create_file(name: str, size: int, directory: Path | None = None) -> tuple[Path, int]:
+def create_file(
+    name: str, size: int, directory: Path | None = None, *, num_reserved: int = 0
+) -> tuple[Path, int]:
     """Create a sparse, locked file that only this user can open; return it and its descriptor.
 
-    Also removes stale files of the directory. `directory` None: a private one in shared memory.
+    Also removes stale files of the directory.
+
+    Args:
+        name: Without its suffix.
+        size: In bytes.
+        directory: None: a private one in shared memory.
+        num_reserved: Bytes from its beginning that get memory now: else a store there would raise
+            SIGBUS once there is none.
+
+    Raises:
+        NoSharedMemoryError: There is no room for it.
+        ConfigError: It cannot be made for another reason.
     """
     directory = _find_directory() if directory is None else directory
     _check_private(directory, directory.lstat())
@@ -63,9 +92,10 @@ def create_file(name: str, size: int, directory: Path | None = None) -> tuple[Pa
         # Else another process could remove the new file as stale before it is locked.
         with _locked(directory, os.O_RDONLY, is_waiting=True):
             remove_leftovers(directory)
-            return path, _create_locked(path, size)
+            return path, _create_locked(path, size, num_reserved)
     except OSError as error:
-        raise ConfigError(
+        error_class = NoSharedMemoryError if error.errno in _NO_ROOM else ConfigError
+        raise error_class(
             f"the processor cache's shared memory `{path}` cannot be made: {error.strerror}; "
             "choose another `mm_shm_name`, or `--mm-processor-cache-type lru`"
         ) from error
@@ -106,12 +136,14 @@ def remove_file(path: Path, fd: int, pid: int) -> None:
     os.close(fd)
 
 
-def _create_locked(path: Path, size: int) -> int:
+def _create_locked(path: Path, size: int, num_reserved: int) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, size)
+        if num_reserved and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(fd, 0, num_reserved)
     except BaseException:
         remove_file(path, fd, os.getpid())
         raise

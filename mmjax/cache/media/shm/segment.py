@@ -72,7 +72,8 @@ class Segment:
     @classmethod
     def create(cls, capacity: int, name: str, directory: Path | None = None) -> "Segment":
         """Create the file, of `capacity` bytes of data: whole pages."""
-        path, fd = create_file(name, _data_offset(capacity) + capacity, directory)
+        offset = _data_offset(capacity)
+        path, fd = create_file(name, offset + capacity, directory, num_reserved=offset)
         try:
             with mmap.mmap(fd, PAGE) as page:
                 _write_control(page, capacity)
