@@ -66,7 +66,7 @@ class RequestReader:
 
         Raises RequestError, or starlette's ClientDisconnect.
         """
-        body = await self._receive(request)
+        body = await self.receive(request)
         if not _is_json(request.headers.get("content-type", "")):
             raise _no_object()
         if len(body) <= _INLINE_BYTES:
@@ -92,7 +92,8 @@ class RequestReader:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _receive(self, request: Request) -> bytearray:
+    async def receive(self, request: Request) -> bytearray:
+        """Return the body as it comes, its elements counted; raises as `read` does."""
         body = bytearray()
         scan = JsonScan()
         try:
