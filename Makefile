@@ -32,7 +32,7 @@ serve: $(VENV)/.serve ## answer questions about pictures on http://127.0.0.1:800
 test: chromium lint ## run everything that CI runs
 	@$(PYTEST) -m "not slow and not hub"
 
-test-slow: chromium lint ## the same with full counts
+test-slow: chromium lint $(VENV)/.ray ## the same with full counts
 	@$(PYTEST) -m "not hub" --timeout 3600 --hypothesis-profile random
 
 test-threats: $(VENV)/.dev ## the tests of threats at full counts, and again without asserts
@@ -74,3 +74,8 @@ $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing mmjax and what its tests need into $(VENV)"
 	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
+
+$(VENV)/.ray: $(VENV)/.dev
+	@echo "installing Ray, which the tests of a deployment need, into $(VENV)"
+	@$(BIN)/python -m pip install -qq --constraint $(PINS) --editable '.[serve,dev,ray]'
+	@touch $@

@@ -6,13 +6,11 @@ NOTE: no slow imports at the top: the spawned engine process imports this file a
 import asyncio
 import contextlib
 import errno
-import gc
 import math
 import os
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +20,7 @@ from mmjax.allocator import return_large_blocks
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_http_logging, configure_logging, get_logger, reporting
+from mmjax.server import make_app
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 
@@ -129,65 +128,8 @@ def _listen_at(path: Path) -> socket.socket:
 def _serve(
     engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
 ) -> int:
-    from mmjax.frontend.engine_client.supervisor import Supervisor
-
-    # P1 imports JAX while this process imports transformers and reads the configuration.
-    supervisor = Supervisor(
-        hang_timeout_s=server.engine_hang_timeout_s,
-        has_standby=server.enable_standby_engine,
-        log_level=engine.log_level,
-        log_format=engine.log_format,
-    )
-    logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
-    try:
-        with reporting(logger, lambda: "loading the tokenizer and the processor"):
-            app = _start(engine, server, supervisor)
-    except BaseException:
-        asyncio.run(supervisor.close())
-        raise
+    app, supervisor = make_app(engine, server)
     return asyncio.run(_run(app, server, supervisor, listener, shutdown))
-
-
-def _start(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
-    """Configure P1, and return the application."""
-    from mmjax.cache import config_with_segment, processor_cache_from_config
-    from mmjax.frontend.media_budget import with_encoder_budget
-    from mmjax.models.registry import with_model_class
-
-    engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
-    cache = processor_cache_from_config(engine.model.mm)
-    supervisor.configure(engine.with_mm(config_with_segment(engine.model.mm, cache)))
-    return _make_app(engine, server, supervisor, cache)
-
-
-def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
-    from mmjax.frontend.engine_client.client import AsyncEngineClient
-    from mmjax.frontend.media.connector import MediaConnector
-    from mmjax.frontend.prompt.chat import ChatParser
-    from mmjax.frontend.prompt.input_processor import InputProcessor
-    from mmjax.server.app import create_app
-
-    start = time.perf_counter()
-    input_processor = InputProcessor(
-        engine.model,
-        cache=cache,
-        connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
-        enable_prefix_caching=engine.cache.enable_prefix_caching,
-    )
-    input_processor.warm_up()
-    client = AsyncEngineClient(
-        input_processor,
-        supervisor,
-        engine.scheduler,
-        num_workers=server.renderer_num_workers,
-        quarantine_s=server.request_quarantine_s,
-    )
-    app = create_app(client, ChatParser.for_model(input_processor), server)
-    # Exclude what is loaded from garbage collection, whose passes would block the event loop.
-    gc.collect()
-    gc.freeze()
-    logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
-    return app
 
 
 async def _run(

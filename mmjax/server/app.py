@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -90,6 +91,7 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
         _add_docs_route(app)
     _add_model_routes(app, _model_card(client, chat))
     _add_state_routes(app, client)
+    _add_media_route(app, client, config)
     for path in PAGE_FILES:
         app.add_api_route(path, serve_page, include_in_schema=False)
     _add_metrics_route(app, metrics)
@@ -98,7 +100,17 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer: Any) -> None:
-    # The last one added is outermost: ids, the headers' number, CORS, keys, the body's size.
+    # The last one added is outermost: ids, traces, what protects.
+    add_protection(app, config)
+    if tracer is not None:
+        app.add_middleware(tracer.middleware)
+    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(ResponseCountMiddleware, metrics=metrics)
+
+
+def add_protection(app: FastAPI, config: ServerConfig) -> None:
+    """Add the limits of bodies and headers, API keys, and the origins that may call."""
+    # The last one added is outermost: the headers' number, CORS, keys, the body's size.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
     if config.api_keys:
         app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
@@ -115,10 +127,6 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer
         max_headers=config.h11_max_header_count,
         max_bytes=config.h11_max_incomplete_event_size,
     )
-    if tracer is not None:
-        app.add_middleware(tracer.middleware)
-    app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(ResponseCountMiddleware, metrics=metrics)
 
 
 def _add_generation_routes(app: FastAPI, service: GenerationService, reader: RequestReader) -> None:
@@ -251,6 +259,18 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
     @app.get("/version")
     async def version() -> Response:
         return json_response({"version": __version__})
+
+
+def _add_media_route(app: FastAPI, client: AsyncEngineClient, config: ServerConfig) -> None:
+    cache = client.input_processor.cache
+
+    @app.get("/internal/media", include_in_schema=False)
+    async def media() -> Response:
+        if len(config.api_keys) > 1:
+            raise HTTPException(403)
+        # In a thread: the cache's lock may be held by another one.
+        hashes = [] if cache is None else await asyncio.to_thread(cache.list_hashes)
+        return json_response({"object": "list", "media_hashes": hashes})
 
 
 def _make_tracer(client: AsyncEngineClient, endpoint: str | None) -> Any:

@@ -49,6 +49,17 @@ def parse_flags(
     return argparse.Namespace(**{name: one.value for name, one in given.items()})
 
 
+def parse_mapping(values: Mapping[str, Any]) -> argparse.Namespace:
+    """Return every setting by name, from values by name; ConfigError if one is wrong.
+
+    They override the environment and the defaults.
+    """
+    known = serve_settings()
+    given = {name: one.default for name, one in known.items()}
+    given |= {name: one.value for name, one in _read_environment(known).items()}
+    return argparse.Namespace(**given | _read_values(values, known))
+
+
 def dump_config(argv: Sequence[str] | None = None, *, prog: str = "mmjax config") -> str:
     """Return every setting with its value and its origin, as a file for `--config`."""
     return _dump(_read(_build_parser(prog), argv)[0])
@@ -174,20 +185,26 @@ def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Giv
     # Imported here: the engine process imports this module, too, and reads no file.
     from mmjax.server.yaml_file import read_yaml_mapping
 
-    values: dict[str, Given] = {}
     try:
-        for key, value in read_yaml_mapping(path).items():
-            name = key.replace("-", "_")
-            if name not in known:
-                _refuse_unknown(key, "setting")
-            if name in values:
-                raise ConfigError(f"`{key}` is given twice; give it once")
-            one = known[name]
-            parse = one.parse_text if isinstance(value, str) else one.parse
-            values[name] = Given(parse(value, key), f"file {path}")
+        values = _read_values(read_yaml_mapping(path), known)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return values
+    return {name: Given(value, f"file {path}") for name, value in values.items()}
+
+
+def _read_values(values: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return parsed values by the settings' names."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            _refuse_unknown(key, "setting")
+        if name in found:
+            raise ConfigError(f"`{key}` is given twice; give it once")
+        one = known[name]
+        parse = one.parse_text if isinstance(value, str) else one.parse
+        found[name] = parse(value, key)
+    return found
 
 
 def _refuse_unknown(written: str, kind: Literal["argument", "setting"]) -> None:

@@ -76,6 +76,10 @@ class BaseMultiModalProcessorCache(ABC):
         """Whether an item is cached; changes neither order nor statistics."""
 
     @abstractmethod
+    def list_hashes(self) -> list[str]:
+        """Return the hashes of all cached items; changes neither order nor statistics."""
+
+    @abstractmethod
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
         """Return a cached item's prompt updates; changes neither order nor statistics."""
 
@@ -205,6 +209,10 @@ class LRUProcessorCache(BaseMultiModalProcessorCache):
 
     def is_cached_item(self, mm_hash: str) -> bool:
         return mm_hash in self._cache
+
+    def list_hashes(self) -> list[str]:
+        with self._lock:
+            return list(self._cache.order)
 
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
         entry = self._cache.cache.get(mm_hash)

@@ -31,6 +31,7 @@ _TYPE_BY_STATUS: Mapping[int, str] = {
 }
 _HTTP_MESSAGES: Mapping[int, str] = {
     400: "the body cannot be read; send one JSON object",
+    403: "clients with other API keys share this server, and must not see this; start it with one",
     404: "there is nothing at this address; see `/v1/models`, `/v1/chat/completions`",
     405: "this address does not take this method",
     413: "the body is larger than this server takes; send smaller or fewer images",

@@ -1,8 +1,6 @@
 """Chat and text completions: requests to prompts, outputs to OpenAI's responses."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +24,10 @@ from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimi
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.answer_reader import AnswerReader
+from mmjax.server.openai.continuation import CONTINUATION, created_at, new_hex
 from mmjax.server.openai.echo import PromptEcho
 from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.media_headers import media_headers
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from mmjax.server.openai.request_templates import TemplateThreads
 from mmjax.server.openai.responses import (
@@ -90,7 +90,7 @@ class GenerationService:
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
-        request_id = f"chatcmpl-{uuid.uuid4().hex}"
+        request_id = f"chatcmpl-{new_hex()}"
         answer_id = request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
         new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
         with errors_of_messages():
@@ -109,7 +109,7 @@ class GenerationService:
             metrics=self._metrics(body, usage),
             prompt_logprobs=prompt_logprobs(outputs[0]),
         )
-        return json_response(answer)
+        return json_response(answer, headers=media_headers(run.streams))
 
     async def open_chat(
         self, request: Request, body: ChatCompletionRequest, request_id: str
@@ -237,7 +237,7 @@ class GenerationService:
         """Serve /v1/completions."""
         self._check(request, body)
         params = body.sampling_params(self._default_params())
-        request_id = f"cmpl-{uuid.uuid4().hex}"
+        request_id = f"cmpl-{new_hex()}"
         answer_id = request_id if body.request_id is None else f"cmpl-{body.request_id}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         echo = await self._prompt_echo(request, body)
@@ -400,9 +400,9 @@ class GenerationService:
         self._client.capacity.check_size(len(prompts), params.n)
         adding = [
             self._client.add_request(
-                answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+                _engine_id(answer_id, number if len(prompts) > 1 else None),
                 prompt,
-                params,
+                _with_seed(params, number),
                 stream=is_stream,
                 continues_prompt=continues_prompt,
                 id_domain=id_domain,
@@ -432,10 +432,29 @@ class GenerationService:
             Answer,
             id=answer_id,
             object=f"{kind}.chunk" if is_chunked else kind,
-            created=int(time.time()),
+            created=created_at(),
             model=self.model_name,
             system_fingerprint=f"mmjax-{__version__}",
         )
+
+
+def _engine_id(answer_id: str, number: int | None) -> str:
+    """Return the engine's id of a prompt's request.
+
+    Each try has its own: the one before may still run, on this server too.
+    """
+    continuation = CONTINUATION.get()
+    attempt = 0 if continuation is None else continuation.attempt
+    tried = f"{answer_id}-try-{attempt}" if attempt else answer_id
+    return tried if number is None else f"{tried}-{number}"
+
+
+def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
+    """Return the parameters with a seed, if another server may have to sample the same tokens."""
+    continuation = CONTINUATION.get()
+    if continuation is None or params.seed is not None or params.is_greedy:
+        return params
+    return msgspec.structs.replace(params, seed=continuation.seed(number))
 
 
 async def _add_all(

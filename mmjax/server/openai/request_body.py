@@ -75,7 +75,7 @@ class RequestReader:
         """
         # Refused before its body was read, a request costs next to nothing.
         self._check_room()
-        body = await self._receive(request)
+        body = await self.receive(request)
         if not _is_json(request.headers.get("content-type", "")):
             raise _no_object()
         if len(body) <= _INLINE_BYTES:
@@ -101,7 +101,8 @@ class RequestReader:
         """End the thread."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _receive(self, request: Request) -> bytearray:
+    async def receive(self, request: Request) -> bytearray:
+        """Return the body as it comes, its elements counted; raises as `read` does."""
         body = bytearray()
         scan = JsonScan()
         try:

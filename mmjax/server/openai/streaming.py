@@ -13,7 +13,9 @@ from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.engine_client.client import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.logger import get_logger
+from mmjax.server.openai.continuation import CONTINUATION
 from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
+from mmjax.server.openai.media_headers import media_headers
 
 logger = get_logger(__name__)
 
@@ -67,7 +69,11 @@ class EventStream(StreamingResponse):
         super().__init__(
             _lines(events, keep_alive_s, framing),
             media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                **media_headers(streams),
+            },
         )
         self._streams = streams
 
@@ -83,13 +89,19 @@ class EventStream(StreamingResponse):
 async def _lines(
     events: AsyncGenerator[Any, None], keep_alive_s: float, framing: Framing
 ) -> AsyncIterator[bytes]:
+    continuation = CONTINUATION.get()
     try:
         async for event in _kept_alive(events, keep_alive_s):
+            if continuation is not None and continuation.is_lost:
+                # Another server goes on with it.
+                return
             if event is None:
                 yield KEEP_ALIVE
-            else:
+            elif continuation is None or continuation.count_event():
                 yield framing.event(event)
     except RequestError as error:
+        if continuation is not None and continuation.is_lost:
+            return
         # The status is sent already: send the error as an event.
         yield framing.error(error_body(error))
     except Exception:
@@ -202,7 +214,8 @@ async def begin(
     except BaseException:
         await outputs.aclose()
         raise
-    return _join(first, outputs)
+    continuation, joined = CONTINUATION.get(), _join(first, outputs)
+    return joined if continuation is None else continuation.marked(joined)
 
 
 async def _join(

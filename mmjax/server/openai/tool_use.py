@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from mmjax.frontend.output.tool_calls.parsers import (
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import read_tools
 from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.server.openai.continuation import new_hex
 
 _MARKS: Mapping[str, str] = {
     "<tool_call>": "hermes",
@@ -74,7 +74,7 @@ class ToolUse:
         length = None if self.format is None else self.format.id_length
         if length is not None:
             return secrets.token_hex(length)[:length]
-        return f"chatcmpl-tool-{uuid.uuid4().hex}"
+        return f"chatcmpl-tool-{new_hex()}"
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
         """Return an answer's finish reason; an answer by a function's name just stops."""

@@ -91,6 +91,10 @@ class ShmObjectStoreSenderCache(BaseMultiModalProcessorCache):
     def is_cached_item(self, mm_hash: str) -> bool:
         return mm_hash in self._held
 
+    def list_hashes(self) -> list[str]:
+        with self._lock:
+            return list(self._held)
+
     def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
         held = self._held.get(mm_hash)
         return None if held is None else held.updates

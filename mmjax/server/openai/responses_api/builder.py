@@ -1,7 +1,6 @@
 """A response as it grows: its items, and OpenAI's events about them."""
 
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,6 +9,7 @@ import msgspec
 from mmjax.errors import RequestError
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece
+from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import error_body
 from mmjax.server.openai.responses import ChoiceOptions, UsageCounter, chat_logprobs
 from mmjax.server.openai.responses_api.objects import (
@@ -91,7 +91,7 @@ class ResponseBuilder:
         )
 
     def _begin_message(self) -> Iterator[Event]:
-        item = MessageItem(id=f"msg_{uuid.uuid4().hex}")
+        item = MessageItem(id=f"msg_{new_hex()}")
         yield self._begin_item(item)
         item.content = [OutputText()]
         yield self._event(
@@ -106,9 +106,7 @@ class ResponseBuilder:
         items = self.response.output
         if piece.name is not None:
             yield from self._end_item("completed")
-            item = FunctionCallItem(
-                id=f"fc_{uuid.uuid4().hex}", call_id=piece.id or "", name=piece.name
-            )
+            item = FunctionCallItem(id=f"fc_{new_hex()}", call_id=piece.id or "", name=piece.name)
             self._index_of_call[piece.index] = len(items)
             yield self._begin_item(item)
         index = self._index_of_call[piece.index]
@@ -138,12 +136,13 @@ class ResponseBuilder:
         item.status = status
         place = {"item_id": item.id, "output_index": index}
         if isinstance(item, MessageItem):
-            part = item.content[0]
-            place["content_index"] = 0
-            yield self._event(
-                "response.output_text.done", **place, text=part.text, logprobs=part.logprobs
-            )
-            yield self._event("response.content_part.done", **place, part=part)
+            # Without one, if the client left right after the item began.
+            for part in item.content:
+                place["content_index"] = 0
+                yield self._event(
+                    "response.output_text.done", **place, text=part.text, logprobs=part.logprobs
+                )
+                yield self._event("response.content_part.done", **place, part=part)
         else:
             yield self._event(
                 "response.function_call_arguments.done",

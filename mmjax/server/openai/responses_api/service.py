@@ -1,8 +1,6 @@
 """/v1/responses: a chat whose conversation the server may keep."""
 
 import asyncio
-import time
-import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +13,10 @@ from mmjax.config import ServerConfig
 from mmjax.errors import RequestCancelledError, RequestError, RequestValueError
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.middleware import API_KEY_STATE
+from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import ChatRun, GenerationService
+from mmjax.server.openai.media_headers import media_headers
 from mmjax.server.openai.protocol import ChatCompletionRequest
 from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
 from mmjax.server.openai.responses_api.conversation import (
@@ -60,13 +60,13 @@ class ResponsesService:
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
-            run = await self._generation.open_chat(request, chat, f"resp_{uuid.uuid4().hex}")
+            run = await self._generation.open_chat(request, chat, f"resp_{new_hex()}")
             builder = ResponseBuilder(self._new_response(body, run), run.options)
             stored = _new_stored(request, body, conversation, builder.response)
             if not body.stream:
                 await self._fill(request, builder, run)
                 self._keep(body, stored, builder)
-                return json_response(builder.response)
+                return json_response(builder.response, headers=media_headers(run.streams))
             chunks = await begin(request, run.streams)
         if body.store is not False:
             stored.cancel = run.cancel
@@ -150,8 +150,8 @@ class ResponsesService:
     def _new_response(self, body: ResponsesRequest, run: ChatRun) -> ResponseObject:
         form = None if body.text is None else body.text.format
         return ResponseObject(
-            id=f"resp_{uuid.uuid4().hex}",
-            created_at=int(time.time()),
+            id=f"resp_{new_hex()}",
+            created_at=created_at(),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
@@ -267,7 +267,7 @@ def _new_stored(
 
 def _shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item of the input with an id, and its text as a part."""
-    shown = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", **item}
+    shown = {"id": f"msg_{new_hex()}", "type": "message", **item}
     if isinstance(shown.get("content"), str):
         kind = "output_text" if item.get("role") == "assistant" else "input_text"
         shown["content"] = [{"type": kind, "text": shown["content"]}]

@@ -1,0 +1,122 @@
+"""The settings of a deployment of several replicas, and how they are given.
+
+`serve run mmjax.deploy.ray_serve:build_app mode=front num_replicas=2 model=...`: names that are not
+declared here are settings of the server.
+"""
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from mmjax.deploy.autoscaling import ScalingConfig
+from mmjax.deploy.routing import RoutingConfig
+from mmjax.errors import ConfigError
+from mmjax.server.flags import parse_mapping
+from mmjax.settings import Setting, check_settings, setting, settings_of
+
+_PROXYS = ("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "root_path")
+"""Settings of the server that Ray's proxy has instead."""
+_HOSTS = (
+    "distributed_coordinator",
+    "distributed_num_processes",
+    "distributed_process_id",
+)
+"""Of an engine over several hosts, which no replica is yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployConfig:
+    """How many replicas there are, and what stands before them."""
+
+    mode: Literal["header", "front"] = setting(
+        "header",
+        """`header`: Ray's proxy chooses by the header `x-session-id`. `front`: a front reads each
+        body, chooses by its pictures too, and gives what a dead replica had to another one.""",
+    )
+    num_replicas: int = setting(1, "Replicas, without autoscaling.", minimum=1)
+    min_replicas: int | None = setting(
+        None, "Replicas at least, with autoscaling.", unset="no autoscaling", minimum=1
+    )
+    max_replicas: int | None = setting(
+        None, "Replicas at most, with autoscaling.", unset="no autoscaling", minimum=1
+    )
+    upscale_delay_s: float = setting(
+        10.0, "Seconds that more requests must wait before a replica is added.", minimum=0
+    )
+    downscale_delay_s: float = setting(
+        600.0, "Seconds that a replica must be idle before it is taken away.", minimum=0
+    )
+    num_fronts: int = setting(1, "Fronts, in the mode `front`.", minimum=1)
+    num_cpus: float = setting(1.0, "CPUs that a replica reserves in Ray.", minimum=0)
+    num_gpus: float = setting(0.0, "GPUs that a replica reserves in Ray.", minimum=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        low, high = self.min_replicas, self.max_replicas
+        if (low is None) != (high is None):
+            missing = "min_replicas" if low is None else "max_replicas"
+            raise ConfigError(f"`{missing}` is missing; autoscaling needs both bounds")
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"`min_replicas` is {low}, more than `max_replicas` ({high})")
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max_replicas is not None
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be."""
+        return self.max_replicas or self.num_replicas
+
+
+class Deployment(NamedTuple):
+    """All settings of a deployment."""
+
+    config: DeployConfig
+    routing: RoutingConfig
+    scaling: ScalingConfig
+    server: Namespace
+    """Of each replica, as `parse_flags` returns them."""
+
+
+def deploy_settings() -> dict[str, Setting]:
+    """Return the settings that a server alone does not have, by name."""
+    return {
+        one.name: one
+        for config_class in (DeployConfig, RoutingConfig, ScalingConfig)
+        for one in settings_of(config_class)
+    }
+
+
+def read_deployment(args: Mapping[str, Any]) -> Deployment:
+    """Return the settings of a deployment; ConfigError if one is wrong.
+
+    Args:
+        args: Values by name, as texts or as YAML has them; dashes count as underscores.
+    """
+    known = deploy_settings()
+    values: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in args.items():
+        name = key.replace("-", "_")
+        if name in (*_PROXYS, *_HOSTS):
+            whose = "Ray's proxy has it" if name in _PROXYS else "a replica is one host"
+            raise ConfigError(f"`{key}` is no setting of a replica: {whose}; leave it out")
+        if name not in known:
+            others[key] = value
+            continue
+        parse = known[name].parse_text if isinstance(value, str) else known[name].parse
+        values[name] = parse(value, key)
+
+    def make(config_class: Any) -> Any:
+        names = {one.name for one in settings_of(config_class)}
+        return config_class(**{name: value for name, value in values.items() if name in names})
+
+    return Deployment(
+        config=make(DeployConfig),
+        routing=make(RoutingConfig),
+        scaling=make(ScalingConfig),
+        server=parse_mapping(others),
+    )

@@ -1,0 +1,308 @@
+"""mmjax on Ray Serve: `serve run mmjax.deploy.ray_serve:build_app model=NAME`.
+
+Needs `pip install 'mmjax[ray]'`. docs/scaling.md says what is promised.
+"""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve  # pyright: ignore[reportMissingImports]  # an extra
+from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]  # an extra
+from ray.serve.config import (  # pyright: ignore[reportMissingImports]  # an extra
+    AutoscalingConfig,
+    AutoscalingPolicy,
+    RequestRouterConfig,
+)
+from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
+    BackPressureError,
+    DeploymentUnavailableError,
+)
+from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+
+from mmjax.config import ServerConfig
+from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
+from mmjax.deploy.config import Deployment, read_deployment
+from mmjax.deploy.front import create_front
+from mmjax.deploy.replica import ForwardedRequest, Replica, ReplicaLostError, ResponseItem
+from mmjax.deploy.routing import AffinityTable, RoutingConfig
+from mmjax.errors import CapacityError, ConfigError, EngineUnavailableError
+from mmjax.logger import configure_logging
+from mmjax.server.flags import to_engine_config, to_server_config
+from mmjax.server.shutdown import CLOSE_TIMEOUT_S
+
+_HEALTH_PERIOD_S = 2.0
+_METRICS_INTERVAL_S = 1.0
+_LOOK_BACK_S = 3.0
+_MAX_FRONT_REQUESTS = 100_000
+"""Ray's own limit, beyond the front's, whose answers clients understand."""
+
+
+def build_app(args: Mapping[str, Any]) -> Any:
+    """Return the application for `serve run` and for a `serve` configuration.
+
+    Args:
+        args: Settings by name: those of `mmjax.deploy.config`, and the server's.
+    """
+    deployment = read_deployment(args)
+    server = to_server_config(deployment.server)
+    served = dict(args), bool(server.api_keys)
+    if deployment.config.mode == "header":
+        return _replicas(HeaderReplica, deployment, server).bind(*served)
+    replicas = _replicas(FrontedReplica, deployment, server).bind(*served)
+    front = serve.deployment(
+        name="Front",
+        num_replicas=deployment.config.num_fronts,
+        max_ongoing_requests=_MAX_FRONT_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        **_lifecycle(server),
+    )(Front)
+    return front.bind(*served, replicas)
+
+
+def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> Any:
+    """Return the deployment of the replicas."""
+    config = deployment.config
+    return serve.deployment(
+        name="Replica",
+        # The replica's own limit answers first, in OpenAI's shape.
+        max_ongoing_requests=2 * _max_requests(deployment),
+        ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class="mmjax.deploy.ray_serve.AffinityRouter",
+            request_router_kwargs=_fields(deployment.routing),
+        ),
+        # New replicas are ready before old ones stop.
+        max_surge_percent=100,
+        **(
+            {"autoscaling_config": _autoscaling(deployment)}
+            if config.is_scaling
+            else {"num_replicas": config.num_replicas}
+        ),
+        **_lifecycle(server),
+    )(replica)
+
+
+def _lifecycle(server: ServerConfig) -> dict[str, Any]:
+    return {
+        "graceful_shutdown_timeout_s": server.shutdown_timeout_s + CLOSE_TIMEOUT_S,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": _HEALTH_PERIOD_S,
+    }
+
+
+def _autoscaling(deployment: Deployment) -> Any:
+    config = deployment.config
+    return AutoscalingConfig(
+        min_replicas=config.min_replicas,
+        max_replicas=config.max_replicas,
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+        metrics_interval_s=_METRICS_INTERVAL_S,
+        look_back_period_s=_LOOK_BACK_S,
+        policy=AutoscalingPolicy(
+            policy_function="mmjax.deploy.ray_serve:ScaleByWaiting",
+            policy_kwargs={
+                "max_num_running": deployment.server.max_num_seqs,
+                **_fields(deployment.scaling),
+            },
+        ),
+    )
+
+
+def _max_requests(deployment: Deployment) -> int:
+    return deployment.server.max_num_seqs + deployment.server.max_num_queued_reqs
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def _read_again(args: Mapping[str, Any], has_keys: bool) -> tuple[Deployment, ServerConfig]:
+    """Return the settings in a process of Ray's; ConfigError if it lacks the API keys."""
+    deployment = read_deployment(args)
+    server = to_server_config(deployment.server)
+    if has_keys and not server.api_keys:
+        raise ConfigError(
+            "the deployment was made with API keys, but Ray's processes have none; set "
+            "`MMJAX_API_KEY` in their `runtime_env`"
+        )
+    flags = deployment.server
+    configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
+    return deployment, server
+
+
+class _ServedReplica:
+    """A replica as Ray sees it: its health, its load."""
+
+    replica: Replica | None = None
+
+    async def start(self, args: Mapping[str, Any], has_keys: bool) -> Replica:
+        """Start it, and wait until the engine is ready; Ray sends nothing before."""
+        deployment, server = _read_again(args, has_keys)
+        engine = to_engine_config(deployment.server)
+        name = serve.get_replica_context().replica_id.unique_id
+        self.replica = await Replica.start(name, engine, server)
+        return self.replica
+
+    def check_health(self) -> None:
+        """Raise if Ray should replace this replica."""
+        if self.replica is not None:
+            self.replica.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what `ScaleByWaiting` looks at."""
+        heartbeat = None if self.replica is None else self.replica.supervisor.heartbeat
+        if heartbeat is None:
+            return {}
+        return {"running": heartbeat.num_running, "waiting": heartbeat.num_waiting}
+
+
+@serve.ingress()
+class HeaderReplica(_ServedReplica):
+    """A replica right behind Ray's proxy, which chooses by a header."""
+
+    def __init__(self, args: Mapping[str, Any], has_keys: bool) -> None:
+        self._args = args, has_keys
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Return the application, whose engine is ready."""
+        return (await self.start(*self._args)).without_lifespan()
+
+    async def __del__(self) -> None:
+        """End the engine process, after the last request."""
+        if self.replica is not None:
+            await self.replica.close()
+
+
+class FrontedReplica(_ServedReplica):
+    """A replica that a front forwards to."""
+
+    async def __init__(self, args: Mapping[str, Any], has_keys: bool) -> None:
+        await self.start(args, has_keys)
+
+    async def respond(
+        self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
+    ) -> AsyncGenerator[ResponseItem, None]:
+        """Yield the response; `AffinityRouter` has read `keys` and `avoided`."""
+        assert self.replica is not None, "started before"
+        async with aclosing(self.replica.respond(request)) as items:
+            async for item in items:
+                yield item
+
+    async def __del__(self) -> None:
+        """End the engine process, after the last request."""
+        if self.replica is not None:
+            await self.replica.close()
+
+
+class RayReplicas:
+    """The replicas, for a front: `mmjax.deploy.replica.Replicas`."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle.options(stream=True)
+
+    async def respond(
+        self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
+    ) -> AsyncGenerator[ResponseItem, None]:
+        """Yield the response of the replica that `AffinityRouter` chooses."""
+        response = self._handle.respond.remote(request, keys=keys, avoided=avoided)
+        is_over = False
+        try:
+            async for item in response:
+                yield item
+            is_over = True
+        except BackPressureError as error:
+            raise CapacityError("too many requests wait; send it again in a moment") from error
+        except DeploymentUnavailableError as error:
+            raise EngineUnavailableError("no replica could be started; see their log") from error
+        except RayError as error:
+            is_over = True
+            raise ReplicaLostError from error
+        finally:
+            if not is_over:
+                response.cancel()
+
+
+@serve.ingress()
+class Front:
+    """The front, as Ray sees it."""
+
+    def __init__(self, args: Mapping[str, Any], has_keys: bool, handle: Any) -> None:
+        deployment, self._server = _read_again(args, has_keys)
+        self._handle = handle
+        num_replicas = deployment.config.most_replicas / deployment.config.num_fronts
+        self._max_requests = math.ceil(num_replicas * _max_requests(deployment))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the application."""
+        replicas = RayReplicas(self._handle)
+        return create_front(replicas, self._server, max_requests=self._max_requests)
+
+
+class AffinityRouter(RequestRouter):
+    """Chooses by `AffinityTable`: from a front's keys, or from the session's header."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Take the settings of `RoutingConfig`."""
+        self._table = AffinityTable(RoutingConfig(**kwargs))
+        self._running: dict[str, set[str]] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[Any], pending_request: Any = None
+    ) -> list[list[Any]]:
+        """Return the replicas, the best one first, each a rank of its own."""
+        if pending_request is None:
+            return [candidate_replicas]
+        # Else Ray asks again and again, without a pause, while all are full.
+        pending_request.routing_context.should_backoff = True
+        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        self._running = {name: self._running.get(name, set()) for name in by_name}
+        ranked = self._table.rank(
+            _keys(pending_request),
+            {name: len(self._running[name]) for name in by_name},
+            now=time.monotonic(),
+            avoided=set(pending_request.kwargs.get("avoided", ())),
+        )
+        return [[by_name[name]] for name in ranked]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Record who got it."""
+        name = replica_id.unique_id
+        self._table.note(_keys(pending_request), name, now=time.monotonic())
+        request_id = pending_request.metadata.internal_request_id
+        self._running.setdefault(name, set()).add(request_id)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Record that one is over."""
+        self._running.get(replica_id.unique_id, set()).discard(internal_request_id)
+
+
+def _keys(pending_request: Any) -> list[str]:
+    keys = pending_request.kwargs.get("keys")
+    if keys is None and pending_request.metadata.session_id:
+        return [f"session {pending_request.metadata.session_id}"]
+    return keys or []
+
+
+class ScaleByWaiting:
+    """Ray's autoscaling policy: `wanted_replicas` of what the replicas tell."""
+
+    def __init__(self, *, max_num_running: int, **scaling: float) -> None:
+        self._config = ScalingConfig(**scaling)
+        self._max_num_running = max_num_running
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        """Return how many replicas there should be, and the policy's state."""
+        metrics = context.aggregated_metrics or {}
+        running, waiting = metrics.get("running", {}), metrics.get("waiting", {})
+        loads = [ReplicaLoad(running[name], waiting.get(name, 0.0)) for name in running]
+        wanted = wanted_replicas(
+            loads,
+            context.target_num_replicas,
+            self._config,
+            max_num_running=self._max_num_running,
+        )
+        return wanted, {}

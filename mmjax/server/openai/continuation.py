@@ -1,0 +1,142 @@
+"""A request that another server may go on with: which of its events the client has.
+
+A front (`mmjax.deploy.front`) gives a request to another replica if its first one dies. So that
+the second one goes on where the first one ended, ids, times and seeds follow from the request's
+key, and every event of a stream has a mark. Set by who calls the application within its process,
+never by what comes over HTTP.
+"""
+
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mmjax.errors import EngineUnavailableError
+from mmjax.frontend.output.outputs import RequestOutput
+
+Choice = tuple[int, int]
+"""A prompt's number, and which of its `n` answers."""
+
+BEFORE_OUTPUT: Choice = (-1, 0)
+AFTER_OUTPUT: Choice = (-2, 0)
+"""Of events that tell of no choice: before the first output, and after the last."""
+
+
+class EventMark(NamedTuple):
+    """Which of a request's events one is: the same, whichever server makes it."""
+
+    choice: Choice
+    num_tokens: int
+    """Of the choice, with this event's."""
+    ordinal: int
+    """Counts the events with the same two, from 1."""
+    new_token_ids: list[int]
+    """Of the choice, since its last event."""
+
+
+@dataclass(slots=True)
+class SentEvents:
+    """The events that a client has."""
+
+    last: dict[Choice, tuple[int, int]] = field(default_factory=dict)
+    """The last one's (num_tokens, ordinal)."""
+    token_ids: dict[Choice, list[int]] = field(default_factory=dict)
+
+    def add(self, mark: EventMark) -> None:
+        """Note that the client has an event."""
+        self.last[mark.choice] = (mark.num_tokens, mark.ordinal)
+        self.token_ids.setdefault(mark.choice, []).extend(mark.new_token_ids)
+
+    def has(self, choice: Choice, num_tokens: int, ordinal: int) -> bool:
+        """Whether the client has an event."""
+        return choice in self.last and (num_tokens, ordinal) <= self.last[choice]
+
+
+class Continuation:
+    """One try at a request."""
+
+    def __init__(
+        self, key: str, *, created: int, attempt: int = 0, sent: SentEvents | None = None
+    ) -> None:
+        """`key`: of the request; `created`: of its first try, in seconds since 1970.
+
+        `sent`: what its earlier tries have sent.
+        """
+        self.created = created
+        self.attempt = attempt
+        self.is_lost = False
+        """Whether the engine was lost within the stream, so that another one must go on."""
+        self._key = key
+        self._sent = SentEvents() if sent is None else sent
+        self._num_ids = 0
+        self._choice: Choice = BEFORE_OUTPUT
+        self._token_ids: dict[Choice, list[int]] = {}
+        self._num_marked: dict[Choice, int] = {}
+        self._ordinal = 0
+        self._mark: EventMark | None = None
+
+    def new_hex(self) -> str:
+        """Return the request's next id, of 32 hex digits."""
+        self._num_ids += 1
+        return self._digest(f"id {self._num_ids}").hex()
+
+    def seed(self, number: int) -> int:
+        """Return the seed of the prompt of that number, of 31 bits."""
+        return int.from_bytes(self._digest(f"seed {number}")[:4]) >> 1
+
+    async def marked(
+        self, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yield `outputs`; the events that follow each one are its own."""
+        try:
+            async for number, output in outputs:
+                for item in output.outputs:
+                    self._choice, self._ordinal = (number, item.index), 0
+                    self._token_ids.setdefault(self._choice, []).extend(item.token_ids)
+                yield number, output
+            self._choice, self._ordinal = AFTER_OUTPUT, 0
+        except EngineUnavailableError:
+            self.is_lost = True
+            raise
+        finally:
+            await outputs.aclose()
+
+    def count_event(self) -> bool:
+        """Count the next event; return whether the client lacks it."""
+        choice, token_ids = self._choice, self._token_ids.get(self._choice, [])
+        self._ordinal += 1
+        num_marked = self._num_marked.get(choice, 0)
+        self._num_marked[choice] = len(token_ids)
+        if self._sent.has(choice, len(token_ids), self._ordinal):
+            return False
+        num_sent = len(self._sent.token_ids.get(choice, []))
+        new = token_ids[max(num_marked, num_sent) :]
+        self._mark = EventMark(choice, len(token_ids), self._ordinal, new)
+        return True
+
+    def take_mark(self) -> EventMark | None:
+        """Return the mark of the event that was counted last, once."""
+        mark, self._mark = self._mark, None
+        return mark
+
+    def _digest(self, name: str) -> bytes:
+        return hashlib.blake2b(f"{self._key} {name}".encode(), digest_size=16).digest()
+
+
+CONTINUATION: ContextVar[Continuation | None] = ContextVar("continuation", default=None)
+"""Of the request that is being served; None without a front."""
+
+
+def new_hex() -> str:
+    """Return 32 hex digits for an id of the request that is being served."""
+    continuation = CONTINUATION.get()
+    return uuid.uuid4().hex if continuation is None else continuation.new_hex()
+
+
+def created_at() -> int:
+    """Return when the request that is being served came, in seconds since 1970."""
+    continuation = CONTINUATION.get()
+    return int(time.time()) if continuation is None else continuation.created

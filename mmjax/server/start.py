@@ -1,0 +1,84 @@
+"""Starts the engine process (P1), and makes the HTTP application that serves through it.
+
+NOTE: no slow imports at the top: the spawned engine process imports this file again.
+"""
+
+import asyncio
+import gc
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+from mmjax.config import EngineConfig, ServerConfig
+from mmjax.logger import get_logger, reporting
+
+logger = get_logger(__name__)
+
+
+def make_app(engine: EngineConfig, server: ServerConfig) -> tuple[Any, Any]:
+    """Start P1; return the ASGI application (a FastAPI) and P1's `Supervisor`.
+
+    The application's lifespan connects to P1, and ends it. P1 loads and compiles meanwhile:
+    `supervisor.wait_ready` waits for that, within the lifespan. Reads the tokenizer, which takes
+    seconds: call it outside of a running event loop, for example by `asyncio.to_thread`. If that
+    fails, P1 is ended here.
+    """
+    from mmjax.frontend.engine_client.supervisor import Supervisor
+
+    # P1 imports JAX while this process imports transformers and reads the configuration.
+    supervisor = Supervisor(
+        hang_timeout_s=server.engine_hang_timeout_s,
+        has_standby=server.enable_standby_engine,
+        log_level=engine.log_level,
+        log_format=engine.log_format,
+    )
+    logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
+    try:
+        with reporting(logger, lambda: "loading the tokenizer and the processor"):
+            return _connect(engine, server, supervisor), supervisor
+    except BaseException:
+        asyncio.run(supervisor.close())
+        raise
+
+
+def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
+    """Configure P1, and return the application."""
+    from mmjax.cache import config_with_segment, processor_cache_from_config
+    from mmjax.frontend.media_budget import with_encoder_budget
+    from mmjax.models.registry import with_model_class
+
+    engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
+    cache = processor_cache_from_config(engine.model.mm)
+    supervisor.configure(engine.with_mm(config_with_segment(engine.model.mm, cache)))
+    return _application(engine, server, supervisor, cache)
+
+
+def _application(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
+    from mmjax.frontend.engine_client.client import AsyncEngineClient
+    from mmjax.frontend.media.connector import MediaConnector
+    from mmjax.frontend.prompt.chat import ChatParser
+    from mmjax.frontend.prompt.input_processor import InputProcessor
+    from mmjax.server.app import create_app
+
+    start = time.perf_counter()
+    input_processor = InputProcessor(
+        engine.model,
+        cache=cache,
+        connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
+        enable_prefix_caching=engine.cache.enable_prefix_caching,
+    )
+    input_processor.warm_up()
+    client = AsyncEngineClient(
+        input_processor,
+        supervisor,
+        engine.scheduler,
+        num_workers=server.renderer_num_workers,
+        quarantine_s=server.request_quarantine_s,
+    )
+    app = create_app(client, ChatParser.for_model(input_processor), server)
+    # Exclude what is loaded from garbage collection, whose passes would block the event loop.
+    gc.collect()
+    gc.freeze()
+    logger.info("tokenizer and processor are ready after %.1f s", time.perf_counter() - start)
+    return app

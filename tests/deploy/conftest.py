@@ -1,0 +1,152 @@
+"""A front before replicas over the echo engine, all in the test's own process, without Ray."""
+
+import copy
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.deploy.front import create_front
+from mmjax.deploy.replica import (
+    ForwardedRequest,
+    Replica,
+    ReplicaLostError,
+    ResponseItem,
+)
+from mmjax.deploy.routing import AffinityTable
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.model_source import load_model_config
+from mmjax.server.app import create_app
+from tests.echo_engine import EchoSupervisor
+
+
+class Engine(EchoSupervisor):
+    """The echo engine, with what a replica waits for."""
+
+    async def wait_ready(self) -> None:
+        await self.wait_started()
+
+
+@dataclass
+class LocalReplicas:
+    """Replicas in this process, of which any can be cut off."""
+
+    replicas: dict[str, Replica]
+    table: AffinityTable = field(default_factory=AffinityTable)
+    cuts: list[int] = field(default_factory=list)
+    """After how many items of each of the next tries its replica dies."""
+    tries: list[tuple[str, ForwardedRequest]] = field(default_factory=list)
+
+    async def respond(
+        self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
+    ) -> AsyncGenerator[ResponseItem, None]:
+        loads = dict.fromkeys(self.replicas, 0)
+        name = self.table.rank(keys, loads, now=time.monotonic(), avoided=set(avoided))[0]
+        self.table.note(keys, name, now=time.monotonic())
+        # A copy, as over a network: the front goes on to change it.
+        request = copy.deepcopy(request)
+        self.tries.append((name, request))
+        num_left = self.cuts.pop(0) if self.cuts else None
+        items = self.replicas[name].respond(request)
+        try:
+            async for item in items:
+                if num_left == 0:
+                    raise ReplicaLostError
+                yield item
+                num_left = None if num_left is None else num_left - 1
+        finally:
+            await items.aclose()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    front: FastAPI
+    http: TestClient
+    replicas: LocalReplicas
+    engines: list[Engine]
+
+    def post(self, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+        """Post a body; a chat's message is given if `fields` do not say."""
+        if path.endswith("chat/completions"):
+            fields.setdefault("messages", [{"role": "user", "content": "a red circle"}])
+        return self.http.post(path, json=fields)
+
+    def tried(self) -> list[str]:
+        """Return the replicas that were tried since the last call."""
+        names = [name for name, _ in self.replicas.tries]
+        self.replicas.tries.clear()
+        return names
+
+
+MakeProcessor = Callable[[], InputProcessor]
+
+
+@pytest.fixture(scope="session")
+def new_input_processor(tiny_gemma3: Path) -> MakeProcessor:
+    config = load_model_config(str(tiny_gemma3), max_model_len=256, served_model_name="tiny")
+    return lambda: InputProcessor(config)
+
+
+@pytest.fixture(scope="session")
+def deploy_input_processor(new_input_processor: MakeProcessor) -> InputProcessor:
+    """For all replicas whose engines live: a client forgets what its engine held when it dies."""
+    return new_input_processor()
+
+
+MakeDeployment = Callable[..., Deployment]
+
+
+@pytest.fixture
+def make_deployment(
+    deploy_input_processor: InputProcessor, new_input_processor: MakeProcessor
+) -> Iterator[MakeDeployment]:
+    """Return a function that starts replicas and a front before them."""
+    with ExitStack() as stack:
+
+        def make(
+            num_replicas: int = 2,
+            *,
+            max_requests: int = 64,
+            has_deaths: bool = False,
+            scheduler: SchedulerConfig | None = None,
+            **config: Any,
+        ) -> Deployment:
+            server = ServerConfig(**config)
+            engines = [Engine() for _ in range(num_replicas)]
+            replicas: dict[str, Replica] = {}
+            for number, engine in enumerate(engines):
+                processor = new_input_processor() if has_deaths else deploy_input_processor
+                client = AsyncEngineClient(processor, engine, scheduler or SchedulerConfig())
+                app = create_app(client, ChatParser.for_model(processor), server)
+                replicas[str(number)] = Replica(str(number), app, engine)
+            local = LocalReplicas(replicas)
+            front = create_front(local, server, max_requests=max_requests)
+            http = stack.enter_context(TestClient(front, raise_server_exceptions=False))
+            assert http.portal is not None
+            # In the front's own event loop; one after the other, as a task group needs.
+            for replica in replicas.values():
+                http.portal.call(replica.open)
+                stack.callback(_close_in, http, replica)
+            return Deployment(front, http, local, engines)
+
+        yield make
+
+
+def _close_in(http: TestClient, replica: Replica) -> None:
+    assert http.portal is not None
+    http.portal.call(replica.close)
+
+
+@pytest.fixture
+def deployment(make_deployment: MakeDeployment) -> Deployment:
+    """A front and two replicas."""
+    return make_deployment()
