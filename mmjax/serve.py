@@ -168,12 +168,17 @@ def _make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache
         cache=cache,
         connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
         enable_prefix_caching=engine.cache.enable_prefix_caching,
+        enable_tower_connector_lora=engine.lora.enable_tower_connector_lora,
     )
     input_processor.warm_up()
     client = AsyncEngineClient(
-        input_processor, supervisor, engine.scheduler, num_workers=server.renderer_num_workers
+        input_processor,
+        supervisor,
+        engine.scheduler,
+        lora=engine.lora,
+        num_workers=server.renderer_num_workers,
     )
-    app = create_app(client, ChatParser.for_model(input_processor), server)
+    app = create_app(client, ChatParser.for_model(input_processor), server, engine.lora)
     # Exclude what is loaded from garbage collection, whose passes would block the event loop.
     gc.collect()
     gc.freeze()

@@ -31,16 +31,19 @@ from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     EngineCoreRequest,
     EngineMessage,
     Heartbeat,
+    LoadAdapter,
     Ready,
     RequestFailed,
     RequestOutputDelta,
     Shutdown,
     StepOutput,
     TokenLogprobs,
+    UnloadAdapter,
 )
 
 REFUSED_TOKEN = 7
@@ -51,6 +54,10 @@ FORGET_TOKEN = 8
 
 DEATH_TOKEN = 9
 """A prompt that ends with it ends the engine's process."""
+
+
+BAD_ADAPTER = "bad"
+"""The name of a directory whose adapter cannot be loaded."""
 
 
 def item_tokens(features: Sequence[MultiModalFeatureSpec]) -> list[int]:
@@ -92,6 +99,8 @@ class EchoEngine:
         self.running: dict[str, _Running] = {}
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.adapters: dict[str, str] = {}
+        """Path by name."""
         self.answer: list[int] | None = None
         """What is said instead of an echo."""
         self._deadlines = Deadlines()
@@ -109,6 +118,14 @@ class EchoEngine:
             script = script * (request.sampling_params.max_tokens or 1)
         self.running[request.request_id] = _Running(request, script)
         self._deadlines.set(request.request_id, request.deadline)
+
+    def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        if message.lora_path.endswith(BAD_ADAPTER):
+            error = RequestValueError("its file is damaged", param="lora_path")
+            failed = RequestFailed.from_error(message.lora_name, error)
+            return AdapterLoaded(lora_name=message.lora_name, error=failed)
+        self.adapters[message.lora_name] = message.lora_path
+        return AdapterLoaded(lora_name=message.lora_name)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -245,6 +262,10 @@ class EchoSupervisor:
                     self._listener.on_message(RequestFailed.from_error(message.request_id, error))
             case AbortRequests():
                 self.engine.abort(message.request_ids)
+            case LoadAdapter():
+                self._listener.on_message(self.engine.load_adapter(message))
+            case UnloadAdapter():
+                self.engine.adapters.pop(message.lora_name, None)
         self._has_work.set()
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
@@ -19,17 +20,22 @@ from mmjax.transport.channel import Receiver, Sender
 from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     EngineCoreRequest,
+    LoadAdapter,
     Ready,
     RequestFailed,
     Shutdown,
     StepOutput,
+    UnloadAdapter,
 )
 
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+_LOADING_INTERVAL_S = 0.01
+"""Between looks at adapters that a thread reads."""
 MAX_STEP_S = 600.0
 """A step that takes longer counts as a hang: heartbeats stop, and P0 restarts P1."""
 
@@ -104,6 +110,8 @@ class EngineLoop:
     def _receive_all(self) -> bool:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
         wait_s = 0.0 if self.core.has_unfinished() else HEARTBEAT_INTERVAL_S
+        if self.core.is_loading:
+            wait_s = min(wait_s, _LOADING_INTERVAL_S)
         message = self._receiver.receive(wait_s)
         while message is not None:
             if isinstance(message, Shutdown):
@@ -129,10 +137,28 @@ class EngineLoop:
                 # An internal error of one request must not end the others.
                 logger.exception("request %s could not be taken in", message.request_id)
                 self._fail(message.request_id, InternalError("internal error"))
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._change_adapters(message)
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
 
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self.core.load_adapter(message.lora_name, Path(message.lora_path))
+            else:
+                self.core.unload_adapter(message.lora_name)
+        except RequestError as error:
+            if isinstance(message, LoadAdapter):
+                self._tell_loaded(message.lora_name, error)
+
+    def _tell_loaded(self, lora_name: str, error: RequestError | None) -> None:
+        failure = None if error is None else RequestFailed.from_error(lora_name, error)
+        self._sender.send(AdapterLoaded(lora_name=lora_name, error=failure))
+
     def _expire(self) -> None:
+        for lora_name, failure in self.core.pop_loaded():
+            self._tell_loaded(lora_name, failure)
         for request_id in self.core.expire():
             self._fail(request_id, RequestTimeoutError())
         for request_id, error in self.core.pop_failed():

@@ -10,9 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import TypeVar, cast
 
-from mmjax.config import SchedulerConfig, SchedulingPolicy
+from mmjax.config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     EngineUnavailableError,
     InternalError,
@@ -20,6 +21,7 @@ from mmjax.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from mmjax.frontend.engine_client.adapters import AdapterClient
 from mmjax.frontend.engine_client.capacity import Capacity
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
@@ -39,6 +41,7 @@ from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     RequestFailed,
     StepOutput,
@@ -121,6 +124,7 @@ class AsyncEngineClient:
         supervisor: EngineLink,
         scheduler: SchedulerConfig,
         *,
+        lora: LoRAConfig | None = None,
         num_workers: int = 2,
         max_start_wait_s: float = 300.0,
     ) -> None:
@@ -140,6 +144,8 @@ class AsyncEngineClient:
         self._resend_queue = ResendQueue(
             input_processor.committer, send=supervisor.send, fail=self._fail_with_error
         )
+        modules = {} if lora is None else dict(lora.modules)
+        self.adapters = AdapterClient(modules, put=self._resend_queue.put)
 
     def observe(self, observer: RequestObserver) -> None:
         """Tell `observer` about all requests from now on."""
@@ -182,6 +188,7 @@ class AsyncEngineClient:
         stream: bool = False,
         continues_prompt: bool = True,
         id_domain: str | None = None,
+        lora_name: str | None = None,
         priority: int = 0,
         timeout_s: float = 0.0,
     ) -> RequestStream:
@@ -194,6 +201,7 @@ class AsyncEngineClient:
             stream: Whether outputs hold what each step adds, rather than all so far.
             continues_prompt: Whether the output continues the prompt's text.
             id_domain: The namespace of the prompt's media ids; None: the global one.
+            lora_name: The adapter, or None.
             priority: Lower ones first.
             timeout_s: Seconds after which it ends with RequestTimeoutError; 0: never.
         """
@@ -206,6 +214,7 @@ class AsyncEngineClient:
             sampling_params=sampling_params,
             continues_prompt=continues_prompt,
             id_domain=id_domain,
+            lora_name=lora_name,
             priority=priority,
             deadline=deadline,
         )
@@ -230,6 +239,11 @@ class AsyncEngineClient:
         if pending.handle is None:
             raise _unavailable(self.supervisor)
         return pending.handle
+
+    async def load_adapter(self, lora_name: str, path: Path) -> None:
+        """Load an adapter from a directory, which requests may name then; RequestError."""
+        await _wait_for_start(self.supervisor, self._max_start_wait_s, None)
+        await self.adapters.load(lora_name, path)
 
     async def explain(
         self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True
@@ -292,9 +306,11 @@ class AsyncEngineClient:
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
         """Put a step's outputs into their streams."""
         match message:
+            case AdapterLoaded():
+                self.adapters.on_loaded(message)
             case RequestFailed():
                 self._fail_sequence(message.request_id, _error_of(message))
             case CacheMiss():
@@ -324,6 +340,7 @@ class AsyncEngineClient:
     def on_exit(self) -> None:
         """Fail requests with partial output; the others wait for the restarted P1."""
         self._resend_queue.on_exit()
+        self.adapters.on_exit()
         can_wait = self.supervisor.state == "restarting"
         for request_id, handle in list(self._streams.items()):
             is_broken_off = self._output_processor.has_partial_output(request_id)
@@ -343,6 +360,8 @@ class AsyncEngineClient:
         if self.supervisor.num_restarts > 0:
             for handle in self._streams.values():
                 handle.num_replays += 1
+        # Before the requests that name them.
+        self.adapters.on_ready()
         self._resend_queue.on_ready()
 
     # ---- parts ----------------------------------------------------------------------------------

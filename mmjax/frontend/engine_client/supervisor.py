@@ -25,6 +25,7 @@ from mmjax.errors import MMJaxError
 from mmjax.logger import configure_logging, get_logger, reporting
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.messages import (
+    AdapterLoaded,
     CacheMiss,
     EngineMessage,
     Heartbeat,
@@ -50,8 +51,8 @@ class EngineStartError(MMJaxError):
 class EngineListener(Protocol):
     """The callbacks of a supervisor: P1's messages, ends and starts."""
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
-        """Handle a message of P1 about requests."""
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
+        """Handle a message of P1 about requests or adapters."""
 
     def on_exit(self) -> None:
         """Handle the end of P1, with all its state."""
@@ -342,7 +343,7 @@ class Supervisor:
                     _notify(listener.on_ready)
                 case Heartbeat():
                     self.heartbeat = message
-                case StepOutput() | RequestFailed() | CacheMiss():
+                case StepOutput() | RequestFailed() | CacheMiss() | AdapterLoaded():
                     _notify(partial(listener.on_message, message))
                 case _:
                     logger.error("P1 sent a %s; ignored", type(message).__name__)
