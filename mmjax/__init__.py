@@ -1,6 +1,6 @@
 """mmjax: serve multimodal models with JAX.
 
-    from mmjax import LLM, SamplingParams, StructuredOutputsParams               # to answer
+    from mmjax import LLM, LoRARequest, SamplingParams, StructuredOutputsParams  # to answer
     from mmjax import MULTIMODAL_REGISTRY, ProcessorFactories, create_processor, register_model
 
 Importing this package loads neither jax nor a model: names are imported when first used.
@@ -14,6 +14,7 @@ from typing import Any
 __all__ = [
     "LLM",
     "MULTIMODAL_REGISTRY",
+    "LoRARequest",
     "ProcessorFactories",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -36,6 +37,7 @@ logging.getLogger("transformers").addFilter(
 _REGISTRY = "mmjax.models.registry"
 _HOMES = {
     "LLM": "mmjax.llm",
+    "LoRARequest": "mmjax.llm",
     "MULTIMODAL_REGISTRY": _REGISTRY,
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.sampling_params",

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
 from itertools import count
@@ -28,7 +29,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
-from mmjax.model_source import load_engine_config
+from mmjax.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
@@ -37,6 +38,26 @@ from mmjax.transport.messages import RequestOutputDelta
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter: the name that it is known by, a number, and its directory or hub id.
+
+    The same name with another number or directory is loaded anew.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not self.lora_name or not self.lora_path:
+            raise RequestValueError("an adapter needs a name and a path", param="lora_request")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""Of one or several prompts."""
 
 
 class _SettingsSignature:
@@ -81,7 +102,9 @@ class LLM:
     def _open(self, config: EngineConfig) -> None:
         self.config = config = with_encoder_budget(config)
         self._input_processor = InputProcessor(
-            config.model, enable_prefix_caching=config.cache.enable_prefix_caching
+            config.model,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            enable_tower_connector_lora=config.lora.enable_tower_connector_lora,
         )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
         # A copy: tokenizers are not thread-safe, and a thread encodes while this one decodes.
@@ -99,6 +122,8 @@ class LLM:
         begin = self._output_processor.add_request
         self._inbox = _Inbox(self._input_processor.committer, self.engine, begin=begin)
         self._request_ids = count()
+        self._loaded: dict[str, LoRARequest] = {}
+        """Adapters that the engine has, by name."""
 
     def generate(
         self,
@@ -106,6 +131,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the outputs are in the prompts' order.
@@ -115,14 +141,24 @@ class LLM:
                 `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`.
             sampling_params: For all prompts, or one per prompt; None: the checkpoint's defaults.
             use_tqdm: Whether to show a progress bar.
+            lora_request: An adapter for all prompts, or one (or None) per prompt.
             priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
         """
         many = _as_prompts(prompts)
         each_params = _params_for(sampling_params, len(many))
         each_priority = _priorities(priority, len(many), self.config.scheduler)
+        adapters = self._load_adapters(lora_request, len(many))
         jobs = [
-            partial(self._process, make_prompt=partial(_identity, prompt), params=one, priority=two)
-            for prompt, one, two in zip(many, each_params, each_priority, strict=True)
+            partial(
+                self._process,
+                make_prompt=partial(_identity, prompt),
+                params=one,
+                priority=two,
+                lora_name=adapter,
+            )
+            for prompt, one, two, adapter in zip(
+                many, each_params, each_priority, adapters, strict=True
+            )
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
 
@@ -132,11 +168,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or many conversations in OpenAI's form (also with `image_pil` parts)."""
+        """Answer one or many conversations in OpenAI's form (also with `image_pil` parts).
+
+        `lora_request`: as in `generate`.
+        """
         many = _as_conversations(messages)
         template = None if chat_template is None else self._chat.template.with_source(chat_template)
         parse = partial(
@@ -151,9 +191,13 @@ class LLM:
                 make_prompt=partial(parse, conversation),
                 params=params,
                 continues_prompt=False,
+                lora_name=adapter,
             )
-            for conversation, params in zip(
-                many, _params_for(sampling_params, len(many)), strict=True
+            for conversation, params, adapter in zip(
+                many,
+                _params_for(sampling_params, len(many)),
+                self._load_adapters(lora_request, len(many)),
+                strict=True,
             )
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
@@ -205,6 +249,28 @@ class LLM:
 
     # ---- parts ----------------------------------------------------------------------------------
 
+    def _load_adapters(self, given: LoRARequests, number: int) -> list[str | None]:
+        """Return each prompt's adapter by name, all of them loaded."""
+        each = [given] * number if given is None or isinstance(given, LoRARequest) else given
+        if len(each) != number:
+            raise RequestValueError(
+                f"there are {number} prompts and {len(each)} `lora_request`s; give one for all, or "
+                "one for each",
+                param="lora_request",
+            )
+        for adapter in dict.fromkeys(each):
+            if adapter is not None and self._loaded.get(adapter.lora_name) != adapter:
+                self._load_adapter(adapter)
+        return [None if adapter is None else adapter.lora_name for adapter in each]
+
+    def _load_adapter(self, adapter: LoRARequest) -> None:
+        path = resolve_adapter(adapter.lora_path, download_dir=self.config.model.download_dir)
+        if self._loaded.pop(adapter.lora_name, None) is not None:
+            self.engine.unload_adapter(adapter.lora_name)
+        self.engine.load_adapter(adapter.lora_name, path)
+        self.engine.wait_loaded()
+        self._loaded[adapter.lora_name] = adapter
+
     def _process(
         self,
         request_id: str,
@@ -213,6 +279,7 @@ class LLM:
         params: SamplingParams | None,
         continues_prompt: bool = True,
         priority: int = 0,
+        lora_name: str | None = None,
     ) -> None:
         with recording(RequestTimes(arrived_at=time.monotonic())):
             prompt = make_prompt()
@@ -223,6 +290,7 @@ class LLM:
                 prompt,
                 params,
                 continues_prompt=continues_prompt,
+                lora_name=lora_name,
                 priority=priority,
                 on_commit=self._inbox.put,
             )

@@ -4,13 +4,13 @@ Reads no tensors. Independent of the supported architectures.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
+from mmjax.config import SETTING_CLASSES, EngineConfig, LoRAConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
@@ -41,6 +41,8 @@ CHECKPOINT_FILES = (
     "*.tiktoken",
 )
 """Files to download from the hub: no pickles (`*.bin`, `*.pt`), no code."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The same, of an adapter."""
 
 _LANGUAGE_PARTS = {
     "deepseek_vl_v2": "language_config",
@@ -87,7 +89,28 @@ def resolve_model(
             f"model directory `{model}` does not exist; give a directory that holds config.json, "
             "or a hub id such as google/gemma-3-4b-it"
         )
-    return _download(model, revision, download_dir)
+    return _download(model, revision, download_dir, CHECKPOINT_FILES)
+
+
+def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
+    """Return the local directory of an adapter: a directory, or a hub id."""
+    path = Path(adapter).expanduser()
+    if adapter.strip() and path.is_dir():
+        return path.resolve()
+    if _looks_like_path(adapter):
+        raise CheckpointError(
+            f"the adapter's directory `{adapter}` does not exist; give one that holds "
+            f"{ADAPTER_FILES[0]}, or a hub id"
+        )
+    return _download(adapter, None, download_dir, ADAPTER_FILES)
+
+
+def _with_directories(lora: LoRAConfig, download_dir: Path | None) -> LoRAConfig:
+    """Return the settings with local directories, for a process that reads no hub."""
+    modules = [
+        f"{name}={resolve_adapter(path, download_dir=download_dir)}" for name, path in lora.modules
+    ]
+    return replace(lora, lora_modules=tuple(modules))
 
 
 def load_model_config(
@@ -144,7 +167,8 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     media = make("multimodal")
     model = load_model_config(**{"model": None, **group_fields("model", values), "mm": media})
     _refuse_quantized(model.hf_config)
-    parts = {group: make(group) for group in ("cache", "scheduler", "parallel")}
+    parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
+    parts["lora"] = _with_directories(parts["lora"], model.download_dir)
     return make("engine", model=model, **parts)
 
 
@@ -238,7 +262,9 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith((".", "/", "~")) or model.count("/") > 1 or not model.strip()
 
 
-def _download(model: str, revision: str | None, download_dir: Path | None) -> Path:
+def _download(
+    model: str, revision: str | None, download_dir: Path | None, files: Sequence[str]
+) -> Path:
     # Imported here: slow, and not needed for a local checkpoint.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -249,7 +275,7 @@ def _download(model: str, revision: str | None, download_dir: Path | None) -> Pa
                 model,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=list(CHECKPOINT_FILES),
+                allow_patterns=list(files),
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

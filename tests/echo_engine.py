@@ -35,11 +35,13 @@ from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     EngineCoreRequest,
     EngineMessage,
     FrontendMessage,
     Heartbeat,
+    LoadAdapter,
     LoopState,
     Ready,
     RequestFailed,
@@ -47,6 +49,7 @@ from mmjax.transport.messages import (
     Shutdown,
     StepOutput,
     TokenLogprobs,
+    UnloadAdapter,
 )
 from mmjax.transport.step_record import StepRecord
 
@@ -58,6 +61,10 @@ FORGET_TOKEN = 8
 
 DEATH_TOKEN = 9
 """A prompt that ends with it ends the engine's process."""
+
+
+BAD_ADAPTER = "bad"
+"""The name of a directory whose adapter cannot be loaded."""
 
 
 def item_tokens(features: Sequence[MultiModalFeatureSpec]) -> list[int]:
@@ -99,6 +106,8 @@ class EchoEngine:
         self.running: dict[str, _Running] = {}
         self.added: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
+        self.adapters: dict[str, str] = {}
+        """Path by name."""
         self.answer: list[int] | None = None
         """What is said instead of an echo."""
         self.num_steps = 0
@@ -119,6 +128,14 @@ class EchoEngine:
             request, script, num_sent=len(request.output_token_ids)
         )
         self._deadlines.set(request.request_id, request.deadline)
+
+    def load_adapter(self, message: LoadAdapter) -> AdapterLoaded:
+        if message.lora_path.endswith(BAD_ADAPTER):
+            error = RequestValueError("its file is damaged", param="lora_path")
+            failed = RequestFailed.from_error(message.lora_name, error)
+            return AdapterLoaded(lora_name=message.lora_name, error=failed)
+        self.adapters[message.lora_name] = message.lora_path
+        return AdapterLoaded(lora_name=message.lora_name)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -268,6 +285,10 @@ class EchoSupervisor:
                     self._listener.on_message(RequestFailed.from_error(message.request_id, error))
             case AbortRequests():
                 self.engine.abort(message.request_ids)
+            case LoadAdapter():
+                self._listener.on_message(self.engine.load_adapter(message))
+            case UnloadAdapter():
+                self.engine.adapters.pop(message.lora_name, None)
         self._has_work.set()
 
     async def close(self) -> None:

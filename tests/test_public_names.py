@@ -10,7 +10,7 @@ import mmjax.cache
 import mmjax.processing
 
 MMJAX = """
-    LLM SamplingParams StructuredOutputsParams MULTIMODAL_REGISTRY ProcessorFactories
+    LLM LoRARequest SamplingParams StructuredOutputsParams MULTIMODAL_REGISTRY ProcessorFactories
     create_processor register_model draw_boxes
 """
 PROCESSING = """

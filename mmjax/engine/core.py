@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.encoder_inputs import EncoderInputs
+from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import check_places, resolve_features
 from mmjax.engine.scheduling.grammar import Grammars
@@ -33,6 +35,7 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 logger = get_logger(__name__)
 
 _PROGRAM_WAIT_S = 0.05
+_ADAPTER_WAIT_S = 1.0
 
 
 class _Dispatched(NamedTuple):
@@ -66,6 +69,7 @@ class EngineCore:
         self._limits = parts.limits
         self._scheduler = parts.scheduler
         self._runner = parts.runner
+        self._adapters = parts.adapters
         self.num_kv_blocks = parts.limits.num_blocks
         self._programs = parts.programs
         self._limits_of = parts.limits_of
@@ -117,15 +121,20 @@ class EngineCore:
         """
         # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
-        _check_is_served(message, has_encoder=self._encoder_inputs is not None)
+        _check_is_served(
+            message,
+            has_encoder=self._encoder_inputs is not None,
+            has_adapters=self.config.lora.enable_lora,
+        )
         check_places(features)
+        adapter = None if message.lora_name is None else self._adapters.use(message.lora_name)
         encoder, rotary = None, None
         if self._encoder_inputs is None:
-            items = [self._to_item(feature) for feature in features]
+            items = [self._to_item(feature, adapter) for feature in features]
             rotary = self._find_positions(len(message.prompt_token_ids), features)
         else:
             encoder_ids = self._encoder_inputs.check(message.encoder_prompt_token_ids, features)
-            encoder_items = [self._to_item(feature) for feature in features]
+            encoder_items = [self._to_item(feature, adapter) for feature in features]
             items, encoder = [], self._encoder_inputs.make(encoder_ids, encoder_items)
         self._limits.check_prompt(message.prompt_token_ids, items)
         self._limits.check_sampling(message)
@@ -147,7 +156,7 @@ class EngineCore:
             eos_token_ids=message.eos_token_ids,
             priority=message.priority if self._has_priorities else 0,
             cache_salt=message.cache_salt,
-            lora_name=message.lora_name,
+            lora_request=adapter,
             # All of the prompt is computed where its log-probabilities are wanted, as in vLLM.
             block_hasher=self._block_hasher if params.prompt_logprobs is None else None,
             logit_rules=LogitRules(
@@ -181,6 +190,38 @@ class EngineCore:
         self._scheduler.abort([request_id for request_id, _ in failed])
         return failed
 
+    def load_adapter(self, lora_name: str, path: Path) -> None:
+        """Begin to load an adapter, which requests may name from now on; see `pop_loaded`.
+
+        Raises RequestValueError for a name that is in use.
+        """
+        if not self.config.lora.enable_lora:
+            raise RequestValueError(
+                "this engine serves no adapters; start it with `enable_lora`", param="lora_name"
+            )
+        self._adapters.load(lora_name, path)
+
+    def unload_adapter(self, lora_name: str) -> None:
+        """Forget an adapter; unfinished requests that name it go on. ModelNotFoundError."""
+        self._scheduler.adapter_slots.forget(self._adapters.unload(lora_name))
+
+    def wait_loaded(self) -> None:
+        """Wait until all adapters are read; raise what is wrong with the first bad one."""
+        while self._adapters.wait(_ADAPTER_WAIT_S):
+            pass
+        for _, error in self._adapters.pop_loaded():
+            if error is not None:
+                raise error
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether adapters are being loaded that `pop_loaded` has not returned."""
+        return self._adapters.is_loading
+
+    def pop_loaded(self) -> list[tuple[str, RequestError | None]]:
+        """Return the names of adapters that were loaded, or could not be, and why."""
+        return self._adapters.pop_loaded()
+
     def abort(self, request_ids: Iterable[str]) -> None:
         """Abort requests, waiting or running; unknown ids are ignored."""
         self._scheduler.abort(request_ids)
@@ -203,7 +244,9 @@ class EngineCore:
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
-                if self._in_flight is None and not self._grammars.wait(_PROGRAM_WAIT_S):
+                if self._in_flight is None and not (
+                    self._grammars.wait(_PROGRAM_WAIT_S) or self._adapters.wait(_PROGRAM_WAIT_S)
+                ):
                     # What waits needs a larger program than there is yet.
                     self._programs.wait(_PROGRAM_WAIT_S)
                     self._programs.check()
@@ -253,6 +296,7 @@ class EngineCore:
     def close(self) -> None:
         """Free resources outside of Python. Idempotent."""
         self._grammars.close()
+        self._adapters.close()
         self._programs.close()
         self._runner.end()
         if self._receiver_cache is not None:
@@ -266,6 +310,7 @@ class EngineCore:
         self._deadlines.clear()
         self._scheduler.encoder_cache.reset()
         self._scheduler.kv_cache.reset_prefix_cache()
+        self._scheduler.adapter_slots.reset()
         self._runner.reset()
         return request_ids
 
@@ -311,7 +356,9 @@ class EngineCore:
             step_token_counts=list(scheduler.step_token_counts),
         )
 
-    def _to_item(self, feature: MultiModalFeatureSpec) -> EncoderItem:
+    def _to_item(
+        self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None
+    ) -> EncoderItem:
         """Split a feature into encoder units of the compiled shapes; keep precomputed embeddings.
 
         Raises `RequestError` for tensors of other shapes or dtypes.
@@ -347,8 +394,13 @@ class EngineCore:
                 f"embeddings, and placeholders for {num_embeds}; they must agree",
                 param="multi_modal_data",
             )
+        identifier = feature.identifier
+        if adapter is not None and self.config.lora.enable_tower_connector_lora:
+            # Of this adapter, and not of one that had its name before.
+            identifier = f"{identifier}@{adapter.lora_version}"
         return EncoderItem(
-            identifier=feature.identifier,
+            identifier=identifier,
+            mm_hash=feature.mm_hash,
             mm_position=feature.mm_position,
             units=arrays,
             rows=rows,
@@ -384,17 +436,17 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
     )
 
 
-def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool) -> None:
+def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
     if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
         raise RequestRuntimeError(
             "the request is sampled and brings no `seed`; expected the one that P0 draws where its "
             "client gives none",
             param="seed",
         )
-    if message.lora_name is not None:
+    if message.lora_name is not None and not has_adapters:
         raise RequestValueError(
-            f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; "
-            "leave it out",
+            f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; leave it "
+            "out, or start the engine with `enable_lora`",
             param="lora_name",
         )
     if message.encoder_prompt_token_ids is not None and not has_encoder:

@@ -23,20 +23,25 @@ from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     EngineCoreRequest,
     Heartbeat,
+    LoadAdapter,
     LoopState,
     Ready,
     RequestFailed,
     Shutdown,
     StepOutput,
+    UnloadAdapter,
 )
 from mmjax.transport.step_record import StepRecord
 
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
+_LOADING_INTERVAL_S = 0.01
+"""Between looks at adapters that a thread reads."""
 
 
 def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
@@ -128,6 +133,8 @@ class EngineLoop:
     def _receive_all(self) -> bool:
         """Handle queued messages, waiting only if no request is unfinished; False on `Shutdown`."""
         wait_s = 0.0 if self.core.has_unfinished() else HEARTBEAT_INTERVAL_S
+        if self.core.is_loading:
+            wait_s = min(wait_s, _LOADING_INTERVAL_S)
         message = self._receiver.receive(wait_s)
         while message is not None:
             if isinstance(message, Shutdown):
@@ -157,10 +164,28 @@ class EngineLoop:
                 self._fail(message.request_id, InternalError("internal error"))
             finally:
                 self._record.write(computing)
+        elif isinstance(message, LoadAdapter | UnloadAdapter):
+            self._change_adapters(message)
         else:
             logger.error("dropped a %s: not a message to P1", type(message).__name__)
 
+    def _change_adapters(self, message: LoadAdapter | UnloadAdapter) -> None:
+        try:
+            if isinstance(message, LoadAdapter):
+                self.core.load_adapter(message.lora_name, Path(message.lora_path))
+            else:
+                self.core.unload_adapter(message.lora_name)
+        except RequestError as error:
+            if isinstance(message, LoadAdapter):
+                self._tell_loaded(message.lora_name, error)
+
+    def _tell_loaded(self, lora_name: str, error: RequestError | None) -> None:
+        failure = None if error is None else RequestFailed.from_error(lora_name, error)
+        self._sender.send(AdapterLoaded(lora_name=lora_name, error=failure))
+
     def _expire(self) -> None:
+        for lora_name, failure in self.core.pop_loaded():
+            self._tell_loaded(lora_name, failure)
         for request_id in self.core.expire():
             self._fail(request_id, RequestTimeoutError())
         for request_id, error in self.core.pop_failed():

@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
@@ -17,24 +19,26 @@ from mmjax.engine.device.encoder import choose_patches, count_units, largest_ite
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
-from mmjax.engine.device.programs import ModelShape, Programs
+from mmjax.engine.device.programs import AdaptedModel, ModelShape, Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
+from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
 from mmjax.engine.scheduling.scheduler import Scheduler, StepLimits
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.product import has_bfloat16
-from mmjax.layers.module import Params, bind, build_abstract
+from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
 from mmjax.logger import get_logger, reporting
 from mmjax.model_source import stored_dtype
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
-from mmjax.models.interface import build_model, left_out_names
+from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
+from mmjax.weights.adapter import AdapterReader
 from mmjax.weights.load import load_params
 from mmjax.weights.snapshot import is_snapshot, load_snapshot
 
@@ -50,6 +54,7 @@ class EngineParts(NamedTuple):
     limits: AdmissionLimits
     scheduler: Scheduler
     runner: ModelRunner
+    adapters: Adapters
     programs: StagedPrograms
     limits_of: Callable[[Buckets], StepLimits]
     """What a step may hold that has no other buckets."""
@@ -95,6 +100,8 @@ class EngineStart:
             self.num_kv_blocks = self._fit_kv_cache(programs, params)
         with self._timed("allocate"), reporting(logger, lambda: "allocating the caches"):
             self._allocate(programs, params)
+        with self._timed("load_adapters"):
+            self._adapters = self._open_adapters(params)
         staged = self._stage(programs)
         with self._timed("compile"):
             staged.compile_first()
@@ -122,6 +129,7 @@ class EngineStart:
             self._limits,
             self._scheduler,
             self._runner,
+            self._adapters,
             staged,
             self._limits_of,
             self.seconds,
@@ -172,6 +180,7 @@ class EngineStart:
         parts = (config.model.hf_config, config.model.mm, config.model.quantization)
         graphdef, abstract = build_abstract(build_model, self._model_class, *parts, dtype=dtype)
         model = bind(graphdef, abstract)
+        self._adapted = self._make_room(model, parts, dtype)
         self._left_out = left_out_names(model, config.model.mm)
         self._has_tower = not self._left_out
         if self._left_out:
@@ -187,6 +196,52 @@ class EngineStart:
             params = quantize_params(params, abstract)
         given = {name: part for name, part in params.items() if name not in self._left_out}
         return graphdef, self._placement.place_params(given)
+
+    def _make_room(self, model: Any, parts: Any, dtype: Any) -> AdaptedModel | None:
+        """Return the model with room for adapters; None without `enable_lora`."""
+        lora = self.config.lora
+        if not lora.enable_lora:
+            return None
+        if model.max_encoder_len:
+            raise ConfigError(
+                f"`enable_lora` is set, but `{self._model_class.__name__}` is an encoder-decoder "
+                "model, whose adapters mmjax does not serve; leave it out"
+            )
+        own = dtype if lora.lora_dtype == "auto" else jnp.dtype(lora.lora_dtype)
+        has_towers = lora.enable_tower_connector_lora
+        sizes = AdapterSizes(lora.max_loras, lora.max_lora_rank, own, has_towers)
+        graphdef, abstract = build_abstract(
+            build_model, self._model_class, *parts, sizes, dtype=dtype
+        )
+        return AdaptedModel.of(graphdef, abstract, has_towers=has_towers)
+
+    def _open_adapters(self, params: Params) -> Adapters:
+        """Return the adapters, those of `lora_modules` loaded."""
+        lora, adapted = self.config.lora, self._adapted
+        leaves = flatten_params(params)
+
+        def read_base(name: str) -> np.ndarray | None:
+            return np.asarray(leaves[name]) if name in leaves else None
+
+        shapes = {} if adapted is None else adapted.shapes
+        reader = AdapterReader(
+            rules=self._model_class.rules(self.config.model.hf_config),
+            shapes={name: leaf.shape for name, leaf in shapes.items()},
+            dtype=next((leaf.dtype for leaf in shapes.values()), None),
+            max_rank=lora.max_lora_rank,
+            read_base=read_base,
+            has_towers=lora.enable_tower_connector_lora,
+            left_out=self._left_out,
+        )
+        adapters = Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
+        for name, path in lora.modules:
+            adapters.load(name, Path(path))
+        while adapters.wait(1.0):
+            pass
+        for name, error in adapters.pop_loaded():
+            if error is not None:
+                raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")
+        return adapters
 
     def _read(self, abstract: Params) -> Params:
         config, mesh = self.config, self._placement.mesh
@@ -253,6 +308,7 @@ class EngineStart:
             max_written=self._encoder_budget if self._takes_embeds else 0,
             span_variants=span_variants(cache_type, has_spans=self._has_spans),
             max_encoder_len=self._max_encoder_len,
+            has_adapters=self._adapted is not None,
         )
         return Programs(
             shape,
@@ -265,6 +321,7 @@ class EngineStart:
             block_size=block_size,
             max_blocks=cdiv(self.config.model.max_model_len, block_size),
             max_encoder_len=self._max_encoder_len,
+            adapted=self._adapted,
         )
 
     def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
@@ -283,6 +340,7 @@ class EngineStart:
             self.config.cache,
             self._placement,
             weights=shard_bytes(params),
+            max_loras=self.config.lora.max_loras,
             num_threads=self.config.compile_threads,
             is_hurried=self._precompile != "all",
         )
@@ -317,6 +375,7 @@ class EngineStart:
             max_num_encoder_states=programs.buckets.num_states,
             keeps_runs_whole=self._keeps_runs_whole,
             enable_chunked_prefill=schedule.enable_chunked_prefill,
+            max_loras=self.config.lora.max_loras if self._adapted is not None else 0,
         )
         self._runner = ModelRunner(
             programs,

@@ -12,6 +12,7 @@ from mmjax.layers.attention.api import AttentionMetadata, attention
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
+from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
 from mmjax.layers.rope import apply_rotary, text_angles
 
@@ -191,6 +192,8 @@ class Decoder(nnx.Module):
         self.layers = nnx.List(layers)
         self.norm = norm
         self.lm_head = None if is_tied else Embed(vocab_size, hidden_size, dtype=dtype)
+        self.lora: LoRA | None = None
+        """Of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
@@ -221,7 +224,10 @@ class Decoder(nnx.Module):
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return project_logits(hidden_states, head.weight[...])
+        logits = project_logits(hidden_states, head.weight[...])
+        return (
+            logits if self.lora is None else logits + self.lora(hidden_states).astype(logits.dtype)
+        )
 
 
 @runtime_checkable

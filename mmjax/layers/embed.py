@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.cpu.product import product
+from mmjax.layers.lora import EmbedLoRA
 
 
 class Embed(nnx.Module):
@@ -14,12 +15,15 @@ class Embed(nnx.Module):
 
     def __init__(self, num_embeddings: int, dim: int, *, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((num_embeddings, dim), dtype))
+        self.lora: EmbedLoRA | None = None
 
     def __call__(self, ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up ids; out-of-vocabulary ids (placeholders, replaced later) read row 0."""
         table = self.weight[...]
         is_known = (ids >= 0) & (ids < table.shape[0])
-        return table.at[jnp.where(is_known, ids, 0)].get(mode="promise_in_bounds")
+        known = jnp.where(is_known, ids, 0)
+        rows = table.at[known].get(mode="promise_in_bounds")
+        return rows if self.lora is None else rows + self.lora(known, rows.dtype)
 
 
 def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:

@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.cpu.product import product
+from mmjax.layers.lora import LoRA
 
 
 def linear(
@@ -35,7 +36,9 @@ class Linear(nnx.Module):
     def __init__(self, in_features: int, out_features: int, *, use_bias: bool, dtype: Any) -> None:
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), dtype))
         self.bias = nnx.Param(jnp.zeros((out_features,), dtype)) if use_bias else None
+        self.lora: LoRA | None = None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
         """Project the last axis."""
-        return linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        out = linear(x, self.weight[...], None if self.bias is None else self.bias[...])
+        return out if self.lora is None else out + self.lora(x)

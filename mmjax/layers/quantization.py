@@ -33,6 +33,7 @@ class Int8Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, jnp.int8))
         self.weight_scale = nnx.Param(jnp.zeros(shape[0], jnp.float32))
         self.bias = linear.bias
+        self.lora = linear.lora
         self.rounds_inputs = quantization == "int8"
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
@@ -42,7 +43,8 @@ class Int8Linear(nnx.Module):
         out = (multiply(flat, weight) * scale[None, :]).astype(x.dtype)
         if self.bias is not None:
             out = out + self.bias[...][None, :]
-        return out.reshape(*x.shape[:-1], len(weight))
+        out = out.reshape(*x.shape[:-1], len(weight))
+        return out if self.lora is None else out + self.lora(x)
 
 
 def _by_rounded_inputs(x: Float[Array, "T D"], weight: Int8[Array, "F D"]) -> Float[Array, "T F"]:

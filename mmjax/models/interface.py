@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,9 @@ from mmjax.config import MultiModalConfig, Quantization
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder
-from mmjax.layers.quantization import quantize_linears
+from mmjax.layers.linear import Linear
+from mmjax.layers.lora import EmbedLoRA, LoRA
+from mmjax.layers.quantization import Int8Linear, quantize_linears
 from mmjax.models.host_inputs import AFFINE, HostInputs
 from mmjax.processing.image_processors.affine import apply_affine
 from mmjax.weights.rules import RuleTypes
@@ -185,11 +187,22 @@ def left_out_names(model: Any, mm: MultiModalConfig) -> tuple[str, ...]:
     return () if names and any(map(mm.limit, model.modalities)) else names
 
 
+class AdapterSizes(NamedTuple):
+    """The room for adapters beside a model's layers."""
+
+    num_slots: int
+    rank: int
+    dtype: Any
+    has_towers: bool
+    """Whether towers and connectors have room, too."""
+
+
 def build_model(
     model_class: Any,
     hf_config: Any,
     mm: MultiModalConfig | None = None,
     quantization: Quantization | None = None,
+    adapters: AdapterSizes | None = None,
     *,
     dtype: Any,
 ) -> Any:
@@ -199,7 +212,23 @@ def build_model(
         setattr(model, name, None)
     if quantization is not None:
         quantize_linears(model, quantization)
+    if adapters is not None:
+        _add_adapters(model, adapters)
     return model
+
+
+def _add_adapters(model: Any, sizes: AdapterSizes) -> None:
+    shape = {"num_slots": sizes.num_slots, "rank": sizes.rank, "dtype": sizes.dtype}
+    for path, module in list(nnx.iter_modules(model)):
+        is_text = path[:1] == ("language_model",)
+        if isinstance(module, Linear | Int8Linear) and (is_text or sizes.has_towers):
+            out_features, in_features = module.weight.shape
+            module.lora = nnx.data(LoRA(in_features, out_features, **shape))
+    text = model.language_model
+    vocab_size, width = text.embed_tokens.weight.shape
+    text.embed_tokens.lora = nnx.data(EmbedLoRA(vocab_size, width, **shape))
+    num_logits = vocab_size if text.lm_head is None else text.lm_head.weight.shape[0]
+    text.lora = nnx.data(LoRA(width, num_logits, **shape))
 
 
 @contextmanager

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image
 
 from mmjax.config import Quantization
-from mmjax.errors import MMJaxError
-from mmjax.model_source import load_model_config
+from mmjax.errors import ConfigError, MMJaxError
+from mmjax.model_source import load_model_config, resolve_adapter
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
 from mmjax.parity.compare import TOLERANCE, format_case, format_summary
 from mmjax.parity.reference import import_torch
@@ -41,7 +41,10 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax
 
 def _run(options: argparse.Namespace) -> int:
     model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
-    if options.dtype != "float32" or options.quantization is not None:
+    is_rounded = options.dtype != "float32" or options.quantization is not None
+    if is_rounded and options.lora is not None:
+        raise ConfigError("`--lora` is compared in float32; leave `--dtype`, `--quantization` out")
+    if is_rounded:
         rounded = RoundedParity(
             model_config,
             dtype=options.dtype,
@@ -55,7 +58,8 @@ def _run(options: argparse.Namespace) -> int:
         kind = " and ".join(filter(None, (options.dtype, options.quantization)))
         print(format_rounded(rounded_reports, kind))
         return 0 if all(report.is_good for report in rounded_reports) else 1
-    parity = Parity(model_config, max_len=options.max_len)
+    adapter = None if options.lora is None else resolve_adapter(options.lora)
+    parity = Parity(model_config, max_len=options.max_len, adapter=adapter)
     reports = []
     for case in _make_cases(options, parity):
         reports.append(parity.run(case, max_tokens=options.max_tokens))
@@ -84,6 +88,7 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
     add("--num-images", nargs="+", type=int, help="sizes of those sets; up to 3 without it")
     add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
+    add("--lora", metavar="DIR", help="an adapter that both compute with: a directory or hub id")
     add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")

@@ -13,19 +13,28 @@ import numpy as np
 from flax import nnx
 
 from mmjax.config import Quantization
+from mmjax.engine.device.programs import AdaptedModel
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
-from mmjax.layers.module import Params, bind, build_abstract, tracing_every_block
+from mmjax.layers.module import (
+    Params,
+    bind,
+    build_abstract,
+    flatten_params,
+    tracing_every_block,
+    unflatten_params,
+)
 from mmjax.models.host_inputs import (
     HostInputs,
     PackedEncoderSpec,
     PromptItem,
     RotaryPositions,
 )
-from mmjax.models.interface import build_model, embed_units
+from mmjax.models.interface import AdapterSizes, build_model, embed_units
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.rounding import cdiv, round_up
+from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
 from mmjax.weights.load import load_params
 
 BLOCK_SIZE = 16
@@ -101,8 +110,8 @@ class PagedModel:
         dtype: Any = jnp.float32,
         quantization: Quantization | None = None,
     ) -> None:
-        parts = (model_class, hf_config, None, quantization)
-        self.graphdef, abstract = build_abstract(build_model, *parts, dtype=dtype)
+        self._parts = (model_class, hf_config, None, quantization)
+        self.graphdef, abstract = build_abstract(build_model, *self._parts, dtype=dtype)
         self.dtype = dtype
         structure = bind(self.graphdef, abstract)
         self.model_class: Any = model_class
@@ -113,6 +122,9 @@ class PagedModel:
         self.max_encoder_len = structure.max_encoder_len
         self.num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
+        self._jit()
+
+    def _jit(self) -> None:
         self._encode = jax.jit(partial(_encode, self.graphdef))
         self._encode_prompt = jax.jit(partial(_encode_prompt, self.graphdef))
         self._step = jax.jit(partial(_step, self.graphdef), static_argnames="is_probed")
@@ -133,6 +145,33 @@ class PagedModel:
         _, abstract = build_abstract(build_model, *parts, dtype=dtype)
         params = load_params(path, abstract, model_class.rules(hf_config), use_tqdm=False)
         return cls(model_class, hf_config, params, max_len, dtype, quantization)
+
+    def load_adapter(self, path: Path) -> None:
+        """Compute with an adapter from now on, wherever it has weights."""
+        rank = read_adapter_config(path)[0].max_rank
+        sizes = AdapterSizes(1, rank, jnp.dtype(self.dtype), has_towers=True)
+        graphdef, abstract = build_abstract(build_model, *self._parts, sizes, dtype=self.dtype)
+        shapes = AdaptedModel.of(graphdef, abstract, has_towers=True).shapes
+        leaves = flatten_params(self.params)
+
+        def read_base(name: str) -> np.ndarray | None:
+            return np.asarray(leaves[name]) if name in leaves else None
+
+        reader = AdapterReader(
+            rules=self.model_class.rules(self._parts[1]),
+            shapes={name: leaf.shape for name, leaf in shapes.items()},
+            dtype=jnp.dtype(self.dtype),
+            max_rank=rank,
+            read_base=read_base,
+        )
+        arrays = reader.read(path).arrays
+        for name, leaf in shapes.items():
+            own = fill_slot(name, arrays.get(name), leaf.shape, leaf.dtype)
+            leaves[name] = jnp.expand_dims(own, slot_axis(name))
+            # One slot, which every row has.
+            leaves[f"{name.rpartition('.')[0]}.slots"] = jnp.zeros(1, jnp.int32)
+        self.graphdef, self.params = graphdef, unflatten_params(leaves)
+        self._jit()
 
     def run(self, sample: Sample) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position."""

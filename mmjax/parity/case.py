@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from mmjax.parity.compare import CaseReport, compare
 from mmjax.parity.reference import (
     generate_reference,
     load_reference,
+    load_reference_adapter,
     make_pixels,
     make_reference_inputs,
     run_reference,
@@ -40,7 +42,10 @@ class Case:
 class Parity:
     """A checkpoint loaded by mmjax and by HF (torch)."""
 
-    def __init__(self, model_config: ModelConfig, *, max_len: int) -> None:
+    def __init__(
+        self, model_config: ModelConfig, *, max_len: int, adapter: Path | None = None
+    ) -> None:
+        """`adapter`: a directory that PEFT wrote, with which both compute."""
         architecture = model_config.architecture
         self.max_len = max_len
         self.model_config = model_config
@@ -56,7 +61,11 @@ class Parity:
         self.ours = PagedModel.from_directory(
             model_config.path, model_class, model_config.hf_config, max_len=max_len
         )
+        if adapter is not None:
+            self.ours.load_adapter(adapter)
         self.reference = load_reference(model_config.path, architecture)
+        if adapter is not None:
+            self.reference = load_reference_adapter(self.reference, adapter)
 
     @property
     def notes(self) -> list[str]:

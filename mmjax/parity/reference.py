@@ -61,6 +61,18 @@ def load_reference(path: Path | str, architecture: str, dtype: str = "float32") 
     return model.eval()
 
 
+def load_reference_adapter(model: Any, path: Path) -> Any:
+    """Return HF's model with PEFT's layers of an adapter in it."""
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            "parity of an adapter compares with PEFT, which is not installed; "
+            "`pip install mmjax[dev]`"
+        ) from error
+    return peft.PeftModel.from_pretrained(model, str(path)).base_model.model.eval()
+
+
 def _find_by_model_type(path: Path | str, architecture: str) -> Any:
     transformers = importlib.import_module("transformers")
     auto = transformers.AutoModelForImageTextToText

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
+from msgspec.structs import replace
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -15,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mmjax import __version__
-from mmjax.config import ServerConfig
+from mmjax.config import LoRAConfig, ServerConfig
 from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
@@ -24,6 +25,11 @@ from mmjax.server.api_page import api_page
 from mmjax.server.connections import HeaderLimitMiddleware
 from mmjax.server.metrics import CONTENT_TYPE, Metrics, ResponseCountMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
+from mmjax.server.openai.adapters import (
+    AdapterService,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -41,12 +47,17 @@ from mmjax.server.request_log import RequestLog
 
 _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
-    *(TokenizeRequest, DetokenizeRequest),
+    *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
 )
 _SCHEMAS = "#/components/schemas/"
 
 
-def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig) -> FastAPI:
+def create_app(
+    client: AsyncEngineClient,
+    chat: ChatParser,
+    config: ServerConfig,
+    lora: LoRAConfig | None = None,
+) -> FastAPI:
     """Return the application; its lifespan starts and closes the client."""
 
     @asynccontextmanager
@@ -89,7 +100,9 @@ def create_app(client: AsyncEngineClient, chat: ChatParser, config: ServerConfig
     _describe_bodies(app)
     if not config.disable_fastapi_docs:
         _add_docs_route(app)
-    _add_model_routes(app, _model_card(client, chat))
+    _add_model_routes(app, client, _model_card(client, chat))
+    if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
+        _add_adapter_routes(app, AdapterService(client, lora.lora_dir), reader)
     _add_state_routes(app, client)
     _add_media_route(app, client, config)
     for path in PAGE_FILES:
@@ -211,18 +224,33 @@ def _takes(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _add_model_routes(app: FastAPI, card: ModelCard) -> None:
+def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:
+    def cards() -> list[ModelCard]:
+        adapters = client.adapters.names
+        return [card, *(replace(card, id=one, root=one, parent=card.id) for one in adapters)]
+
     @app.get("/v1/models")
     async def models() -> Response:
-        return json_response(ModelList(data=[card]))
+        return json_response(ModelList(data=cards()))
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name != card.id:
+        found = next((one for one in cards() if one.id == name), None)
+        if found is None:
             raise ModelNotFoundError(
                 f"this server does not serve `{name[:128]}`; it serves `{card.id}`", param="model"
             )
-        return json_response(card)
+        return json_response(found)
+
+
+def _add_adapter_routes(app: FastAPI, service: AdapterService, reader: RequestReader) -> None:
+    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapterRequest))
+    async def load_lora_adapter(request: Request) -> Response:
+        return await service.load(await reader.read(request, LoadAdapterRequest))
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_takes(UnloadAdapterRequest))
+    async def unload_lora_adapter(request: Request) -> Response:
+        return service.unload(await reader.read(request, UnloadAdapterRequest))
 
 
 _NOT_READY: dict[EngineState, str] = {

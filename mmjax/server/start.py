@@ -67,16 +67,18 @@ def _application(engine: EngineConfig, server: ServerConfig, supervisor: Any, ca
         cache=cache,
         connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
         enable_prefix_caching=engine.cache.enable_prefix_caching,
+        enable_tower_connector_lora=engine.lora.enable_tower_connector_lora,
     )
     input_processor.warm_up()
     client = AsyncEngineClient(
         input_processor,
         supervisor,
         engine.scheduler,
+        lora=engine.lora,
         num_workers=server.renderer_num_workers,
         quarantine_s=server.request_quarantine_s,
     )
-    app = create_app(client, ChatParser.for_model(input_processor), server)
+    app = create_app(client, ChatParser.for_model(input_processor), server, engine.lora)
     # Exclude what is loaded from garbage collection, whose passes would block the event loop.
     gc.collect()
     gc.freeze()

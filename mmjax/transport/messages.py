@@ -48,11 +48,25 @@ class AbortRequests(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     request_ids: list[str]
 
 
+class LoadAdapter(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Load a LoRA adapter; requests that are sent behind it may name it."""
+
+    lora_name: str
+    lora_path: str
+    """A directory, which both processes see."""
+
+
+class UnloadAdapter(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """Forget a LoRA adapter; unfinished requests that name it go on."""
+
+    lora_name: str
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
     """End the engine process."""
 
 
-EngineMessage = EngineCoreRequest | AbortRequests | Shutdown
+EngineMessage = EngineCoreRequest | AbortRequests | LoadAdapter | UnloadAdapter | Shutdown
 
 # ---- to P0 -------------------------------------------------------------------------------------
 
@@ -134,6 +148,14 @@ class CacheMiss(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     mm_hashes: list[str]
 
 
+class AdapterLoaded(msgspec.Struct, tag=True, kw_only=True, frozen=True):
+    """An adapter was loaded, or could not be."""
+
+    lora_name: str
+    error: RequestFailed | None = None
+    """Why it could not; the name is free again."""
+
+
 STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Upper bounds of `Heartbeat.step_token_counts`."""
 
@@ -197,4 +219,4 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     loop: LoopState = LoopState()
 
 
-FrontendMessage = StepOutput | RequestFailed | CacheMiss | Ready | Heartbeat
+FrontendMessage = StepOutput | RequestFailed | CacheMiss | AdapterLoaded | Ready | Heartbeat

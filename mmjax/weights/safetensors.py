@@ -54,7 +54,7 @@ def open_safetensors(path: Path) -> Iterator[dict[str, StoredTensor]]:
     with ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {}
         for file in files:
-            for tensor in _open_file(stack, path / file):
+            for tensor in open_file(stack, path / file):
                 if tensor.name in tensors:
                     raise CheckpointError(
                         f"tensor `{tensor.name}` is both in `{tensors[tensor.name].file}` and in "
@@ -95,7 +95,8 @@ def _read_weight_map(file: Path) -> Mapping[str, str]:
     return weight_map
 
 
-def _open_file(stack: ExitStack, file: Path) -> list[StoredTensor]:
+def open_file(stack: ExitStack, file: Path) -> list[StoredTensor]:
+    """Open one file until the stack closes; return its tensors."""
     try:
         opened = stack.enter_context(safe_open(str(file), framework="np"))
         found = []

@@ -40,6 +40,7 @@ _SPECS: Sequence[tuple[str, tuple[_Axes, ...]]] = (
     (r"\.experts\.(gate_proj|up_proj)$", (None, _ALL, None)),
     (r"\.experts\.down_proj$", (None, None, _ALL)),
 )
+_ADAPTER = re.compile(r"^(?P<layer>.+)\.lora\.(?P<part>a|b|bias)$")
 _LANGUAGE_MODEL = re.compile(r"(^|\.)(language_model|lm_head)\.")
 """Parameters that are sharded. Towers and connectors are replicated, and every device encodes other
 images: this needs no all-reduce, and a tower is small compared with its language model."""
@@ -49,12 +50,26 @@ def partition_spec(name: str, shape: Sequence[int], mesh: Mesh) -> PartitionSpec
     """Return the parameter's PartitionSpec; an axis that does not divide evenly is replicated."""
     if not _LANGUAGE_MODEL.search(name):
         return PartitionSpec()
-    for pattern, spec in _SPECS:
-        if re.search(pattern, name) and len(spec) == len(shape):
-            return PartitionSpec(
-                *(_cut(size, axes, mesh) for size, axes in zip(shape, spec, strict=True))
-            )
-    return PartitionSpec()
+    adapter = _ADAPTER.match(name)
+    spec = _find_spec(name, len(shape)) if adapter is None else _adapter_spec(**adapter.groupdict())
+    return PartitionSpec(*(_cut(size, axes, mesh) for size, axes in zip(shape, spec, strict=False)))
+
+
+def _find_spec(name: str, num_axes: int) -> tuple[_Axes, ...]:
+    found = (spec for pattern, spec in _SPECS if re.search(pattern, name) and len(spec) == num_axes)
+    return next(found, ())
+
+
+def _adapter_spec(layer: str, part: str) -> tuple[_Axes, ...]:
+    """Return how an adapter's array is cut: along the axis that it has of its layer's weight."""
+    if layer.endswith("embed_tokens"):
+        return ()
+    # The decoder's own is that of its head.
+    weight = f"{layer}.lm_head.weight" if layer.endswith("language_model") else f"{layer}.weight"
+    spec = _find_spec(weight, 2)
+    if not spec:
+        return ()
+    return (None, None, spec[1]) if part == "a" else (spec[0],)
 
 
 def _cut(size: int, axes: _Axes, mesh: Mesh) -> str | tuple[str, ...] | None:

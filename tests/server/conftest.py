@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 from starlette.testclient import TestClient
 
-from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.config import LoRAConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
@@ -125,6 +125,7 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
             enables_mm_embeds: bool = False,
             max_image_bytes: int | None = None,
             chat_template: str | None = None,
+            lora: LoRAConfig | None = None,
             is_roomy: bool = False,
             **config: Any,
         ) -> Server:
@@ -140,11 +141,13 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
                     max_image_bytes=max_image_bytes or old.mm.max_image_bytes,
                 )
                 processor = InputProcessor(replace(old, mm=mm))
-            client = AsyncEngineClient(processor, supervisor, scheduler or SchedulerConfig())
+            client = AsyncEngineClient(
+                processor, supervisor, scheduler or SchedulerConfig(), lora=lora
+            )
             parser = ChatParser.for_model(processor)
             if chat_template is not None:
                 parser = replace(parser, template=ChatTemplate(chat_template, processor.tokenizer))
-            app = create_app(client, parser, ServerConfig(**config))
+            app = create_app(client, parser, ServerConfig(**config), lora)
             http = stack.enter_context(TestClient(app, raise_server_exceptions=False))
             return Server(app, http, supervisor, client)
 

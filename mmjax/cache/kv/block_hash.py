@@ -24,7 +24,7 @@ BlockHash = bytes
 BlockHashAlgorithm = Literal["sha256", "blake3"]
 
 ExtraKey = tuple[str, str] | tuple[str, str, str] | tuple[str, str, int]
-"""`("lora", name)` or `("lora", name, path)`; `("mm", identifier, offset)`;
+"""`("lora", name)` or `("lora", name, version or path)`; `("mm", identifier, offset)`;
 `("cache_salt", salt)`; `("positions", key)`."""
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -53,7 +53,8 @@ class PlacedItem(Protocol):
 class HashableRequest(Protocol):
     """What the hashes of a request's blocks depend on, besides its tokens.
 
-    The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_path`. Where a
+    The adapter is `lora_name`, or `lora_request` with a `lora_name` and a `lora_version` or a
+    `lora_path`. Where a
     prompt's positions depend on all of it, `positions_key` says how.
     """
 
@@ -174,8 +175,8 @@ def _lora_keys(request: HashableRequest) -> list[ExtraKey]:
     name = getattr(request if adapter is None else adapter, "lora_name", None)
     if name is None:
         return []
-    path = getattr(adapter, "lora_path", None)
-    return [("lora", name)] if path is None else [("lora", name, path)]
+    own = getattr(adapter, "lora_version", None) or getattr(adapter, "lora_path", None)
+    return [("lora", name)] if own is None else [("lora", name, own)]
 
 
 def _salt_keys(request: HashableRequest, start: int) -> list[ExtraKey]:

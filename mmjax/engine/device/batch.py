@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.scheduling.admission import MAX_MASKED_TOKEN_IDS
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
@@ -27,6 +28,7 @@ NO_TOKEN = np.iinfo(np.int32).max
 """Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
 
 _CROSS = "cross_"
+_SLOTS = "adapter_slots"
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -44,6 +46,8 @@ class StepBatch(NamedTuple):
     metadata: PagedAttentionMetadata
     cross_src: Int[Array, " S"] | None = None
     """Row of the pool of each encoder hidden state to write; None for a decoder-only model."""
+    adapter_slots: Int[Array, " T"] | None = None
+    """Where each token's adapter is; -1: it has none. None: no token of the step has one."""
 
 
 class SampleBatch(NamedTuple):
@@ -83,6 +87,8 @@ class SampleBatch(NamedTuple):
     """Whether the tables' masks are to be read; so, too, of edits and penalties."""
     has_edits: Int[Array, ""]
     has_penalties: Int[Array, ""]
+    adapter_slots: Int[Array, " R"] | None = None
+    """Where each row's adapter is; -1: it has none. None: the engine has no adapters."""
 
 
 class SampleTables(NamedTuple):
@@ -156,6 +162,7 @@ def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0
         "tile_request": (tiles,),
         "row_slot": (tokens,),
         "block_tables": (requests, max_blocks),
+        **({_SLOTS: (tokens,)} if bucket.has_adapters else {}),
     }
     if max_encoder_blocks:
         states = (bucket.num_states,)
@@ -169,7 +176,7 @@ def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0
     return Layout(tuple(shapes.items()))
 
 
-def sample_layout(num_requests: int) -> Layout:
+def sample_layout(num_requests: int, *, has_adapters: bool = False) -> Layout:
     """Return the fields of a `SampleBatch` of one bucket."""
     one = (num_requests,)
     shapes: Shapes = {
@@ -192,6 +199,7 @@ def sample_layout(num_requests: int) -> Layout:
         "has_masks": (),
         "has_edits": (),
         "has_penalties": (),
+        **({_SLOTS: one} if has_adapters else {}),
     }
     return Layout(tuple(shapes.items()))
 
@@ -201,6 +209,8 @@ def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
     fields = layout.views(flat)
     names = ("token_ids", "token_from", "positions", "src_index")
     head = {name: fields.pop(name) for name in names}
+    if _SLOTS in fields:
+        head[_SLOTS] = fields.pop(_SLOTS)
     cross = {name: fields.pop(name) for name in list(fields) if name.startswith(_CROSS)}
     if cross:
         head["cross_src"] = cross.pop("cross_src")
@@ -216,9 +226,10 @@ def add_padding_row(batch: StepBatch) -> StepBatch:
         widths = [(0, 0)] * (field.ndim - 1) + [(0, 1)]
         return jnp.pad(field, widths, constant_values=value)
 
-    metadata = batch.metadata
+    metadata, slots = batch.metadata, batch.adapter_slots
     num_rows = len(batch.token_ids)
     return batch._replace(
+        adapter_slots=None if slots is None else pad(slots, -1),
         token_ids=pad(batch.token_ids),
         token_from=pad(batch.token_from, -1),
         positions=pad(batch.positions),
@@ -259,11 +270,12 @@ class BatchBuilder:
         rows_of: Callable[[str], np.ndarray],
         has_spans: bool,
         max_encoder_blocks: int = 0,
+        has_adapters: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self.sample_layout = sample_layout(max_num_seqs)
+        self.sample_layout = sample_layout(max_num_seqs, has_adapters=has_adapters)
         """Layout of the sample that follows every packed step; the same for all buckets."""
         self.rows_of = rows_of
         """identifier -> rows of the encoder-output pool, int32[embeddings]."""
@@ -281,7 +293,17 @@ class BatchBuilder:
         fields["tile_rows"][:] = bucket.num_tokens
         if self.max_encoder_blocks:
             fields["cross_slot_block"][:] = self.num_blocks
+        if bucket.has_adapters:
+            fields[_SLOTS][:] = NO_SLOT
+        self._sample_fields(flat[layout.size :])
         return flat, fields
+
+    def _sample_fields(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Return views of a sample's fields, of which no row has an adapter."""
+        fields = self.sample_layout.views(flat)
+        if _SLOTS in fields:
+            fields[_SLOTS][:] = NO_SLOT
+        return fields
 
     def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
         """Return how many encoder hidden states the step writes."""
@@ -339,6 +361,9 @@ class BatchBuilder:
         blocks = fields["block_tables"][request_of_row, index // self.block_size]
         fields["slot_block"][:num_tokens] = blocks
         fields["slot_offset"][:num_tokens] = index % self.block_size
+        if bucket.has_adapters:
+            slots = [item.request.adapter_slot for item in requests]
+            fields[_SLOTS][:num_tokens] = np.repeat(np.array(slots, np.int32), counts)
         self._fill_tiles(fields, bucket, counts, place)
         self._fill_items(fields, requests, ends - counts)
         if self.max_encoder_blocks:
@@ -418,8 +443,10 @@ class BatchBuilder:
         self, flat: np.ndarray, requests: Sequence[ScheduledRequest], rows: np.ndarray
     ) -> bool:
         """Pack the sample of the requests' next tokens; return whether it is plain greedy."""
-        fields = self.sample_layout.views(flat)
+        fields = self._sample_fields(flat)
         fields["rows"][: len(rows)] = rows
+        if _SLOTS in fields:
+            fields[_SLOTS][: len(rows)] = [one.request.adapter_slot for one in requests]
         is_plain = True
         for row, scheduled in enumerate(requests):
             request, params = scheduled.request, scheduled.request.sampling_params
@@ -445,10 +472,14 @@ class BatchBuilder:
                 _fill_sampling(fields, row, scheduled)
         return is_plain
 
-    def build_reports(self, rows: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    def build_reports(
+        self, rows: np.ndarray, token_ids: np.ndarray, adapter_slot: int = NO_SLOT
+    ) -> np.ndarray:
         """Pack a sample that reports the log-probabilities of given tokens, and draws none."""
         flat = np.zeros(self.sample_layout.size, np.int32)
-        fields = self.sample_layout.views(flat)
+        fields = self._sample_fields(flat)
+        if _SLOTS in fields:
+            fields[_SLOTS][: len(rows)] = adapter_slot
         fields["masked_token_ids"][:] = NO_TOKEN
         fields["rows"][: len(rows)] = rows
         fields["reported"][: len(rows)] = token_ids + 1

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
+from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
@@ -27,6 +28,9 @@ MIN_PATCHES = 128
 """Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
 MAX_PACKED_PATCHES = 4096
 """Patches of the largest call, unless a single item has more; others take several calls."""
+
+ADAPTER_SLOTS = "adapter_slots"
+"""The input that says where the adapter of each unit, or patch, is."""
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Input name -> (shape, dtype)."""
@@ -43,9 +47,10 @@ class EncoderCall(NamedTuple):
 class EncoderCalls(ABC):
     """Makes a model's encoder calls. `size`: length of the inputs' first axis."""
 
-    def __init__(self, placement: Placement, num_rows: int) -> None:
+    def __init__(self, placement: Placement, num_rows: int, *, has_adapters: bool) -> None:
         self._placement = placement
         self._num_rows = num_rows
+        self._has_adapters = has_adapters
 
     @abstractmethod
     def num_outputs(self, size: int) -> int:
@@ -78,7 +83,7 @@ class EncoderCalls(ABC):
         where = self.sharding(size)
         inputs = {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-            for name, (shape, dtype) in self._shapes(size).items()
+            for name, (shape, dtype) in self._all_shapes(size).items()
         }
         return inputs, self.num_outputs(size)
 
@@ -86,12 +91,18 @@ class EncoderCalls(ABC):
         """Return a call of padding."""
         size = self._size(bucket)
         inputs = {
-            name: np.zeros(shape, dtype) for name, (shape, dtype) in self._shapes(size).items()
+            name: np.zeros(shape, dtype) for name, (shape, dtype) in self._all_shapes(size).items()
         }
+        if self._has_adapters:
+            inputs[ADAPTER_SLOTS][:] = NO_SLOT
         return EncoderCall(inputs, np.full(self.num_outputs(size), self._num_rows, np.int32))
 
     def _size(self, bucket: int) -> int:
         return bucket
+
+    def _all_shapes(self, size: int) -> Shapes:
+        slots: Shapes = {ADAPTER_SLOTS: ((size,), "int32")}
+        return self._shapes(size) | (slots if self._has_adapters else {})
 
     @abstractmethod
     def _shapes(self, size: int) -> Shapes: ...
@@ -100,8 +111,8 @@ class EncoderCalls(ABC):
 class UnitCalls(EncoderCalls):
     """Calls of units of one shape; items may share calls, and be split over several."""
 
-    def __init__(self, spec: EncoderSpec, *places: Any, min_units: int) -> None:
-        super().__init__(*places)
+    def __init__(self, spec: EncoderSpec, *places: Any, min_units: int, has_adapters: bool) -> None:
+        super().__init__(*places, has_adapters=has_adapters)
         self._min_units = min_units
         self._spec = spec
 
@@ -128,6 +139,9 @@ class UnitCalls(EncoderCalls):
         units = {
             name: np.concatenate([item.units[name] for item in items]) for name in self._spec.inputs
         }
+        if self._has_adapters:
+            slots = [np.full(_count_first_axis(one), one.adapter_slot, np.int32) for one in items]
+            units[ADAPTER_SLOTS] = np.concatenate(slots)
         start = 0
         for bucket, count in split_calls(sizes, len(dst_rows) // per_unit):
             call = self.empty(bucket)
@@ -148,8 +162,8 @@ class UnitCalls(EncoderCalls):
 class PackedCalls(EncoderCalls):
     """Calls of packed items of any number of patches; every device computes all of a call."""
 
-    def __init__(self, spec: PackedEncoderSpec, *places: Any) -> None:
-        super().__init__(*places)
+    def __init__(self, spec: PackedEncoderSpec, *places: Any, has_adapters: bool) -> None:
+        super().__init__(*places, has_adapters=has_adapters)
         self._spec = spec
 
     def num_outputs(self, size: int) -> int:
@@ -181,6 +195,8 @@ class PackedCalls(EncoderCalls):
                 call.dst_rows[start // per_token : end // per_token] = rows[number]
                 for name in self._spec.inputs:
                     call.inputs[name][start:end] = items[number].units[name]
+                if self._has_adapters:
+                    call.inputs[ADAPTER_SLOTS][start:end] = items[number].adapter_slot
             yield call
 
     def empty(self, bucket: int) -> EncoderCall:
@@ -204,11 +220,16 @@ def make_encoder_calls(
     num_rows: int,
     *,
     min_units: int = 1,
+    has_adapters: bool = False,
 ) -> EncoderCalls:
-    """Return the encoder calls of a model with `spec`; smaller ones are padded to `min_units`."""
+    """Return the encoder calls of a model with `spec`; smaller ones are padded to `min_units`.
+
+    `has_adapters`: whether units have adapters.
+    """
     if isinstance(spec, PackedEncoderSpec):
-        return PackedCalls(spec, placement, num_rows)
-    return UnitCalls(spec, placement, num_rows, min_units=min_units)
+        return PackedCalls(spec, placement, num_rows, has_adapters=has_adapters)
+    options = {"min_units": min_units, "has_adapters": has_adapters}
+    return UnitCalls(spec, placement, num_rows, **options)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------

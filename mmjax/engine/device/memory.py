@@ -49,11 +49,14 @@ class FixedMemory:
     """Temporary memory of the largest program of each kind."""
     encoder_pool: int
     hidden_states: int
+    adapters: int = 0
+    """All slots."""
+    max_loras: int = 0
 
     @property
     def to_come(self) -> int:
         """What is not allocated yet."""
-        return self.programs + self.encoder_pool + self.hidden_states
+        return self.programs + self.encoder_pool + self.hidden_states + self.adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,7 @@ def fit_kv_cache(
     placement: Placement,
     *,
     weights: int,
+    max_loras: int = 0,
     num_threads: int | None = None,
     is_hurried: bool = False,
 ) -> int:
@@ -107,6 +111,8 @@ def fit_kv_cache(
         programs=0,
         encoder_pool=shard_bytes(arrays.pool),
         hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
+        adapters=shard_bytes(programs.describe_adapters()),
+        max_loras=max_loras,
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
@@ -176,14 +182,16 @@ def _too_little(
     available = max(room, 0) if given is None else min(max(room, 0), given)
     remedies = [
         *_cache_remedies(cache, demand, room, available),
+        *_adapter_remedies(fixed, need - room),
         *_step_remedies(demand, memory, fixed, need),
         *_utilization_remedies(cache, memory, need - room),
     ] or ["take a larger device, or `--tensor-parallel-size`: the model leaves no room"]
+    adapters = f", adapters {format_bytes(fixed.adapters)}" if fixed.adapters else ""
     return (
         f"{what}, but {format_bytes(available)} are there (of {format_bytes(memory.total)}: "
         f"weights {format_bytes(fixed.weights)}, programs {format_bytes(fixed.programs)}, encoder "
         f"outputs {format_bytes(fixed.encoder_pool)}, hidden states "
-        f"{format_bytes(fixed.hidden_states)}); {'; or '.join(remedies)}"
+        f"{format_bytes(fixed.hidden_states)}{adapters}); {'; or '.join(remedies)}"
     )
 
 
@@ -200,6 +208,15 @@ def _cache_remedies(cache: CacheConfig, demand: KVDemand, room: int, available: 
     if 0 < longest < demand.max_model_len:
         remedies.append(f"lower `--max-model-len` to {longest}")
     return remedies
+
+
+def _adapter_remedies(fixed: FixedMemory, missing: int) -> list[str]:
+    if missing <= 0 or not fixed.adapters:
+        return []
+    num_slots = int(fixed.max_loras * (1 - missing / fixed.adapters))
+    if num_slots < 1:
+        return ["lower `--max-lora-rank`"]
+    return [f"lower `--max-loras` to {num_slots}", "lower `--max-lora-rank`"]
 
 
 def _step_remedies(
@@ -322,6 +339,7 @@ def memory_table(
         ("programs", fixed.programs, programs),
         ("encoder outputs", fixed.encoder_pool, ""),
         ("hidden states", fixed.hidden_states, ""),
+        *([("adapters", fixed.adapters, f"{fixed.max_loras} slots")] if fixed.adapters else []),
         (
             "KV cache",
             num_blocks * demand.bytes_per_block,

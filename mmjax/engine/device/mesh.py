@@ -53,6 +53,8 @@ class Call(IntEnum):
     """Size of the call."""
     ENCODE_PROMPTS = 7
     """Size of the call."""
+    LOAD_ADAPTER = 8
+    """The slot."""
 
 
 class SampleKind(IntFlag):
@@ -281,6 +283,7 @@ def settings_digest(config: EngineConfig) -> int:
         model.hf_config.to_json_string(use_diff=False),
         config.cache,
         config.scheduler,
+        replace(config.lora, lora_modules=()),  # only the leader reads files
         config.precompile,  # warming up makes calls, too
         # They decide whether there is a tower, and whether there are programs of `write_rows`.
         (model.mm.enable_mm_embeds, sorted(model.mm.limit_mm_per_prompt.items())),

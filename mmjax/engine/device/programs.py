@@ -24,7 +24,7 @@ from mmjax.engine.device.batch import (
     unpack_step,
 )
 from mmjax.engine.device.compilation import Program, compiler_options
-from mmjax.engine.device.encoder import make_encoder_calls
+from mmjax.engine.device.encoder import ADAPTER_SLOTS, make_encoder_calls
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.prompt_calls import PromptCalls
@@ -35,10 +35,12 @@ from mmjax.layers.attention.kv_cache import KVCache, LayerCache, TransposedCache
 from mmjax.layers.cpu.product import is_small
 from mmjax.layers.cpu.storage import from_storage, storage_dtype, to_storage
 from mmjax.layers.linear import Linear
-from mmjax.layers.module import Params, bind
+from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
 from mmjax.models.host_inputs import HostInputs
 from mmjax.models.interface import embed_units
 from mmjax.rounding import cdiv
+from mmjax.weights.adapter import slot_axis
+from mmjax.weights.sharding import param_sharding
 
 Gather = Callable[[Array, int], Array]
 """Replicates an array that the devices computed in parts along an axis."""
@@ -71,6 +73,40 @@ class ModelShape(NamedTuple):
         return cls(graphdef, num_token_ids, logits.shape[1], embeds.shape[1], embeds.dtype)
 
 
+AdapterArrays = Mapping[str, Array]
+"""The arrays of all slots, by their names in the tree (`layers/lora.py`)."""
+
+
+class AdaptedModel(NamedTuple):
+    """A model with room for adapters beside its layers."""
+
+    graphdef: Any
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    """Of its `AdapterArrays`."""
+    has_towers: bool
+    """Whether towers and connectors have room, too."""
+
+    @classmethod
+    def of(cls, graphdef: Any, abstract: Params, *, has_towers: bool) -> "AdaptedModel":
+        """Find the arrays of adapters among a model's parameters."""
+        leaves = flatten_params(abstract)
+        names = [name for name in leaves if ".lora." in name and not name.endswith(_ROW_SLOTS)]
+        return cls(graphdef, {name: leaves[name] for name in names}, has_towers)
+
+    def bind(
+        self, params: Params, adapters: AdapterArrays | None, slots: Int[Array, " rows"]
+    ) -> Any:
+        """Return the module, whose rows have the adapters of `slots`; call it under jit."""
+        assert adapters is not None, "rows have slots, and nothing is in them"
+        ends = {name: name.removesuffix(".a") for name in adapters if name.endswith(".lora.a")}
+        rows = {f"{layer}{_ROW_SLOTS}": slots for layer in ends.values()}
+        leaves = {**flatten_params(params), **adapters, **rows}
+        return bind(self.graphdef, unflatten_params(leaves))
+
+
+_ROW_SLOTS = ".slots"
+
+
 class StepState(NamedTuple):
     """What `step` takes (donated) and returns."""
 
@@ -85,18 +121,31 @@ class StepState(NamedTuple):
 
 def encode(
     graphdef: Any,
+    adapted: AdaptedModel | None,
     gather: Gather,
+    *,
     params: Params,
     pool: Shaped[Array, "rows D"],
     inputs: Mapping[str, Array],
     dst_rows: Int[Array, " outputs"],
+    adapters: AdapterArrays | None = None,
 ) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
     """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range.
 
     Returns the pool, and an array that is ready when it is, and is never donated.
     """
     model = bind(graphdef, params)
-    embeds = embed_units(model, inputs)
+    given = dict(inputs)
+    slots = given.pop(ADAPTER_SLOTS, None)
+    if slots is None:
+        embeds = embed_units(model, given)
+    else:
+        assert adapted is not None, "units have slots"
+        embeds = jax.lax.cond(
+            (slots >= 0).any(),
+            lambda: embed_units(adapted.bind(params, adapters, slots), given),
+            lambda: embed_units(model, given),
+        )
     flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
     if flat.shape != (len(dst_rows), pool.shape[-1]):
         shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
@@ -149,8 +198,19 @@ def write_rows(
     return pool.at[dst_rows].set(to_storage(embeds, pool.dtype), mode="drop")
 
 
+def load_adapter(
+    adapters: AdapterArrays, slot: Int[Array, ""], values: AdapterArrays
+) -> AdapterArrays:
+    """Write one adapter's arrays, which have no axis of slots, to its slot."""
+    return {
+        name: jax.lax.dynamic_update_index_in_dim(array, values[name], slot, slot_axis(name))
+        for name, array in adapters.items()
+    }
+
+
 def step(
     graphdef: Any,
+    adapted: AdaptedModel | None,
     adds_row_to_one: bool,
     *,
     layout: Layout,
@@ -159,6 +219,7 @@ def step(
     pool: Shaped[Array, "outputs D"],
     previous: Int[Array, " sampled"],
     packed: Int[Array, " size"],
+    adapters: AdapterArrays | None = None,
 ) -> tuple[StepState, Int[Array, " rest"]]:
     """Compute a bucket of tokens: text, and embeddings from the pool.
 
@@ -166,13 +227,18 @@ def step(
     of an encoder-decoder model's new requests are rows of the pool, too. Returns the state, and
     the rest of the packed buffer: the input of `sample`.
 
-    `adds_row_to_one`: a lone token is computed beside padding. XLA multiplies one row on the CPU
-    with other code, and fuses what makes it into sums over it: both add in another order.
+    `adapters`: of a step whose tokens have any. `adds_row_to_one`: a lone token is computed beside
+    padding. XLA multiplies one row on the CPU with other code, and fuses what makes it into sums
+    over it: both add in another order.
     """
-    model = bind(graphdef, params)
     batch = unpack_step(layout, packed)
     if adds_row_to_one and len(batch.token_ids) == 1:
         batch = add_padding_row(batch)
+    if batch.adapter_slots is None:
+        model = bind(graphdef, params)
+    else:
+        assert adapted is not None, "tokens have slots"
+        model = adapted.bind(params, adapters, batch.adapter_slots)
     sampled = previous[jnp.maximum(batch.token_from, 0)]
     text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
     is_embed = (batch.src_index >= 0)[:, None]
@@ -190,6 +256,7 @@ def step(
 
 def sample(
     graphdef: Any,
+    adapted: AdaptedModel | None,
     placement: Placement,
     *,
     layout: Layout,
@@ -200,6 +267,7 @@ def sample(
     packed: Int[Array, " size"],
     tables: SampleTables,
     previous: Int[Array, " sampled"],
+    adapters: AdapterArrays | None = None,
 ) -> Int[Array, " sampled"] | SampleOutput:
     """Sample the next token of requests whose window ends.
 
@@ -208,7 +276,16 @@ def sample(
     `num_rows` of an array of fixed size, which the next step reads.
     """
     batch = unpack_sample(layout, packed, num_rows)
-    logits = bind(graphdef, params).compute_logits(from_storage(hidden[batch.rows]))
+    rows, slots = from_storage(hidden[batch.rows]), batch.adapter_slots
+    if slots is None:
+        logits = bind(graphdef, params).compute_logits(rows)
+    else:
+        assert adapted is not None, "rows have slots"
+        logits = jax.lax.cond(
+            (slots >= 0).any(),
+            lambda: adapted.bind(params, adapters, slots).compute_logits(rows),
+            lambda: bind(graphdef, params).compute_logits(rows),
+        )
     if is_plain:
         return _pad_tokens(placement.argmax(logits), layout)
     drawn = sample_full(placement.gather(logits, 1), batch, tables, previous)
@@ -246,9 +323,11 @@ class Programs:
         max_blocks: int,
         max_encoder_len: int = 0,
         cache_type: type[LayerCache] | None = None,
+        adapted: AdaptedModel | None = None,
     ) -> None:
-        """`cache_type` None: the one of the placement's platform."""
+        """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
         model = bind(shape.graphdef, params)
+        self.adapted = adapted
         self.buckets = buckets
         self.num_encoder_rows = num_encoder_rows
         self.num_extra_rows = host_inputs.num_extra_rows
@@ -258,6 +337,7 @@ class Programs:
             placement,
             num_rows,
             min_units=2 if self._is_small(placement, model, is_tower=True) else 1,
+            has_adapters=adapted is not None and adapted.has_towers,
         )
         self.precomputed = PrecomputedEmbeds(
             is_enabled=bool(buckets.write),
@@ -270,7 +350,7 @@ class Programs:
         self.step_layouts = {
             bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
         }
-        self.sample_layout = sample_layout(buckets.sample[-1])
+        self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
         self.num_token_ids = shape.num_token_ids
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
@@ -303,7 +383,7 @@ class Programs:
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
         self.encode = jit(
-            partial(encode, graphdef, self.encoder_calls.gather),
+            partial(encode, graphdef, self.adapted, self.encoder_calls.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
@@ -317,15 +397,18 @@ class Programs:
         )
         self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
         self.step = jit(
-            partial(step, graphdef, self._is_small(placement, model, is_tower=False)),
+            partial(step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)),
             static_argnames="layout",
             donate_argnames="state",
             out_shardings=(self._shardings.state, whole),
         )
         self.sample = jit(
-            partial(sample, graphdef, placement),
+            partial(sample, graphdef, self.adapted, placement),
             static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=whole,
+        )
+        self.load_adapter = jit(
+            load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
         )
 
     @staticmethod
@@ -380,6 +463,32 @@ class Programs:
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
 
+    @property
+    def _adapter_shardings(self) -> dict[str, Any]:
+        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self._placement.mesh
+        return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
+
+    def make_adapters(self) -> AdapterArrays | None:
+        """Allocate all slots, zeroed; None: the engine has no adapters."""
+        if self.adapted is None:
+            return None
+        shapes = self.adapted.shapes
+
+        def zeros() -> AdapterArrays:
+            return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
+
+        return self._placement.make(zeros, self._adapter_shardings)
+
+    def describe_adapters(self) -> Mapping[str, Any] | None:
+        """Return shapes, dtypes and shardings of `make_adapters`."""
+        if self.adapted is None:
+            return None
+        shardings = self._adapter_shardings
+        return {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+            for name, leaf in self.adapted.shapes.items()
+        }
+
     def empty_tables(self, num_rows: int) -> SampleTables:
         """Return the tables of a sample, on the host, which ask for nothing."""
         return empty_tables(num_rows, self.history_len, self.vocab_size)
@@ -415,6 +524,7 @@ class Programs:
                 "pool": arrays.pool,
                 "previous": arrays.previous,
                 "packed": self._flat(layout.size + self.sample_layout.size),
+                "adapters": self.describe_adapters() if bucket.has_adapters else None,
             }
             yield Program(step_label(bucket), self.step, arguments)
 
@@ -426,6 +536,7 @@ class Programs:
                 "pool": arrays.pool,
                 "inputs": inputs,
                 "dst_rows": self._flat(num_outputs),
+                "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
             }
             yield Program(f"encode {bucket}", self.encode, arguments)
 
@@ -461,6 +572,7 @@ class Programs:
                     lambda table: self._describe(table.shape), self.empty_tables(bucket.num_rows)
                 ),
                 "previous": arrays.previous,
+                "adapters": self.describe_adapters(),
             }
             yield Program(sample_label(bucket), self.sample, arguments)
 
@@ -473,7 +585,8 @@ class Programs:
 
 def step_label(bucket: StepBucket) -> str:
     """Return the label of a step's program in the log."""
-    return f"step {bucket.num_tokens} x {bucket.num_requests}"
+    more = " with adapters" if bucket.has_adapters else ""
+    return f"step {bucket.num_tokens} x {bucket.num_requests}{more}"
 
 
 def sample_label(bucket: SampleBucket) -> str:

@@ -3,7 +3,7 @@
 Every array on the device has its final size from the start.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
 from mmjax.transport.messages import TokenLogprobs
+from mmjax.weights.adapter import fill_slot
 
 logger = get_logger(__name__)
 
@@ -99,6 +100,7 @@ class ModelRunner:
             rows_of=self.rows.get,
             has_spans=has_spans,
             max_encoder_blocks=max_encoder_blocks,
+            has_adapters=programs.adapted is not None,
         )
         self._empty_tables = {
             num_rows: programs.empty_tables(num_rows) for num_rows in self.buckets.sample
@@ -112,6 +114,7 @@ class ModelRunner:
         """Ready once the last encoder call has run."""
         self._is_leading = False
         """Whether every call is broadcast to following processes."""
+        self._has_tower_adapters = programs.adapted is not None and programs.adapted.has_towers
         self._make_arrays()
 
     def reset(self) -> None:
@@ -119,7 +122,7 @@ class ModelRunner:
         self._broadcast(Call.RESET)
         self.rows.reset()
         # The device has no room for both, and the exception's traceback may refer to the old ones.
-        for array in jax.tree.leaves((self._state, self._pool, self._previous)):
+        for array in jax.tree.leaves((self._state, self._pool, self._previous, self._adapters)):
             array.delete()
         self._make_arrays()
 
@@ -127,6 +130,10 @@ class ModelRunner:
         self._state, self._pool, self._previous = self._programs.make_arrays(self._num_blocks)
         if self._programs.num_extra_rows:
             self._pool = self._programs.write_extra(params=self._params, pool=self._pool)
+        self._adapters = self._programs.make_adapters()
+        if self._adapters is not None:
+            # Compiles it: no load will.
+            self._run_load(0, {})
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -137,6 +144,9 @@ class ModelRunner:
         """
         for identifier in output.freed_identifiers:
             self.rows.free(identifier)
+        for slot, adapter in output.adapter_loads:
+            self._broadcast(Call.LOAD_ADAPTER, slot)
+            self._run_load(slot, adapter.arrays)
         self._encoded = None
         self._encode_items(output.encoder_items)
         if not output.requests:
@@ -146,6 +156,7 @@ class ModelRunner:
             len(output.requests),
             has_spans=self._builder.needs_spans(output.requests),
             num_states=self._builder.count_states(output.requests),
+            has_adapters=output.has_adapters,
         )
         logger.debug(
             "step: %d requests in %s, %d items encoded",
@@ -193,8 +204,19 @@ class ModelRunner:
             pool=self._pool,
             previous=self._previous,
             packed=self._placement.put(packed),
+            adapters=self._adapters if bucket.has_adapters else None,
         )
         return rest
+
+    def _run_load(self, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write an adapter to its slot; what it does not adapt is zero there."""
+        assert self._adapters is not None, "the engine has no adapters"
+        values = {
+            name: fill_slot(name, arrays.get(name), leaf.shape, leaf.dtype)
+            for name, leaf in self._adapters.items()
+        }
+        on_device = self._placement.put((np.int32(slot), values))
+        self._adapters = self._programs.load_adapter(self._adapters, *on_device)
 
     def _report_prompts(self, requests: Sequence[ScheduledRequest]) -> list[PromptReport]:
         """Compute the log-probabilities of the prompts' tokens that the step's rows predict."""
@@ -203,19 +225,23 @@ class ModelRunner:
             request = scheduled.request
             token_ids = request.prompt_between(scheduled.start + 1, scheduled.end + 1)
             if request.reports_prompt and len(token_ids):
-                drawn = list(self._report_tokens(first_row, token_ids))
+                slot = request.adapter_slot
+                drawn = list(self._report_tokens(first_row, token_ids, slot))
                 reports.append(PromptReport(scheduled, token_ids, drawn))
             first_row += scheduled.num_tokens
         return reports
 
-    def _report_tokens(self, row: int, token_ids: np.ndarray) -> Iterator[SampleOutput]:
+    def _report_tokens(
+        self, row: int, token_ids: np.ndarray, adapter_slot: int
+    ) -> Iterator[SampleOutput]:
         """Report tokens that rows from `row` on predict, in as many samples as that takes."""
         known = np.minimum(token_ids, self._programs.vocab_size - 1)
         start = 0
         for size, number in split_calls(self.ready.sample, len(token_ids)):
             chosen = slice(start, start + number)
             rows = np.arange(row + start, row + start + number, dtype=np.int32)
-            yield self._run_reports(size, self._builder.build_reports(rows, known[chosen]))
+            packed = self._builder.build_reports(rows, known[chosen], adapter_slot)
+            yield self._run_reports(size, packed)
             start += number
 
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
@@ -249,6 +275,7 @@ class ModelRunner:
             packed=packed,
             tables=on_device,
             previous=self._previous,
+            adapters=self._adapters,
         )
 
     def _run_encode(self, call: EncoderCall) -> None:
@@ -258,7 +285,11 @@ class ModelRunner:
         on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
         rows = self._placement.put(call.dst_rows)
         self._pool, self._encoded = self._programs.encode(
-            params=self._params, pool=self._pool, inputs=on_device, dst_rows=rows
+            params=self._params,
+            pool=self._pool,
+            inputs=on_device,
+            dst_rows=rows,
+            adapters=self._adapters if self._has_tower_adapters else None,
         )
 
     def _run_write(self, call: WriteCall) -> None:
@@ -334,6 +365,8 @@ class ModelRunner:
                 self._run_write(self._programs.precomputed.empty(first))
             elif call is Call.ENCODE_PROMPTS:
                 self._run_encode_prompts(self._programs.prompt_calls.empty(first))
+            elif call is Call.LOAD_ADAPTER:
+                self._run_load(first, {})
             elif call is Call.STEP:
                 bucket = self._steps[first]
                 rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])

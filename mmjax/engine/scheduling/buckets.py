@@ -43,6 +43,8 @@ class StepBucket:
     """Whether tokens may attend to later ones of their image; if not, attention is causal."""
     num_states: int = 0
     """`S`: encoder hidden states whose keys and values the step may write; 0: decoder only."""
+    has_adapters: bool = False
+    """Whether its tokens may have adapters; a step of none computes without any."""
 
     @property
     def num_tiles(self) -> int:
@@ -111,6 +113,8 @@ class Buckets:
     """Precomputed embeddings; empty if the engine takes none."""
     prompts: tuple[int, ...] = ()
     """Prompts of an encoder-decoder model's encoder, all padded to its longest."""
+    has_adapters: bool = False
+    """Whether there is each step with adapters, too."""
 
     @classmethod
     def create(
@@ -123,6 +127,7 @@ class Buckets:
         max_written: int = 0,
         span_variants: Sequence[bool] = (True,),
         max_encoder_len: int = 0,
+        has_adapters: bool = False,
     ) -> "Buckets":
         """Choose few buckets: 16 requests and 2,048 tokens give at most 29 programs.
 
@@ -140,6 +145,7 @@ class Buckets:
             max_encoder_len: Of an encoder-decoder model. Every mixed bucket has room for the
                 encoder hidden states of a few requests: its prompts are short, so that a mixed
                 step is usually a first one.
+            has_adapters: Whether requests may have adapters: twice as many steps.
         """
         num_states = max_encoder_len * min(MAX_STARTS, max_num_seqs)
         top = round_up(max_num_batched_tokens, TILE_SIZE)
@@ -164,12 +170,15 @@ class Buckets:
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
             write=_write_sizes(max_written),
             prompts=ladder(1, min(MAX_STARTS, max_num_seqs), 2) if max_encoder_len else (),
+            has_adapters=has_adapters,
         )
 
     @property
     def steps(self) -> list[StepBucket]:
         """Every bucket of `step`."""
-        return [*(self._decode_bucket(size) for size in self.decode), *self.mixed]
+        without = [*(self._decode_bucket(size) for size in self.decode), *self.mixed]
+        more = [replace(bucket, has_adapters=True) for bucket in without]
+        return without + more if self.has_adapters else without
 
     @property
     def sizes(self) -> Sizes:
@@ -243,7 +252,13 @@ class Buckets:
         return list(dict.fromkeys(stages))
 
     def step_bucket(
-        self, num_tokens: int, num_requests: int, *, has_spans: bool = False, num_states: int = 0
+        self,
+        num_tokens: int,
+        num_requests: int,
+        *,
+        has_spans: bool = False,
+        num_states: int = 0,
+        has_adapters: bool = False,
     ) -> StepBucket:
         """Return the bucket with the fewest tokens, then requests, that is large enough.
 
@@ -251,15 +266,17 @@ class Buckets:
         hidden states, unless it is a request's first step.
         """
         if num_tokens == num_requests and not num_states:
-            return self._decode_bucket(next_bucket(self.decode, num_tokens))
-        return min(
-            bucket
-            for bucket in self.mixed
-            if bucket.num_tokens >= num_tokens
-            and bucket.num_requests >= num_requests
-            and bucket.has_spans >= has_spans
-            and bucket.num_states >= num_states
-        )
+            found = self._decode_bucket(next_bucket(self.decode, num_tokens))
+        else:
+            found = min(
+                bucket
+                for bucket in self.mixed
+                if bucket.num_tokens >= num_tokens
+                and bucket.num_requests >= num_requests
+                and bucket.has_spans >= has_spans
+                and bucket.num_states >= num_states
+            )
+        return replace(found, has_adapters=True) if has_adapters else found
 
     def _decode_bucket(self, size: int) -> StepBucket:
         return StepBucket(size, size, 1, all(bucket.has_spans for bucket in self.mixed))

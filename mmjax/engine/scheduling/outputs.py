@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
+from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.transport.messages import TokenLogprobs
+from mmjax.weights.adapter import Adapter
 
 
 # Structs are made in a quarter of a dataclass's time, and a step makes one for each request.
@@ -39,6 +42,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
         return self.request.encoder_len if self.start == 0 else 0
 
 
+class AdapterLoad(NamedTuple):
+    """An adapter that goes into a slot."""
+
+    slot: int
+    adapter: Adapter
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
     """One step's work."""
@@ -49,6 +59,13 @@ class SchedulerOutput:
     freed_identifiers: Sequence[str] = ()
     """Encoder outputs to drop before encoding."""
     num_preempted: int = 0
+    adapter_loads: Sequence[AdapterLoad] = ()
+    """Before all else."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether any request has an adapter."""
+        return any(scheduled.request.adapter_slot != NO_SLOT for scheduled in self.requests)
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mmjax.cache.adapter_slots import NO_SLOT
 from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_hashes
+from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
@@ -38,6 +40,8 @@ class EncoderItem:
 
     identifier: str
     """Equal identifiers share one encoder output."""
+    mm_hash: str | None = None
+    """Of its content, which P0 knows it by; None: its identifier."""
     mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
@@ -46,6 +50,8 @@ class EncoderItem:
     None: all, in order."""
     embeds: np.ndarray | None = None
     """[num_embeds, D]: precomputed embeddings; the item is then not encoded."""
+    adapter_slot: int = NO_SLOT
+    """Where the adapter is that the towers encode it with."""
     prompt: "EncoderPrompt | None" = None
     """Whose hidden states the embeddings are, of an encoder-decoder model's encoder."""
 
@@ -114,6 +120,8 @@ class Request:
     sampled_row = 0
     """Row of the last sample that holds the token in flight."""
     queued_at = 0.0
+    adapter_slot = NO_SLOT
+    """Where its adapter is on the device, while it runs."""
     started_at = 0.0
     """When a step first held it, in `time.monotonic()` seconds; 0: not yet."""
 
@@ -131,7 +139,7 @@ class Request:
         eos_token_ids: Sequence[int] = (),
         priority: int = 0,
         cache_salt: str | None = None,
-        lora_name: str | None = None,
+        lora_request: RegisteredAdapter | None = None,
         block_hasher: BlockHasher | None = None,
         logit_rules: LogitRules | None = None,
     ) -> None:
@@ -160,7 +168,9 @@ class Request:
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
-        self.priority, self.cache_salt, self.lora_name = priority, cache_salt, lora_name
+        self.priority, self.cache_salt = priority, cache_salt
+        self.lora_request = lora_request
+        """Its adapter, under the name that block hashing uses."""
         self.logit_rules = logit_rules or LogitRules(sampling_params)
         if sampling_params.ignore_eos and self.logit_rules.grammar is None:
             eos_token_ids = ()
@@ -233,7 +243,12 @@ class Request:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether nothing of it can be scheduled: its grammar has not read its last token."""
+        """Whether nothing of it can be scheduled: a grammar or an adapter is not ready.
+
+        Its grammar has not read its last token, or its adapter's files are not read.
+        """
+        if self.lora_request is not None and not self.lora_request.is_ready:
+            return True
         grammar = self.logit_rules.grammar
         return grammar is not None and (self.num_in_flight > 0 or not grammar.has_next)
 

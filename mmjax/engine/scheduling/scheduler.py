@@ -7,14 +7,21 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
+from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.scheduling.admission import ItemSizes
-from mmjax.engine.scheduling.outputs import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from mmjax.engine.scheduling.outputs import (
+    AdapterLoad,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestError, RequestValueError
@@ -50,9 +57,10 @@ class WaitingQueue:
         """Return (priority, arrival)."""
         return request.priority, self._arrivals[request.request_id]
 
-    def peek(self) -> Request | None:
+    def peek(self, may_start: Callable[[Request], bool]) -> Request | None:
         """Return the first request that may run, without removing it."""
-        return next((request for request in self if not request.is_blocked), None)
+        waiting = (request for request in self if not request.is_blocked)
+        return next(filter(may_start, waiting), None)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
@@ -82,6 +90,7 @@ class _Plan:
     requests: list[tuple[Request, int, bool]] = field(default_factory=list)
     """With how many tokens are computed, and whether items are encoded for them."""
     items: list[EncoderItem] = field(default_factory=list)
+    loads: list[AdapterLoad] = field(default_factory=list)
     num_preempted: int = 0
 
 
@@ -100,7 +109,9 @@ class Scheduler:
         max_num_encoder_states: int = 0,
         keeps_runs_whole: bool = False,
         enable_chunked_prefill: bool = True,
+        max_loras: int = 0,
     ) -> None:
+        self.adapter_slots = AdapterSlots(max_loras)
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
         self.running: list[Request] = []
@@ -149,6 +160,8 @@ class Scheduler:
         assert request.encoder_len <= self._max_num_encoder_states, f"{request.encoder_len=}"
         self._item_sizes.add(request.media_items)
         self._requests[request.request_id] = request
+        if request.lora_request is not None:
+            request.lora_request.num_users += 1
         request.queued_at = time.monotonic()
         self.waiting.add(request)
 
@@ -161,9 +174,13 @@ class Scheduler:
                 self._finish(request)
 
     def find_failed(self) -> list[tuple[str, RequestError]]:
-        """Return the requests whose grammar cannot go on, and why."""
+        """Return the requests whose grammar or adapter cannot go on, and why."""
         failed = []
         for request_id, request in self._requests.items():
+            adapter = request.lora_request
+            if adapter is not None and adapter.error is not None:
+                failed.append((request_id, adapter.error))
+                continue
             grammar = request.logit_rules.grammar
             if grammar is not None and (error := grammar.error) is not None:
                 failed.append((request_id, error))
@@ -249,12 +266,20 @@ class Scheduler:
         if request.encoder is not None:
             # No other request has an encoder's hidden states.
             self.encoder_cache.discard(request.encoder.identifier)
+        if request.lora_request is not None:
+            request.lora_request.num_users -= 1
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
         self.kv_cache.free(request.request_id)
         self.encoder_cache.free(request.request_id)
         self._deferred.discard(request.request_id)
+        if request.adapter_slot != NO_SLOT:
+            assert request.lora_request is not None, f"{request.adapter_slot=} of no adapter"
+            self.adapter_slots.release(request.lora_request)
+            request.adapter_slot = NO_SLOT
+            if request.lora_request.is_removed:
+                self.adapter_slots.forget(request.lora_request)
 
     # ---- one step ------------------------------------------------------------------------------
 
@@ -279,6 +304,7 @@ class Scheduler:
             encoder_items=plan.items,
             freed_identifiers=self.encoder_cache.get_freed_mm_hashes(),
             num_preempted=plan.num_preempted,
+            adapter_loads=plan.loads,
         )
 
     def _count_step(self, num_tokens: int) -> None:
@@ -332,7 +358,7 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         most = self._limits.max_num_seqs
         while plan.tokens_left and len(self.running) < most:
-            request = self.waiting.peek()
+            request = self.waiting.peek(partial(self._may_start, set()))
             if request is None:
                 return
             num_tokens, items = 0, []
@@ -345,6 +371,7 @@ class Scheduler:
                 self._release(request)
                 return
             self.waiting.remove(request)
+            self._take_slot(plan, request)
             request.status = RequestStatus.RUNNING
             request.start(time.monotonic())
             if request.num_preemptions == 0 and not request.num_output_tokens:
@@ -355,6 +382,18 @@ class Scheduler:
             plan.states_left -= request.encoder_len
             self._commit(plan, request, num_tokens, items)
 
+    def _may_start(self, draining: set[Hashable], request: Request) -> bool:
+        """Return whether there is a slot for a request's adapter; called in the queue's order."""
+        adapter = request.lora_request
+        return adapter is None or self.adapter_slots.may_start(adapter, draining)
+
+    def _take_slot(self, plan: _Plan, request: Request) -> None:
+        adapter = request.lora_request
+        if adapter is not None:
+            request.adapter_slot, is_new = self.adapter_slots.acquire(adapter)
+            if is_new:
+                plan.loads.append(AdapterLoad(request.adapter_slot, adapter.host_copy))
+
     def _commit(
         self, plan: _Plan, request: Request, num_tokens: int, items: list[EncoderItem]
     ) -> None:
@@ -364,8 +403,9 @@ class Scheduler:
         for item in items:
             self.encoder_cache.allocate(request.request_id, item.identifier, item.num_embeds)
             plan.embeds_left -= item.num_embeds
-            plan.items.append(item)
-            request.encoded.append(item.identifier)
+            slot = request.adapter_slot
+            plan.items.append(item if slot == NO_SLOT else replace(item, adapter_slot=slot))
+            request.encoded.append(item.mm_hash or item.identifier)
 
     def _advance(self, request: Request, num_tokens: int, encodes: bool) -> ScheduledRequest:
         """Count the window as computed, and release the items that end in it."""

@@ -10,9 +10,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import TypeVar, cast
 
-from mmjax.config import SchedulerConfig, SchedulingPolicy
+from mmjax.config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     EngineUnavailableError,
     InternalError,
@@ -21,6 +22,7 @@ from mmjax.errors import (
     RequestQuarantinedError,
     RequestTimeoutError,
 )
+from mmjax.frontend.engine_client.adapters import AdapterClient
 from mmjax.frontend.engine_client.capacity import Capacity, TokenReservation
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
@@ -42,6 +44,7 @@ from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     RequestFailed,
     StepOutput,
@@ -127,6 +130,7 @@ class AsyncEngineClient:
         supervisor: EngineLink,
         scheduler: SchedulerConfig,
         *,
+        lora: LoRAConfig | None = None,
         num_workers: int = 2,
         max_start_wait_s: float = 300.0,
         quarantine_s: float = 600.0,
@@ -137,6 +141,7 @@ class AsyncEngineClient:
             input_processor: Makes messages of prompts.
             supervisor: Owns the engine.
             scheduler: Says how many requests are admitted.
+            lora: The engine's adapters, if it has any.
             num_workers: Threads that process prompts.
             max_start_wait_s: For how long requests wait for the engine's first start.
             quarantine_s: For how long a request that ended the engine is refused; 0: not at all.
@@ -160,6 +165,8 @@ class AsyncEngineClient:
             get_output=self._output_processor.get_output_token_ids,
         )
         self._quarantine = Quarantine(quarantine_s)
+        modules = {} if lora is None else dict(lora.modules)
+        self.adapters = AdapterClient(modules, put=self._resend_queue.put)
 
     def observe(self, observer: RequestObserver) -> None:
         """Tell `observer` about all requests from now on."""
@@ -202,6 +209,7 @@ class AsyncEngineClient:
         stream: bool = False,
         continues_prompt: bool = True,
         id_domain: str | None = None,
+        lora_name: str | None = None,
         priority: int = 0,
         timeout_s: float = 0.0,
         generated_token_ids: Sequence[Sequence[int]] = (),
@@ -215,6 +223,7 @@ class AsyncEngineClient:
             stream: Whether outputs hold what each step adds, rather than all so far.
             continues_prompt: Whether the output continues the prompt's text.
             id_domain: The namespace of the prompt's media ids; None: the global one.
+            lora_name: The adapter, or None.
             priority: Lower ones first.
             timeout_s: Seconds after which it ends with RequestTimeoutError; 0: never.
             generated_token_ids: For each sequence, what an engine elsewhere has generated: it goes
@@ -229,6 +238,7 @@ class AsyncEngineClient:
             sampling_params=sampling_params,
             continues_prompt=continues_prompt,
             id_domain=id_domain,
+            lora_name=lora_name,
             priority=priority,
             deadline=deadline,
             generated_token_ids=generated_token_ids,
@@ -256,6 +266,11 @@ class AsyncEngineClient:
         if pending.handle is None:
             raise _unavailable(self.supervisor)
         return pending.handle
+
+    async def load_adapter(self, lora_name: str, path: Path) -> None:
+        """Load an adapter from a directory, which requests may name then; RequestError."""
+        await _wait_for_start(self.supervisor, self._max_start_wait_s, None)
+        await self.adapters.load(lora_name, path)
 
     async def explain(
         self, prompt: PromptSource, *, id_domain: str | None = None, is_bounded: bool = True
@@ -317,9 +332,11 @@ class AsyncEngineClient:
 
     # ---- EngineListener -------------------------------------------------------------------------
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
         """Put a step's outputs into their streams."""
         match message:
+            case AdapterLoaded():
+                self.adapters.on_loaded(message)
             case RequestFailed():
                 self._fail_sequence(message.request_id, _error_of(message))
             case CacheMiss():
@@ -350,6 +367,7 @@ class AsyncEngineClient:
         If there will be none, or not soon, all fail.
         """
         culprit = self._resend_queue.on_exit(engine_exit)
+        self.adapters.on_exit()
         if culprit is not None:
             logger.error("request %s ended the engine process; it fails", culprit.request_id)
             self._quarantine.add(culprit)
@@ -360,6 +378,8 @@ class AsyncEngineClient:
 
     def on_ready(self) -> None:
         """Send all unfinished requests again, with what was generated for them."""
+        # Before the requests that name them.
+        self.adapters.on_ready()
         self._resend_queue.on_ready()
 
     # ---- parts ----------------------------------------------------------------------------------

@@ -46,8 +46,14 @@ class SenderCacheCommitter:
     """
 
     def __init__(
-        self, processors: ProcessorPool, cache: BaseMultiModalProcessorCache | None
+        self,
+        processors: ProcessorPool,
+        cache: BaseMultiModalProcessorCache | None,
+        *,
+        enable_tower_connector_lora: bool = False,
     ) -> None:
+        """`enable_tower_connector_lora`: whether adapters change what towers compute."""
+        self._enable_tower_connector_lora = enable_tower_connector_lora
         self._processors = processors
         self._cache = cache
         self._lock = threading.Lock()
@@ -137,7 +143,11 @@ class SenderCacheCommitter:
             inputs = inputs_with_tensors(prepared)
         else:
             inputs = self._processors.first.commit(prepared)
-        features = build_features(inputs, lora_name=message.lora_name)
+        features = build_features(
+            inputs,
+            lora_name=message.lora_name,
+            enable_tower_connector_lora=self._enable_tower_connector_lora,
+        )
         return msgspec.structs.replace(message, mm_features=features)
 
     def _invalidate(self, mm_hashes: Collection[str]) -> None:

@@ -20,6 +20,7 @@ from mmjax.logger import get_logger
 from mmjax.transport.channel import MessagesLostError
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
+    AdapterLoaded,
     CacheMiss,
     EngineMessage,
     Heartbeat,
@@ -48,8 +49,8 @@ class EngineStartError(MMJaxError):
 class EngineListener(Protocol):
     """The callbacks of a supervisor: P1's messages, ends and starts."""
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
-        """Handle a message of P1 about requests."""
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
+        """Handle a message of P1 about requests or adapters."""
 
     def on_exit(self, engine_exit: EngineExit) -> None:
         """Handle the end of P1, with all its state."""
@@ -346,7 +347,7 @@ class Supervisor:
             match message:
                 case Ready():
                     self._on_ready(message)
-                case StepOutput() | RequestFailed() | CacheMiss():
+                case StepOutput() | RequestFailed() | CacheMiss() | AdapterLoaded():
                     if isinstance(message, StepOutput):
                         self._breaker.note_progress()
                     _notify(partial(listener.on_message, message))

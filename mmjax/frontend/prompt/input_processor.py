@@ -53,6 +53,7 @@ class InputProcessor:
         cache: BaseMultiModalProcessorCache | None = None,
         connector: MediaConnector | None = None,
         enable_prefix_caching: bool = True,
+        enable_tower_connector_lora: bool = False,
     ) -> None:
         """Load tokenizer and processor; `cache` and `connector` None: those of `model_config`.
 
@@ -66,7 +67,9 @@ class InputProcessor:
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
         self.grammars = GrammarReader()
-        self.committer = SenderCacheCommitter(self._pool, self.cache)
+        self.committer = SenderCacheCommitter(
+            self._pool, self.cache, enable_tower_connector_lora=enable_tower_connector_lora
+        )
         self._random = random.Random(model_config.seed)
         self._counter = count()
         text_config = model_config.hf_config.get_text_config()
@@ -208,6 +211,7 @@ class InputProcessor:
         arrival_time: float | None = None,
         continues_prompt: bool = True,
         id_domain: str | None = None,
+        lora_name: str | None = None,
         priority: int = 0,
         on_commit: OnCommit | None = None,
     ) -> ProcessedRequest:
@@ -219,6 +223,7 @@ class InputProcessor:
             arrival_time=arrival_time,
             continues_prompt=continues_prompt,
             id_domain=id_domain,
+            lora_name=lora_name,
             priority=priority,
         )
         self.committer.commit(request, on_commit)

@@ -65,6 +65,10 @@ class ChatRun:
             stream.cancel()
 
 
+_MAX_LISTED = 8
+"""Adapters that an error lists."""
+
+
 class GenerationService:
     """Serves /v1/chat/completions, its /render, and /v1/completions."""
 
@@ -92,7 +96,7 @@ class GenerationService:
         """Serve /v1/chat/completions."""
         request_id = f"chatcmpl-{new_hex()}"
         answer_id = request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
-        new_answer = self._answer_factory(answer_id, "chat.completion", bool(body.stream))
+        new_answer = self._answer_factory(body, answer_id, "chat.completion", bool(body.stream))
         with errors_of_messages():
             run = await self.open_chat(request, body, request_id)
             if body.stream:
@@ -130,6 +134,7 @@ class GenerationService:
                 is_stream=bool(body.stream),
                 continues_prompt=False,
                 id_domain=self._id_domain(request),
+                lora_name=self.check_model(body.model),
                 limits=_limits(body, self._config),
             )
         return ChatRun(
@@ -250,9 +255,10 @@ class GenerationService:
                 is_stream=bool(body.stream),
                 continues_prompt=True,
                 id_domain=self._id_domain(request),
+                lora_name=self.check_model(body.model),
                 limits=_limits(body, self._config),
             )
-        new_answer = self._answer_factory(answer_id, "text_completion", False)
+        new_answer = self._answer_factory(body, answer_id, "text_completion", False)
         options = ChoiceOptions(
             body.logprobs or 0,
             bool(body.return_token_ids),
@@ -320,13 +326,20 @@ class GenerationService:
 
     # ---- both -----------------------------------------------------------------------------------
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFoundError if a request names another model."""
-        if name and name != self.model_name:
-            raise ModelNotFoundError(
-                f"this server does not serve `{name[:128]}`; it serves `{self.model_name}`",
-                param="model",
-            )
+    def check_model(self, name: str | None) -> str | None:
+        """Return the adapter that a request names as its model; None: it wants the model itself.
+
+        Raises ModelNotFoundError for a name that is neither's.
+        """
+        if not name or name == self.model_name:
+            return None
+        adapters = self._client.adapters.names
+        if name in adapters:
+            return name
+        served = ", ".join(f"`{one}`" for one in (self.model_name, *adapters[:_MAX_LISTED]))
+        raise ModelNotFoundError(
+            f"this server does not serve `{name[:128]}`; it serves {served}", param="model"
+        )
 
     def _check(self, request: Request, body: GenerationRequest) -> None:
         self.check_model(body.model)
@@ -391,6 +404,7 @@ class GenerationService:
         is_stream: bool,
         continues_prompt: bool,
         id_domain: str | None,
+        lora_name: str | None,
         limits: Mapping[str, Any],
     ) -> list[RequestStream]:
         """Add one request for each prompt; if one is refused, abort all.
@@ -406,6 +420,7 @@ class GenerationService:
                 stream=is_stream,
                 continues_prompt=continues_prompt,
                 id_domain=id_domain,
+                lora_name=lora_name,
                 **limits,
             )
             for number, prompt in enumerate(prompts)
@@ -427,13 +442,15 @@ class GenerationService:
             events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s, **options
         )
 
-    def _answer_factory(self, answer_id: str, kind: str, is_chunked: bool) -> Callable[..., Answer]:
+    def _answer_factory(
+        self, body: GenerationRequest, answer_id: str, kind: str, is_chunked: bool
+    ) -> Callable[..., Answer]:
         return partial(
             Answer,
             id=answer_id,
             object=f"{kind}.chunk" if is_chunked else kind,
             created=created_at(),
-            model=self.model_name,
+            model=body.model or self.model_name,
             system_fingerprint=f"mmjax-{__version__}",
         )
 

@@ -204,7 +204,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     capabilities: dict[str, Any]
     object: str = "model"
     owned_by: str = "mmjax"
-    parent: None = None
+    parent: str | None = None
+    """The model, of an adapter."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
