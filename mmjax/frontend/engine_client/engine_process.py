@@ -173,8 +173,8 @@ def _run_child(
     if stderr is not None:
         os.dup2(stderr.fileno(), 2)
         stderr.close()
-    # Where a fatal signal struck, in all threads.
-    faulthandler.enable(file=2)
+    # Where a fatal signal struck. Of the other threads there are too many for the report.
+    faulthandler.enable(file=2, all_threads=False)
     # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(
