@@ -21,7 +21,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
 
 ECHO = "tests.echo_engine:run_echo_engine"
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 
 
 class Listener:
