@@ -744,7 +744,8 @@ class ServerConfig:
     engine_hang_timeout_s: float = setting(
         7.0,
         """Seconds of silence of the engine process, or of a step in which it uses no CPU, after
-        which it is replaced; raise it where a step of the device takes as long.""",
+        which it is replaced; raise it where a step of the device takes as long. Of several hosts:
+        at least 60.""",
         name="engine_hang_timeout",
         minimum=1,
     )

@@ -28,7 +28,7 @@ def make_app(engine: EngineConfig, server: ServerConfig) -> tuple[Any, Any]:
 
     # P1 imports JAX while this process imports transformers and reads the configuration.
     supervisor = Supervisor(
-        hang_timeout_s=server.engine_hang_timeout_s,
+        hang_timeout_s=_find_hang_timeout(engine, server),
         has_standby=server.enable_standby_engine,
         log_level=engine.log_level,
         log_format=engine.log_format,
@@ -40,6 +40,12 @@ def make_app(engine: EngineConfig, server: ServerConfig) -> tuple[Any, Any]:
     except BaseException:
         asyncio.run(supervisor.close())
         raise
+
+
+def _find_hang_timeout(engine: EngineConfig, server: ServerConfig) -> float:
+    """Return the seconds after which P1 hangs; a step of several hosts waits for the slowest."""
+    least = 60.0 if engine.parallel.num_processes > 1 else 0.0
+    return max(server.engine_hang_timeout_s, least)
 
 
 def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:

@@ -12,6 +12,7 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import StepOutput
 from tests.chaos.service import ECHO_MAIN, Service, echo_config, run, serving
 
+pytestmark = pytest.mark.slow
 LONG = SamplingParams(ignore_eos=True, max_tokens=60)
 
 Mischief = Callable[[list[list[Any]]], list[list[Any]]]

@@ -37,8 +37,9 @@ async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> 
     )
 
 
+@pytest.mark.slow
 def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
-    """The sample of every run; `test_fifty_kills` has the counts."""
+    """A small sample; `test_fifty_kills` has the counts."""
 
     async def body() -> None:
         async with serving(

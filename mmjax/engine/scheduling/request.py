@@ -161,10 +161,9 @@ class Request:
         """Prompt and output tokens; the first `num_tokens` are valid."""
         self.token_ids[: self.num_tokens] = (*prompt_token_ids, *output_token_ids)
         self.num_computed_tokens = self.num_cached_tokens = self.num_preemptions = 0
-        self.times = RequestTimes()
+        self.times, self.status = RequestTimes(), RequestStatus.WAITING
         self.encoded: list[str] = []
         """Identifiers of the items that were encoded for it."""
-        self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
