@@ -42,6 +42,9 @@ MAX_LOST = 3
 
 _QUESTION_TIMEOUT_S = 10.0
 """For requests without a body, such as probes, if no replica is there."""
+_MAX_WAIT_S = 120.0
+"""That a request waits while every replica's engine restarts."""
+_PAUSE_S = 0.5
 _INLINE_BYTES = 64 * 2**10
 """Smaller bodies are read for keys in the event loop, in less time than a thread takes to start."""
 _NOT_FORWARDED = frozenset(
@@ -155,6 +158,7 @@ class _Exchange:
         self._sent = SentEvents()
         self._avoided: list[str] = []
         self._num_lost = 0
+        self._started_at = time.monotonic()
         self._has_begun = False
         self._is_done = False
 
@@ -216,6 +220,10 @@ class _Exchange:
             if self._is_for_another(head):
                 self._avoided.append(head.replica)
                 return False
+            if self._should_wait(head):
+                self._avoided.clear()
+                await asyncio.sleep(_PAUSE_S)
+                return False
             if self._has_begun:
                 # A stream that its replica has lost, and that no other one takes.
                 await self._give_up()
@@ -232,6 +240,11 @@ class _Exchange:
         is_kept_elsewhere = head.status == 404 and self._request.path.startswith("/v1/responses")
         is_refused = head.status in (429, 503) or is_kept_elsewhere
         return is_refused and head.replica not in self._avoided
+
+    def _should_wait(self, head: ResponseHead) -> bool:
+        """Whether all replicas have refused, but one may soon be there again."""
+        is_in_time = time.monotonic() < self._started_at + _MAX_WAIT_S
+        return head.status == 503 and bool(self._request.body) and is_in_time
 
     async def _begin(self, head: ResponseHead, length: int | None = None) -> None:
         if self._has_begun:

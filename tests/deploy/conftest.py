@@ -97,9 +97,9 @@ def new_input_processor(tiny_gemma3: Path) -> MakeProcessor:
 
 
 @pytest.fixture(scope="session")
-def deploy_input_processor(new_input_processor: MakeProcessor) -> InputProcessor:
-    """For all replicas whose engines live: a client forgets what its engine held when it dies."""
-    return new_input_processor()
+def input_processors(new_input_processor: MakeProcessor) -> list[InputProcessor]:
+    """One for each of two replicas, whose engines live."""
+    return [new_input_processor() for _ in range(2)]
 
 
 MakeDeployment = Callable[..., Deployment]
@@ -107,13 +107,12 @@ MakeDeployment = Callable[..., Deployment]
 
 @pytest.fixture
 def make_deployment(
-    deploy_input_processor: InputProcessor, new_input_processor: MakeProcessor
+    input_processors: list[InputProcessor], new_input_processor: MakeProcessor
 ) -> Iterator[MakeDeployment]:
     """Return a function that starts replicas and a front before them."""
     with ExitStack() as stack:
 
         def make(
-            num_replicas: int = 2,
             *,
             max_requests: int = 64,
             has_deaths: bool = False,
@@ -121,10 +120,11 @@ def make_deployment(
             **config: Any,
         ) -> Deployment:
             server = ServerConfig(**config)
-            engines = [Engine() for _ in range(num_replicas)]
+            engines = [Engine() for _ in input_processors]
             replicas: dict[str, Replica] = {}
             for number, engine in enumerate(engines):
-                processor = new_input_processor() if has_deaths else deploy_input_processor
+                # A client forgets what its engine held when that dies.
+                processor = new_input_processor() if has_deaths else input_processors[number]
                 client = AsyncEngineClient(processor, engine, scheduler or SchedulerConfig())
                 app = create_app(client, ChatParser.for_model(processor), server)
                 replicas[str(number)] = Replica(str(number), app, engine)
