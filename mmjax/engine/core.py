@@ -81,6 +81,8 @@ class EngineCore:
         """The step that was dispatched and is not read yet."""
         self.note_computing: Callable[[Sequence[str]], None] = lambda request_ids: None
         """Called with the requests that the device computes, before it does."""
+        self._open_outputs: list[SchedulerOutput | None] = []
+        """What was scheduled and is not read yet; None: what is being scheduled."""
         self._read_at = 0.0
         """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0
@@ -185,7 +187,7 @@ class EngineCore:
         return expired
 
     def pop_failed(self) -> list[tuple[str, RequestError]]:
-        """Abort the requests whose grammar cannot go on; return their ids, and why."""
+        """Abort the requests that cannot go on, as by their grammar; return their ids, and why."""
         failed = self._scheduler.find_failed()
         self._scheduler.abort([request_id for request_id, _ in failed])
         return failed
@@ -235,6 +237,7 @@ class EngineCore:
         if not self._scheduler.has_unfinished():
             # The requests of the step in flight have finished, or were aborted.
             self._in_flight = None
+            self._open_outputs.clear()
             self._runner.wait()
             self.note_computing(())
             return []
@@ -260,7 +263,9 @@ class EngineCore:
         encode_s = time.monotonic() - max(begun_at, self._read_at)
         sampled = self._runner.read(in_flight)
         self._read_at = time.monotonic()
-        return self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
+        deltas = self._scheduler.update_from_output(output, sampled, encode_s=encode_s)
+        self._open_outputs.pop(0)
+        return deltas
 
     def _use_compiled(self) -> None:
         """Use the programs that were compiled since the last step."""
@@ -269,12 +274,16 @@ class EngineCore:
             self._scheduler.limit_steps(self._limits_of(self._runner.ready))
 
     def _dispatch(self) -> _Dispatched | None:
-        output = self._scheduler.schedule()
+        self._open_outputs.append(None)
+        output = self._open_outputs[-1] = self._scheduler.schedule()
         self.num_preemptions += output.num_preempted
         self.note_computing(self._find_computed(output))
         begun_at = time.monotonic()
         in_flight = self._runner.dispatch(output)
-        return None if in_flight is None else _Dispatched(output, in_flight, begun_at)
+        if in_flight is None:
+            self._open_outputs.pop()
+            return None
+        return _Dispatched(output, in_flight, begun_at)
 
     def _find_computed(self, output: SchedulerOutput) -> list[str]:
         """Return the requests of the steps that are on the device, and of grammars in threads."""
@@ -303,16 +312,17 @@ class EngineCore:
             self._receiver_cache.close()
 
     def recover(self) -> list[str]:
-        """Drop all requests and caches after a failed step; return the dropped requests' ids."""
+        """Compute all requests again after a failed step, on empty caches.
+
+        Returns the id of the request that it ends, if one was alone in the step: else those of the
+        step are computed one by one, to find the one at fault.
+        """
         self._in_flight = None
-        request_ids = self._scheduler.request_ids
-        self._scheduler.abort(request_ids)
-        self._deadlines.clear()
-        self._scheduler.encoder_cache.reset()
-        self._scheduler.kv_cache.reset_prefix_cache()
-        self._scheduler.adapter_slots.reset()
+        # Without any, it failed before one was scheduled.
+        outputs, self._open_outputs = self._open_outputs or [None], []
+        at_fault = self._scheduler.begin_again(outputs)
         self._runner.reset()
-        return request_ids
+        return at_fault
 
     @property
     def num_programs_left(self) -> int:

@@ -31,8 +31,3 @@ class Deadlines:
                 del self._of[request_id]
                 expired.append(request_id)
         return expired
-
-    def clear(self) -> None:
-        """Remove all deadlines."""
-        self._heap.clear()
-        self._of.clear()

@@ -7,7 +7,7 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,12 +19,19 @@ from mmjax.engine.scheduling.admission import ItemSizes
 from mmjax.engine.scheduling.outputs import (
     AdapterLoad,
     ModelRunnerOutput,
+    SampledToken,
     ScheduledRequest,
     SchedulerOutput,
 )
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.engine.scheduling.windows import WindowFitter
-from mmjax.errors import CapacityError, MediaIdConflictError, RequestError, RequestValueError
+from mmjax.errors import (
+    CapacityError,
+    InternalError,
+    MediaIdConflictError,
+    RequestError,
+    RequestValueError,
+)
 from mmjax.logger import get_logger
 from mmjax.transport.messages import STEP_TOKEN_BOUNDS, RequestOutputDelta
 
@@ -57,10 +64,9 @@ class WaitingQueue:
         """Return (priority, arrival)."""
         return request.priority, self._arrivals[request.request_id]
 
-    def peek(self, may_start: Callable[[Request], bool]) -> Request | None:
+    def peek(self, may_run: Callable[[Request], bool]) -> Request | None:
         """Return the first request that may run, without removing it."""
-        waiting = (request for request in self if not request.is_blocked)
-        return next(filter(may_start, waiting), None)
+        return next(filter(may_run, self), None)
 
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
@@ -133,6 +139,10 @@ class Scheduler:
         self._item_sizes = ItemSizes()
         self._deferred: set[str] = set()
         """Running requests that got no token in the last step; they go first in the next."""
+        self._suspects: dict[str, None] = {}
+        """Requests of a failed step that have got no token since: they run one by one."""
+        self._failed: dict[str, RequestError] = {}
+        """Requests whose outputs could not be made."""
 
     def limit_steps(self, limits: StepLimits) -> None:
         """Schedule no larger steps from now on; what does not fit waits. Limits never shrink."""
@@ -174,8 +184,8 @@ class Scheduler:
                 self._finish(request)
 
     def find_failed(self) -> list[tuple[str, RequestError]]:
-        """Return the requests whose grammar or adapter cannot go on, and why."""
-        failed = []
+        """Return the requests that cannot go on, and why."""
+        failed = list(self._failed.items())
         for request_id, request in self._requests.items():
             adapter = request.lora_request
             if adapter is not None and adapter.error is not None:
@@ -185,6 +195,46 @@ class Scheduler:
             if grammar is not None and (error := grammar.error) is not None:
                 failed.append((request_id, error))
         return failed
+
+    def begin_again(self, outputs: Sequence[SchedulerOutput | None]) -> list[str]:
+        """Compute all requests again after a failed step; end, and return, the one at fault.
+
+        The requests of the failed steps are scheduled one by one, until each has got a token: one
+        whose step fails alone is at fault.
+
+        Args:
+            outputs: The steps that were scheduled and not read; None: one that failed before.
+        """
+        if None in outputs:
+            failed = [*self._suspects][:1] or [*self._requests]
+        else:
+            failed = [
+                scheduled.request.request_id
+                for output in outputs
+                if output is not None
+                for scheduled in output.requests
+                if not scheduled.request.is_finished
+            ]
+        at_fault = [*dict.fromkeys(failed)] if len(set(failed)) == 1 else []
+        self._suspects = dict.fromkeys([*failed, *self._suspects])
+        self._stop_running()
+        self.abort(at_fault)
+        self.encoder_cache.reset()
+        self.kv_cache.reset_prefix_cache()
+        self.adapter_slots.reset()
+        return at_fault
+
+    def _stop_running(self) -> None:
+        """Let all requests wait and hold nothing, in whatever state a failure has left them."""
+        waiting = {request.request_id for request in self.waiting}
+        self.running.clear()
+        for request_id, request in self._requests.items():
+            self._release(request)
+            request.num_computed_tokens = request.num_in_flight = 0
+            if request_id not in waiting:
+                request.status = RequestStatus.PREEMPTED
+                request.num_preemptions += 1
+                self.waiting.add(request)
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
@@ -217,42 +267,74 @@ class Scheduler:
             # The request may have ended since the step was scheduled: drop its token.
             if token is None or request.is_finished:
                 continue
-            if token.prompt_logprobs:
-                request.add_prompt_logprobs(scheduled.start, token.prompt_logprobs)
-            if not scheduled.samples:
+            try:
+                delta = self._take_token(scheduled, token, now)
+            except Exception:
+                # What one request cannot take must not end the others.
+                logger.exception("request %s cannot take its token", request.request_id)
+                self._failed[request.request_id] = InternalError("internal error in the engine")
                 continue
-            holds_blocks = request.status is RequestStatus.RUNNING
-            request.num_in_flight -= 1
-            num_hashed = len(request.block_hashes)
-            request.append_token(token.token_id)
-            if holds_blocks and len(request.block_hashes) > num_hashed:
-                # The token may complete a block, which gets a hash.
-                self.kv_cache.cache_blocks(
-                    request.request_id, request.block_hashes, request.num_computed_tokens
-                )
-            self.num_generation_tokens += 1
-            prompt_logprobs = None
-            is_first = request.num_output_tokens == 1
-            if is_first:
-                self.num_prompt_tokens += request.num_prompt_tokens
-                request.times.prefill = now - request.started_at - request.times.encode
-                prompt_logprobs = request.prompt_logprobs or None
-            deltas.append(
-                RequestOutputDelta(
-                    request_id=request.request_id,
-                    new_token_ids=[token.token_id],
-                    new_logprobs=None if token.logprobs is None else [token.logprobs],
-                    finish_reason=request.status.value if request.is_finished else None,
-                    stop_reason=request.stop_reason,
-                    num_cached_tokens=request.num_cached_tokens,
-                    times=request.times if is_first else None,
-                    encoded=request.encoded if is_first else [],
-                    prompt_logprobs=prompt_logprobs,
-                )
-            )
-            if request.is_finished:
-                self._finish(request)
+            if delta is not None:
+                deltas.append(delta)
         return deltas
+
+    def _take_token(
+        self, scheduled: ScheduledRequest, token: SampledToken, now: float
+    ) -> RequestOutputDelta | None:
+        """Append a sampled token, and finish its request if it ends there."""
+        request = scheduled.request
+        if token.prompt_logprobs:
+            request.add_prompt_logprobs(scheduled.start, token.prompt_logprobs)
+        if not scheduled.samples:
+            return None
+        holds_blocks = request.status is RequestStatus.RUNNING
+        request.num_in_flight -= 1
+        num_hashed = len(request.block_hashes)
+        request.append_token(token.token_id)
+        if holds_blocks and len(request.block_hashes) > num_hashed:
+            # The token may complete a block, which gets a hash.
+            self.kv_cache.cache_blocks(
+                request.request_id, request.block_hashes, request.num_computed_tokens
+            )
+        self.num_generation_tokens += 1
+        prompt_logprobs = None
+        is_first = request.num_output_tokens == 1
+        if is_first:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            request.times.prefill = now - request.started_at - request.times.encode
+            prompt_logprobs = request.prompt_logprobs or None
+        delta = RequestOutputDelta(
+            request_id=request.request_id,
+            new_token_ids=[token.token_id],
+            new_logprobs=None if token.logprobs is None else [token.logprobs],
+            finish_reason=request.status.value if request.is_finished else None,
+            stop_reason=request.stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+            times=request.times if is_first else None,
+            encoded=request.encoded if is_first else [],
+            prompt_logprobs=prompt_logprobs,
+        )
+        if request.is_finished:
+            self._finish(request)
+        elif request.request_id in self._suspects:
+            self._clear(request)
+        return delta
+
+    def _clear(self, request: Request) -> None:
+        """Note that a suspect was computed alone; it makes room for the next one."""
+        del self._suspects[request.request_id]
+        if self._suspects and request.status is RequestStatus.RUNNING:
+            self._preempt(request)
+
+    def _may_run(self, request: Request) -> bool:
+        """Whether a request may be scheduled at all; of suspects the first, beside nobody."""
+        if request.is_blocked:
+            return False
+        if not self._suspects:
+            return True
+        return request.request_id == next(iter(self._suspects)) and not any(
+            other.num_in_flight for other in self._requests.values() if other is not request
+        )
 
     def _finish(self, request: Request) -> None:
         _log_end(request)
@@ -268,6 +350,8 @@ class Scheduler:
             self.encoder_cache.discard(request.encoder.identifier)
         if request.lora_request is not None:
             request.lora_request.num_users -= 1
+        self._suspects.pop(request.request_id, None)
+        self._failed.pop(request.request_id, None)
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
@@ -319,7 +403,7 @@ class Scheduler:
         went_first, self._deferred = self._deferred, set()
         while queue and plan.tokens_left:
             request = queue.popleft()
-            if request.is_blocked:
+            if not self._may_run(request):
                 continue
             # Reserve one token for each request after this one, but not against deferred ones.
             reserve = 0 if request.request_id in went_first else len(queue)
@@ -383,9 +467,10 @@ class Scheduler:
             self._commit(plan, request, num_tokens, items)
 
     def _may_start(self, draining: set[Hashable], request: Request) -> bool:
-        """Return whether there is a slot for a request's adapter; called in the queue's order."""
+        """Return whether a request may run, and its adapter; called in the queue's order."""
         adapter = request.lora_request
-        return adapter is None or self.adapter_slots.may_start(adapter, draining)
+        has_slot = adapter is None or self.adapter_slots.may_start(adapter, draining)
+        return has_slot and self._may_run(request)
 
     def _take_slot(self, plan: _Plan, request: Request) -> None:
         adapter = request.lora_request
