@@ -161,6 +161,7 @@ class EngineLoop:
             except Exception:
                 # An internal error of one request must not end the others.
                 logger.exception("request %s could not be taken in", message.request_id)
+                self.core.abort([message.request_id])
                 self._fail(message.request_id, InternalError("internal error"))
             finally:
                 self._record.write(computing)
@@ -195,8 +196,9 @@ class EngineLoop:
         try:
             deltas = self.core.step()
         except Exception:
-            logger.exception("a step failed; its requests are lost, the engine goes on")
+            logger.exception("a step failed; its requests are computed again, one by one")
             for request_id in self.core.recover():
+                logger.error("request %s ends: its step failed alone", request_id)
                 self._fail(request_id, InternalError("internal error in the engine"))
             return
         if deltas:
