@@ -132,8 +132,10 @@ def _write(answer: ReadGrammar) -> None:
 
 
 def _main(cpu_seconds: float) -> None:
-    # A Ctrl-C is for the server, which ends this process when it is done.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, and a service manager's SIGTERM to all processes, are for the server, which ends this
+    # process when it is done.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     warm = StructuredOutputsParams(json_object=True)

@@ -214,8 +214,9 @@ def test_accepted_connections_have_no_delay() -> None:
             assert asyncio.run(nodelay_of_accepted(listener)) == 1
 
 
-def test_sigterm_drains(tiny_gemma3: Path) -> None:
-    server = Served(str(tiny_gemma3), *SMALL)
+def test_sigterm_drains_also_where_all_processes_get_it(tiny_gemma3: Path) -> None:
+    """Service managers send it to all; P1 goes on until P0 is done."""
+    server = Served(str(tiny_gemma3), *SMALL, is_group=True)
     try:
         address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
         pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))
@@ -229,12 +230,14 @@ def test_sigterm_drains(tiny_gemma3: Path) -> None:
                 extra_body={"ignore_eos": True},
             )
             next(iter(chunks))
-            server.process.send_signal(signal.SIGTERM)
+            os.killpg(server.process.pid, signal.SIGTERM)
             usage = list(chunks)[-1].usage
         assert usage is not None
         assert usage.completion_tokens == 200
         assert server.process.wait(30) == 0
         assert not Path(f"/proc/{pid}").exists()
+        for mark in ("ERROR", "Traceback", "leaked", "Warning"):
+            assert mark not in server.output
     finally:
         server.end()
 

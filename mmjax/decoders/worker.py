@@ -7,6 +7,7 @@ fault in a decoder ends this process, which has no secrets, no connections and l
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +28,8 @@ _PAGES_OF_DATA = 5
 
 def main(argv: list[str]) -> None:
     """Serve one request after another until the server closes the socket."""
+    # Of a service manager, which sends it to all processes: the server ends this one.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = socket.socket(fileno=int(argv[0]))
     memory = int(argv[1])
     limit_resources(int(argv[2]))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from tqdm import tqdm
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
@@ -53,6 +54,8 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
         address_out: Where P0 waits for outputs; bound by P0.
     """
     configure_logging(config.log_level, process="P1", log_format=config.log_format)
+    # Its own lock is a named semaphore, which a process that is killed leaves behind.
+    tqdm.set_lock(threading.RLock())
     receiver, sender = Receiver(address_in), Sender(address_out)
     record = StepRecord(step_record_path(address_in))
     try:

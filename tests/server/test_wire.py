@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.kit import draw
 from tests.server.serve_echo import STUCK_TOKEN
-from tests.test_serve import Served
+from tests.test_serve import Served, message_about
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "red"}]
@@ -27,8 +29,8 @@ PROMPTLY_S = 25.0
 class Wire:
     """P0 in a process, and the port that it listens on."""
 
-    def __init__(self, *argv: str) -> None:
-        self.served = Served(*argv, module="tests.server.serve_echo")
+    def __init__(self, *argv: str, is_group: bool = False) -> None:
+        self.served = Served(*argv, module="tests.server.serve_echo", is_group=is_group)
         try:
             found = self.served.wait_for(r"mmjax serving \S+ at http://127\.0\.0\.1:(\d+)\n")
         except BaseException:
@@ -78,8 +80,8 @@ def own_wire(tiny_gemma3: Path) -> Iterator[Any]:
     """Return a function that starts a server for one test, which may end it."""
     servers: list[Wire] = []
 
-    def start(*argv: str) -> Wire:
-        servers.append(Wire(str(tiny_gemma3), *argv))
+    def start(*argv: str, **options: bool) -> Wire:
+        servers.append(Wire(str(tiny_gemma3), *argv, **options))
         return servers[-1]
 
     yield start
@@ -234,6 +236,34 @@ def test_signals_during_the_start_show_no_traceback(
         served.end()
     assert "before the server was ready" in served.output
     assert "Traceback" not in served.output
+
+
+LOUD = ("ERROR", "CRITICAL", "Traceback", "Warning", "leaked", "Exception")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_all_processes_get_ends_the_server_quietly(own_wire: Any, number: int) -> None:
+    """As a terminal sends Ctrl-C, and a service manager SIGTERM: not to P0 alone."""
+    wire = own_wire(
+        *("--trust-request-chat-template", "--media-decode-workers", "2", "--shutdown-timeout"),
+        *("3000", "--max-model-len", "256"),
+        is_group=True,
+    )
+    # Each process that a request may need has been started.
+    picture = message_about(draw(30, 20, 1), "What color?")
+    assert wire.ask("POST", CHAT, {"messages": [picture]})[0] == 200
+    choice = {"messages": MESSAGES, "structured_outputs": {"choice": ["red", "blue"]}}
+    assert wire.ask("POST", CHAT, choice)[0] == 200
+    assert wire.ask("POST", CHAT, {"messages": MESSAGES, "chat_template": "red"})[0] == 200
+    server = psutil.Process(wire.served.process.pid)
+    processes = server.children(recursive=True)
+    assert len(processes) >= 4, "P1, two decoders, and what reads grammars"
+    for process in (server, *processes):
+        process.send_signal(number)
+    assert wire.served.process.wait(PROMPTLY_S) == 0
+    assert not psutil.wait_procs(processes, timeout=PROMPTLY_S)[1]
+    wire.served.wait_for("Finished server process")
+    assert not [line for line in wire.served.lines if any(mark in line for mark in LOUD)]
 
 
 def test_CVE_2025_48956_a_head_of_megabytes_is_refused(wire: Wire) -> None:

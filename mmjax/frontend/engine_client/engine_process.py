@@ -99,10 +99,11 @@ class EngineProcess:
             name="mmjax-engine",
             daemon=True,
         )
-        # The child inherits the signal mask, so that Ctrl-C, which the whole process group gets,
-        # does not end it. Start the resource tracker before: its start unblocks SIGINT.
+        # The child inherits the signal mask: what a terminal sends to the whole group (Ctrl-C), or
+        # a service manager to all processes (SIGTERM), does not end it, so that P0 can drain. Start
+        # the resource tracker before: its start unblocks both.
         resource_tracker.ensure_running()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process.start()
         finally:
@@ -134,12 +135,11 @@ class EngineProcess:
         self.directory.close()
 
     def end(self, timeout_s: float) -> None:
-        """End the process, by signals if it does not end by itself; blocks."""
+        """End the process, by SIGKILL if it does not end by itself; blocks."""
         self.process.join(timeout_s)
-        for end in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                end()
-                self.process.join(1.0)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(1.0)
         self.finish_stderr()
 
     def read_computed(self) -> tuple[str, ...]:
@@ -175,8 +175,9 @@ def _run_child(
         stderr.close()
     # Where a fatal signal struck. Of the other threads there are too many for the report.
     faulthandler.enable(file=2, all_threads=False)
-    # The whole process group gets Ctrl-C, but P0 decides when P1 ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # P0 decides when P1 ends; nothing in here shall unblock these.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(
         target=_exit_with_parent, args=(directory,), daemon=True, name="watch-parent"
     ).start()

@@ -190,7 +190,7 @@ class Supervisor:
             await self._engine.sender.send(message)
 
     async def close(self) -> None:
-        """End P1 by a `Shutdown`, then by signals."""
+        """End P1 by a `Shutdown`, then by SIGKILL: it blocks other signals."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -86,6 +86,8 @@ class RequestTemplate(ChatTemplate):
                 env={"PYTHONPATH": _ROOT},
                 timeout=timeout_s,
                 check=False,
+                # Ctrl-C is for the server, which drains.
+                start_new_session=True,
             )
             return json.loads(done.stdout)
         except (subprocess.TimeoutExpired, ValueError):
