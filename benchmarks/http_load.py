@@ -86,11 +86,9 @@ async def _ask(port: int, body: bytes, start: float) -> Sample:
     async with asyncio.timeout(TIMEOUT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            writer.write(_head(port, body) + body)
-            status = await _read_status(reader)
-            received = [
-                (time.perf_counter() - start, chunk) async for chunk in _read_chunks(reader)
-            ]
+            writer.write(make_head(port, body) + body)
+            status = await read_status(reader)
+            received = [(time.perf_counter() - start, chunk) async for chunk in read_chunks(reader)]
         finally:
             writer.transport.abort()
     text = b"".join(chunk for _, chunk in received)
@@ -100,19 +98,23 @@ async def _ask(port: int, body: bytes, start: float) -> Sample:
     return _to_sample(sent_s, [(at_s, event) for at_s, chunk in received for event in _data(chunk)])
 
 
-def _head(port: int, body: bytes) -> bytes:
+def make_head(
+    port: int, body: bytes, *, method: str = "POST", path: str = "/v1/chat/completions"
+) -> bytes:
+    """Return a request's line and headers; the server closes the connection behind its answer."""
     return (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
+        f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
 
 
-async def _read_status(reader: asyncio.StreamReader) -> int:
+async def read_status(reader: asyncio.StreamReader) -> int:
+    """Read an answer's head, and return its status."""
     head = await reader.readuntil(b"\r\n\r\n")
     return int(head.split(b" ", 2)[1])
 
 
-async def _read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def read_chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """Yield the chunks of a chunked body; another body as one, with what looks like no size."""
     while line := await reader.readline():
         try:

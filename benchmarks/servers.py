@@ -84,14 +84,20 @@ class Server:
         return seconds
 
 
-def start_mmjax(arguments: Sequence[str], log: Path, *, model: str | None = None) -> Server:
+def start_mmjax(
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    model: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Server:
     """Start this checkout's server with all programs; without `model`, of the embedded default."""
     port = _free_port()
     chosen = [] if model is None else [model]
     # Else it would be measured while it compiles.
     settings = ["--port", str(port), "--precompile", "all", *arguments]
     command = [sys.executable, "-m", "mmjax.serve", *chosen, *settings]
-    return Server(command, port=port, ready_path="/ready", log=log)
+    return Server(command, port=port, ready_path="/ready", log=log, env=env)
 
 
 def start_vllm(peer: Path, arguments: Sequence[str], log: Path, *, model: str) -> Server:

@@ -1,0 +1,200 @@
+"""What a server does when ten times as many ask as it can answer.
+
+`python -m benchmarks.overload [--times 10] [--seconds 60]`: starts the server with the embedded
+default, measures its peak (as many clients as it runs sequences, each with a request about a new
+picture as soon as its last one is answered), and then sends requests at ten times that rate, at
+random times, from another process. Prints how fast the excess is refused, how much is answered
+meanwhile, and a verdict; exits with 1 if it is not as docs/reliability.md promises.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+from tqdm import tqdm
+
+from benchmarks.http_load import make_head, read_chunks
+from benchmarks.mixed_requests import MixedClient, chat_about, make_picture
+from benchmarks.servers import Server, start_mmjax
+
+MAX_REFUSAL_S = 0.05
+MIN_GOODPUT = 0.95
+NUM_SEQS = 8
+NUM_QUEUED = 24
+SETTINGS = (
+    *("--max-model-len", "512", "--max-num-seqs", str(NUM_SEQS)),
+    *("--max-num-queued-reqs", str(NUM_QUEUED)),
+)
+_TIMEOUT_S = 120.0
+_NUM_BODIES = 512
+
+
+class Answer(NamedTuple):
+    """One request's; times in seconds since the load began."""
+
+    sent_s: float
+    ended_s: float
+    status: int
+    """0: there was none."""
+    has_retry_after: bool
+
+
+class Load(NamedTuple):
+    """Requests to send; the bodies again and again."""
+
+    port: int
+    bodies: Sequence[bytes]
+    seconds: float
+    num_at_once: int = 0
+    """Of a closed loop; 0: an open one."""
+    rate: float = 0.0
+    """Requests a second of an open loop."""
+
+
+def make_bodies(seed: int) -> list[bytes]:
+    """Return requests about pictures that nobody has seen."""
+    rng = random.Random(seed)
+    return [
+        json.dumps(chat_about([make_picture(rng)], ignore_eos=True, max_tokens=16)).encode()
+        for _ in range(_NUM_BODIES)
+    ]
+
+
+def run(load: Load) -> list[Answer]:
+    """Send the load, and wait for all answers."""
+    # The clients stand for other machines: the server goes first.
+    os.nice(5)
+    return asyncio.run(_closed_loop(load) if load.num_at_once else _open_loop(load))
+
+
+async def _closed_loop(load: Load) -> list[Answer]:
+    start, answers = time.perf_counter(), []
+    bodies = cycle(load.bodies)
+
+    async def be_a_client() -> None:
+        while time.perf_counter() - start < load.seconds:
+            answers.append(await _ask(load.port, next(bodies), start))
+
+    await asyncio.gather(*(be_a_client() for _ in range(load.num_at_once)))
+    return answers
+
+
+async def _open_loop(load: Load) -> list[Answer]:
+    rng, start, at_s, tasks = random.Random(0), time.perf_counter(), 0.0, []
+    while (at_s := at_s + rng.expovariate(load.rate)) < load.seconds:
+        await asyncio.sleep(start + at_s - time.perf_counter())
+        body = load.bodies[len(tasks) % len(load.bodies)]
+        tasks.append(asyncio.create_task(_ask(load.port, body, start)))
+    return await asyncio.gather(*tasks)
+
+
+async def _ask(port: int, body: bytes, start: float) -> Answer:
+    sent_s, head = time.perf_counter() - start, b""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(make_head(port, body) + body)
+                head = await reader.readuntil(b"\r\n\r\n")
+                async for _ in read_chunks(reader):
+                    pass
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+        head = b""
+    status = int(head.split(b" ", 2)[1]) if head else 0
+    has_retry_after = b"\r\nretry-after:" in head.lower()
+    return Answer(sent_s, time.perf_counter() - start, status, has_retry_after)
+
+
+def count_decoded(server: Server) -> float:
+    """Return how many requests have had a picture decoded."""
+    answer = asyncio.run(MixedClient(server.port).expect_200("GET", "/metrics"))
+    for family in text_string_to_metric_families(answer.body.decode()):
+        for sample in family.samples:
+            if sample.name == "mmjax:image_decode_time_seconds_count":
+                return sample.value
+    raise ValueError("the server has no metric of decoded pictures")
+
+
+def goodput(answers: Sequence[Answer], seconds: float) -> float:
+    """Return the answers a second, behind the first tenth of the time, in which the queue fills."""
+    first_s = seconds / 10
+    good = [one for one in answers if one.status == 200 and first_s <= one.ended_s < seconds]
+    return len(good) / (seconds - first_s)
+
+
+def report(
+    answers: Sequence[Answer], *, peak: float, seconds: float, num_decoded: float
+) -> tuple[str, bool]:
+    """Return a text, and whether the promises hold."""
+    refused = [one for one in answers if one.status == 429]
+    times_s = [one.ended_s - one.sent_s for one in refused] or [float("inf")]
+    p99_s = float(np.quantile(times_s, 0.99))
+    share = goodput(answers, seconds) / peak
+    statuses = Counter(one.status for one in answers)
+    checks = {
+        f"refused in {1e3 * np.median(times_s):.1f} ms (median), {1e3 * p99_s:.1f} ms (p99); "
+        f"at most {1e3 * MAX_REFUSAL_S:.0f} ms": p99_s <= MAX_REFUSAL_S,
+        "every refusal has a Retry-After": all(one.has_retry_after for one in refused),
+        f"goodput {share:.3f} of the peak of {peak:.2f} answers a second; "
+        f"at least {MIN_GOODPUT}": share >= MIN_GOODPUT,
+        f"answers are 200 or 429: {dict(statuses)}": set(statuses) <= {200, 429},
+        f"{num_decoded:.0f} requests had pictures decoded, and {statuses[200]} were answered": (
+            num_decoded == statuses[200]
+        ),
+    }
+    lines = [f"{'ok    ' if passed else 'FAILED'} {text}" for text, passed in checks.items()]
+    return "\n".join(lines), all(checks.values())
+
+
+def main() -> int:
+    """Measure, and judge."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--times", type=float, default=10.0, help="the peak")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--peak-seconds", type=float, default=30.0)
+    flags, arguments = parser.parse_known_args()
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, mp_context=context) as client,
+        tqdm(total=3, desc="Overload", unit="load") as bar,
+    ):
+        server = start_mmjax([*SETTINGS, *arguments], Path(folder) / "log")
+        try:
+            answers: list[Answer] = []
+            for seed, seconds in ((0, 5.0), (1, flags.peak_seconds)):
+                load = Load(server.port, make_bodies(seed), seconds, num_at_once=NUM_SEQS)
+                answers = client.submit(run, load).result()
+                bar.update()
+            peak = goodput(answers, flags.peak_seconds)
+            bar.set_postfix_str(f"peak {peak:.2f} answers a second")
+            before = count_decoded(server)
+            load = Load(server.port, make_bodies(2), flags.seconds, rate=flags.times * peak)
+            answers = client.submit(run, load).result()
+            bar.update()
+            num_decoded = count_decoded(server) - before
+        finally:
+            server.end()
+    text, is_good = report(answers, peak=peak, seconds=flags.seconds, num_decoded=num_decoded)
+    print(text)
+    return 0 if is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
