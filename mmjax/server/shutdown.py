@@ -80,6 +80,8 @@ def leave(status: int) -> NoReturn:
     if any(thread.is_alive() for thread in workers):
         sys.stdout.flush()
         os._exit(status)
+    # The interpreter's end restores the default handler, by which the timer would end the process.
+    signal.setitimer(signal.ITIMER_REAL, 0)
     sys.exit(status)
 
 
