@@ -1,5 +1,6 @@
 """Shared beginnings: what is found, what is not, and that answers are the same with and without."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -9,11 +10,13 @@ import pytest
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.core import EngineCore
+from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.outputs import SampledToken
 from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.sampling_params import SamplingParams
+from mmjax.weights.adapter import Adapter
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
 BLOCK_SIZE = 4
@@ -47,6 +50,12 @@ def make_request(
         block_hasher=BlockHasher(block_size=BLOCK_SIZE, none_hash=b"start"),
         **names,
     )
+
+
+def make_adapter(lora_name: str, version: int) -> RegisteredAdapter:
+    read: Future[Adapter] = Future()
+    read.set_result(Adapter(arrays={}, digest=b""))
+    return RegisteredAdapter(lora_name, version, lambda digest: read)
 
 
 def item(identifier: str, offset: int, length: int) -> EncoderItem:
@@ -106,11 +115,13 @@ def test_a_picture_behind_the_found_beginning_is_not_encoded_again() -> None:
 
 
 def test_salts_and_adapters_keep_callers_apart() -> None:
-    scheduler = make_scheduler()
+    scheduler = make_scheduler(max_loras=1)
     run(scheduler, make_request("a", TEXT, cache_salt="x"))
     assert run(scheduler, make_request("b", TEXT))[0] == 0
     assert run(scheduler, make_request("c", TEXT, cache_salt="y"))[0] == 0
-    assert run(scheduler, make_request("d", TEXT, lora_name="l"))[0] == 0
+    for version, start in ((1, 0), (1, 16), (2, 0)):
+        adapter = make_adapter("l", version)
+        assert run(scheduler, make_request("d", TEXT, lora_request=adapter))[0] == start
     assert run(scheduler, make_request("e", TEXT, cache_salt="x"))[0] == 16
 
 

@@ -11,6 +11,10 @@ from tests.models.families import TINY_FAMILIES
 from tests.models.families.family import TinyModel
 from tests.oracle import assert_close
 
+pytestmark = pytest.mark.filterwarnings(
+    # PEFT asks HF's models for it.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 NAMES = ("llava", "gemma3", "qwen2_vl", "internvl")
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
