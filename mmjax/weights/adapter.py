@@ -208,8 +208,8 @@ class AdapterReader:
         base = self.read_base(mapped)
         if mapped.endswith("lm_head.weight") and base is None:  # tied
             base = self.read_base(mapped.replace("lm_head", "embed_tokens"))
-        is_same = base is not None and base.shape == saved.shape
-        if not (is_same and np.array_equal(_read(saved).astype(base.dtype), base)):  # pyright: ignore[reportOptionalMemberAccess]
+        given = _read(saved)
+        if base is None or not np.array_equal(given.astype(base.dtype), base):
             raise CheckpointError(
                 f"the adapter brings a whole weight of `{layer}`, which is not the model's; mmjax "
                 "serves adapters that leave the model's weights as they are"

@@ -14,7 +14,7 @@ PREFIX = "base_model.model.model."
 
 def text_layers() -> dict[str, tuple[int, int]]:
     """Return the decoder's linear layers by their published names, each with (out, in)."""
-    text = tiny_config().text_config
+    text: Any = tiny_config().text_config
     width, inner, heads = text.hidden_size, text.intermediate_size, text.head_dim
     shapes = {
         "self_attn.q_proj": (text.num_attention_heads * heads, width),
@@ -31,7 +31,8 @@ def text_layers() -> dict[str, tuple[int, int]]:
 
 def tower_layers() -> dict[str, tuple[int, int]]:
     """Return some of the tower's."""
-    width = tiny_config().vision_config.hidden_size
+    vision: Any = tiny_config().vision_config
+    width = vision.hidden_size
     layer = "vision_tower.encoder.layers.0.self_attn"
     return {f"{layer}.{name}": (width, width) for name in ("q_proj", "v_proj", "out_proj")}
 

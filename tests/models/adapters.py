@@ -40,4 +40,5 @@ def make_adapter(reference: Any, path: Path, *, seed: int = 0, **settings: Any) 
                 draw = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(draw * 0.5 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(str(path))
-    return TinyAdapter(path, model.base_model.model.eval())
+    base: Any = model.base_model
+    return TinyAdapter(path, base.model.eval())
