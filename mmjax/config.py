@@ -5,13 +5,13 @@ its key in a YAML file and its row in docs/configuration.md are derived from it.
 set by mmjax. No logic beyond validation.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from mmjax.errors import ConfigError
+from mmjax.lora_config import LoRAConfig
 from mmjax.settings import Setting, check_settings, setting, settings_of
 
 ChatContentFormat = Literal["auto", "string", "openai"]
@@ -19,7 +19,6 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
-LoRADtypeName = Literal["auto", "float32", "bfloat16"]
 Quantization = Literal["int8", "int8-weights"]
 Precompile = Literal["all", "smallest", "none"]
 PrefixCachingHashAlgorithm = Literal["sha256", "blake3"]
@@ -32,9 +31,6 @@ DEFAULT_SHM_OBJECT_SIZE_MB = 128
 
 DEFAULT_MAX_IMAGES = 16
 """Default limit on images in a prompt (vLLM's, 999, is unsafe)."""
-
-ADAPTER_NAME = r"^[A-Za-z0-9._/-]{1,128}$"
-"""Pattern of adapters' names."""
 
 _MEDIA_OPTIONS = {
     "image": ("width", "height"),
@@ -460,82 +456,6 @@ class ParallelConfig:
                 f"{self.num_processes} processes cannot share evenly; give "
                 f"`--tensor-parallel-size` a multiple of {self.num_processes}"
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoRAConfig:
-    """Adapters: how many, how large, and where they are from."""
-
-    enable_lora: bool = setting(False, "Whether requests may name LoRA adapters (docs/lora.md).")
-    lora_modules: tuple[str, ...] = setting(
-        (),
-        """Adapters that are loaded at the start, each as NAME=PATH: a directory that PEFT wrote, or
-        a hub id. Requests name one as their `model`.""",
-        unset="none",
-        is_valid=lambda module: re.match(rf"{ADAPTER_NAME[:-1]}=.", module) is not None,
-        expected="adapters as NAME=PATH, a name of at most 128 letters, digits and `._/-`",
-        is_for_serve_alone=True,
-    )
-    max_loras: int = setting(
-        4, "Adapters that a step may compute with; memory is planned for so many.", minimum=1
-    )
-    max_lora_rank: int = setting(
-        16,
-        "Largest rank of an adapter; memory is planned for adapters of it.",
-        minimum=1,
-        maximum=1024,
-    )
-    max_cpu_loras: int | None = setting(
-        None,
-        """Adapters that are kept in the host's memory, the least recently used are read from their
-        files again.""",
-        unset="twice `max_loras`",
-        minimum=1,
-    )
-    lora_dtype: LoRADtypeName = setting("auto", "Of adapters. auto: as the weights.")
-    enable_tower_connector_lora: bool = setting(
-        False,
-        """Whether adapters may adapt towers and connectors, too; an image is then encoded anew for
-        each adapter.""",
-    )
-    allow_runtime_lora_updating: bool = setting(
-        False,
-        """Whether clients may load and unload adapters by `/v1/load_lora_adapter` and
-        `/v1/unload_lora_adapter`; only for trusted clients.""",
-        is_for_serve_alone=True,
-    )
-    lora_dir: Path | None = setting(
-        None,
-        "Directory below which clients may load adapters from, after links are resolved.",
-        unset="none",
-        is_for_serve_alone=True,
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        dependent = ("lora_modules", "enable_tower_connector_lora", "allow_runtime_lora_updating")
-        for name in dependent:
-            if getattr(self, name) and not self.enable_lora:
-                raise ConfigError(f"`{name}` is set without `enable_lora`; give both")
-        if self.allow_runtime_lora_updating and self.lora_dir is None:
-            raise ConfigError(
-                "`allow_runtime_lora_updating` is set without `lora_dir`; give the directory that "
-                "clients may load adapters from"
-            )
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ConfigError(
-                f"`max_cpu_loras` is {self.max_cpu_loras}, below `max_loras` ({self.max_loras}); "
-                "give at least as many"
-            )
-        names = [name for name, _ in self.modules]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"`lora_modules` gives {names}; give each adapter its own name")
-
-    @property
-    def modules(self) -> list[tuple[str, str]]:
-        """Name and path of each of `lora_modules`."""
-        parts = (module.partition("=") for module in self.lora_modules)
-        return [(name, path) for name, _, path in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,8 +327,7 @@ class Programs:
     ) -> None:
         """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
         model = bind(shape.graphdef, params)
-        self.adapted = adapted
-        self.buckets = buckets
+        self.buckets, self.adapted = buckets, adapted
         self.num_encoder_rows = num_encoder_rows
         self.num_extra_rows = host_inputs.num_extra_rows
         num_rows = num_encoder_rows + host_inputs.num_extra_rows
@@ -354,9 +353,7 @@ class Programs:
         self.num_token_ids = shape.num_token_ids
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
-        self._shape = shape
-        self._params = params
-        self._placement = placement
+        self._shape, self._params, self._placement = shape, params, placement
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,

@@ -167,9 +167,7 @@ class Request:
         self.stop_reason: int | None = None
         """The stop token that ended the request; None for the tokenizer's EOS."""
         self.seed = sampling_params.seed or 0
-        self.priority, self.cache_salt = priority, cache_salt
-        self.lora_request = lora_request
-        """Its adapter, under the name that block hashing uses."""
+        self.priority, self.cache_salt, self.lora_request = priority, cache_salt, lora_request
         self.logit_rules = logit_rules or LogitRules(sampling_params)
         if sampling_params.ignore_eos and self.logit_rules.grammar is None:
             eos_token_ids = ()
