@@ -97,18 +97,17 @@ def _read_video_header(
 def _decode_video(
     data: bytes, limits: MediaLimits, memory: int, sampling: list[float]
 ) -> dict[str, Any]:
-    shape: tuple[int, ...] = ()
+    sizes: list[tuple[int, int]] = []
 
     def put(place: int, pixels: np.ndarray) -> None:
-        nonlocal shape
-        shape = pixels.shape
-        view, start = memoryview(pixels).cast("B"), place * pixels.nbytes
+        sizes.append((pixels.shape[1], pixels.shape[0]))
+        view, start = pixels.reshape(-1).data, place * pixels.nbytes
         while view:
             count = os.pwrite(memory, view, start)
             view, start = view[count:], start + count
 
     header, indices = decode_video(data, limits, _sampling(sampling), put=put)
-    return {"header": header, "size": (shape[1], shape[0]), "place": 0, "indices": indices}
+    return {"header": header, "size": sizes[0], "place": 0, "indices": indices}
 
 
 def _sampling(values: list[float]) -> VideoSampling:

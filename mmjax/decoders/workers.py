@@ -106,7 +106,7 @@ class DecodeWorkers:
             check_video_size(header.num_frames, (width, height), limits, param=param)
             indices = _integers(reply["indices"], header.num_frames)
             frames = np.empty((header.num_frames, height, width, 3), np.uint8)
-            worker.read_into(memoryview(frames).cast("B"), 0)
+            worker.read_into(frames.reshape(-1).data, 0)
             return frames, header, indices
 
     def close(self) -> None:

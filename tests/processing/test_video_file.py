@@ -22,7 +22,7 @@ from mmjax.processing.items.items import MultiModalDataItems, VideoProcessorItem
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 
 ALL = VideoSampling(-1, -1)
-KINDS = [
+KINDS: list[tuple[str, str, dict[str, Any]]] = [
     ("mp4", "libx264", {"bf": "2"}),
     ("mov", "libx264", {"bf": "0"}),
     ("mp4", "mpeg4", {}),
@@ -94,7 +94,7 @@ def workers() -> Iterator[DecodeWorkers]:
 @pytest.mark.parametrize(("kind", "codec", "options"), KINDS, ids=lambda value: str(value))
 @pytest.mark.parametrize("sampling", [ALL, VideoSampling(), VideoSampling(3), VideoSampling(-1, 2)])
 def test_every_sampled_frame_is_the_one_that_is_shown_then(
-    kind: str, codec: str, options: dict[str, str], sampling: VideoSampling, workers: DecodeWorkers
+    kind: str, codec: str, options: dict[str, Any], sampling: VideoSampling, workers: DecodeWorkers
 ) -> None:
     data = write_video(kind=kind, codec=codec, **options)
     frames, header, indices = decode_frames(data, MediaLimits(), sampling)

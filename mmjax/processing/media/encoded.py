@@ -211,20 +211,20 @@ class EncodedVideo:
         if self._video is not None:
             return 0
         with self._lock:
-            if self._header is None:
-                read = read_video_header
-                if self._workers is not None:
-                    read = self._workers.read_video_header
-                self._header = self._ask(read)
-            return self._header.num_decoded_bytes
+            header = self._header
+            if header is None:
+                workers = self._workers
+                read = read_video_header if workers is None else workers.read_video_header
+                header = self._header = self._ask(read)
+            return header.num_decoded_bytes
 
     def decode(self) -> DecodedVideo:
         """Return the sampled frames, and what HF's processors are told of them."""
         with self._lock:
             if self._video is None:
                 decode = decode_frames if self._workers is None else self._workers.decode_frames
-                frames, self._header, indices = self._ask(decode)
-                self._video = DecodedVideo(frames, _metadata_of(self._header, indices))
+                frames, header, indices = self._ask(decode)
+                self._video = DecodedVideo(frames, _metadata_of(header, indices))
             return self._video
 
     def drop_pixels(self) -> None:
@@ -274,7 +274,8 @@ class EncodedFrames:
         """Return the frames; how fast they are, nobody says."""
         sizes = {frame.read_header()[:2] for frame in self.frames}
         if len(sizes) == 1:
-            check_video_size(len(self.frames), *sizes, self.limits, param=self.param)
+            (size,) = sizes
+            check_video_size(len(self.frames), size, self.limits, param=self.param)
             images = map_in_threads(lambda frame: frame.decode().media, self.frames)
             sizes = {image.size for image in images}  # some may be turned
             if len(sizes) == 1:
