@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from mmjax.errors import ConfigError
 from mmjax.lora_config import LoRAConfig
+from mmjax.media_io import find_media_io_fault
 from mmjax.settings import Setting, check_settings, setting, settings_of
 
 ChatContentFormat = Literal["auto", "string", "openai"]
@@ -83,10 +84,30 @@ class MultiModalConfig:
     max_image_bytes: int = setting(
         64 * 2**20, "An encoded image with more bytes is refused.", minimum=1
     )
+    max_video_bytes: int = setting(
+        128 * 2**20, "An encoded video with more bytes is refused.", minimum=1
+    )
+    max_video_frames: int = setting(
+        2048,
+        """Frames of one video, after sampling, and of `video/jpeg`; one with more is refused before
+        it is decoded.""",
+        minimum=1,
+    )
+    max_video_pixels: int = setting(
+        500_000_000, "Pixels of all frames of one video, after sampling.", minimum=1
+    )
+    media_io_kwargs: Mapping[str, Any] = setting(
+        {},
+        """How media are read. `video`: `num_frames`, 32 unless said otherwise, and `fps`; the
+        smaller number of frames is sampled, evenly spread, and -1 does not limit it. A request's
+        own replace these, if `trust_request_mm_kwargs` is set.""",
+        unset="32 frames of a video",
+        expected="""a mapping (JSON object), as in '{"video": {"num_frames": 16}}'""",
+    )
     max_media_request_decode_bytes: int = setting(
         715_827_880,
-        """Bytes of one request's decoded images, at 4 per pixel; a request with more is refused
-        before decoding. (vLLM's default: Pillow's limit against decompression bombs.)""",
+        """Bytes of one request's decoded images and frames, at 4 per pixel; a request with more is
+        refused before decoding. (vLLM's default: Pillow's limit against decompression bombs.)""",
         minimum=1,
     )
     max_media_decode_bytes: int = setting(
@@ -158,14 +179,15 @@ class MultiModalConfig:
     media_decode_memory_bytes: int | None = setting(
         None,
         "Memory that such a process may take for one file.",
-        unset="24 bytes for each of `max_image_pixels`, twice `max_image_bytes`, and 64 MiB",
+        unset="24 bytes for each of `max_image_pixels`, twice the larger of `max_image_bytes` and "
+        "`max_video_bytes`, and 64 MiB",
         minimum=16 * 2**20,
         is_for_serve_alone=True,
     )
     trust_request_mm_kwargs: bool = setting(
         False,
-        """Whether HTTP clients may send `mm_processor_kwargs`; memory is planned for the larger of
-        the checkpoint's settings and the operator's.""",
+        """Whether HTTP clients may send `mm_processor_kwargs` and `media_io_kwargs`; memory is
+        planned for the larger of the checkpoint's settings and the operator's.""",
     )
     trust_media_ids: bool = setting(
         False,
@@ -183,6 +205,8 @@ class MultiModalConfig:
         check_settings(self)
         for modality, limit in self.limit_mm_per_prompt.items():
             _check_media_limit(modality, limit)
+        if (fault := find_media_io_fault(self.media_io_kwargs)) is not None:
+            raise ConfigError(f"`media_io_kwargs{fault[0]}` {fault[1]}")
         max_object_size_mb = self.mm_shm_cache_max_object_size_mb
         is_set = max_object_size_mb != DEFAULT_SHM_OBJECT_SIZE_MB
         if is_set and self.mm_processor_cache_type != "shm":
@@ -194,8 +218,9 @@ class MultiModalConfig:
 
     @property
     def decode_memory_bytes(self) -> int:
-        """Memory that a decoding process may take: an image, its copies on the way, its file."""
-        largest = 24 * self.max_image_pixels + 2 * self.max_image_bytes + 64 * 2**20
+        """Memory that a decoding process may take: an image, its copies on the way, a file."""
+        num_file_bytes = max(self.max_image_bytes, self.max_video_bytes)
+        largest = 24 * self.max_image_pixels + 2 * num_file_bytes + 64 * 2**20
         return self.media_decode_memory_bytes or largest
 
     def limit(self, modality: str) -> int:
@@ -596,6 +621,13 @@ class ServerConfig:
         name="chat_template_render_timeout",
         above=0,
         maximum=3600,
+    )
+    response_role: str = setting(
+        "assistant",
+        """Role of answers, and of their first chunks; one that continues the last message has that
+        message's.""",
+        is_valid=lambda role: 0 < len(role) <= 64 and role.isprintable(),
+        expected="a printable name of at most 64 characters",
     )
     enable_auto_tool_choice: bool = setting(
         False,

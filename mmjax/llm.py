@@ -3,9 +3,9 @@
 import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
@@ -20,7 +20,6 @@ from mmjax.config import EngineConfig, SchedulerConfig, llm_settings, serve_sett
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
-from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.output.output_processor import OutputProcessor
@@ -172,10 +171,23 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one or many conversations in OpenAI's form (also with `image_pil` parts).
 
-        `lora_request`: as in `generate`.
+        Args:
+            messages: One conversation, or several.
+            sampling_params: Of all of them, or of each.
+            use_tqdm: Whether progress is shown.
+            lora_request: As in `generate`.
+            chat_template: In place of the model's.
+            add_generation_prompt: Whether the template ends with the beginning of an answer.
+            continue_final_message: Whether the answer continues the last message.
+            tools: Functions for the template; the answer is the model's text as it is.
+            chat_template_kwargs: The template's own options.
+            media_io_kwargs: How videos are sampled, as `{"video": {"num_frames": 8}}`.
         """
         many = _as_conversations(messages)
         template = None if chat_template is None else self._chat.template.with_source(chat_template)
@@ -184,15 +196,12 @@ class LLM:
             template=template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=chat_template_kwargs,
+            media_io_kwargs=media_io_kwargs,
         )
         jobs = [
-            partial(
-                self._process,
-                make_prompt=partial(parse, conversation),
-                params=params,
-                continues_prompt=False,
-                lora_name=adapter,
-            )
+            self._chat_job(partial(parse, conversation), params, adapter)
             for conversation, params, adapter in zip(
                 many,
                 _params_for(sampling_params, len(many)),
@@ -201,6 +210,30 @@ class LLM:
             )
         ]
         return self._run(jobs, use_tqdm=use_tqdm)
+
+    def stream_chat(
+        self, messages: Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one conversation, and yield what each step adds to it.
+
+        Until it is exhausted or closed, nothing else can be asked.
+        """
+        job = self._chat_job(partial(self._chat.parse, messages), sampling_params)
+        yield from self._serve([job], is_stream=True)
+
+    def _chat_job(
+        self,
+        make_prompt: Callable[[], PromptType],
+        params: SamplingParams | None,
+        lora_name: str | None = None,
+    ) -> Callable[[str], None]:
+        return partial(
+            self._process,
+            make_prompt=make_prompt,
+            params=params,
+            continues_prompt=False,
+            lora_name=lora_name,
+        )
 
     def explain(
         self,
@@ -296,28 +329,43 @@ class LLM:
             )
 
     def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Return the finished outputs in the jobs' order."""
+        served: dict[int, RequestOutput] = {}
+        with (
+            tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar,
+            closing(self._serve(jobs)) as outputs,
+        ):
+            for output in outputs:
+                served[int(output.request_id)] = output
+                bar.update()
+        # Ids count up.
+        return [served[request_id] for request_id in sorted(served)]
+
+    def _serve(
+        self, jobs: Sequence[Callable[[str], None]], *, is_stream: bool = False
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield each request when it is finished; with `is_stream`, what each step adds."""
         request_ids = [str(next(self._request_ids)) for _ in jobs]
-        outputs: dict[str, RequestOutput] = {}
+        num_finished = 0
         waiting = iter(zip(jobs, request_ids, strict=True))
         processing: deque[Future[None]] = deque()
-        with tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar:
-            try:
-                while len(outputs) < len(jobs):
-                    self._prepare(waiting, processing)
-                    self._add(processing)
-                    for _, error in self.engine.pop_failed():
-                        raise error
-                    for output in self._take(self.engine.step()):
-                        outputs[output.request_id] = output
-                        bar.update()
-            except BaseException:
-                for future in processing:
-                    future.cancel()
-                wait(processing)
-                self._inbox.discard()
-                self.engine.abort(self._output_processor.abort(request_ids))
-                raise
-        return [outputs[request_id] for request_id in request_ids]
+        self._inbox.is_stream = is_stream
+        try:
+            while num_finished < len(jobs):
+                self._prepare(waiting, processing)
+                self._add(processing)
+                for _, error in self.engine.pop_failed():
+                    raise error
+                for output in self._take(self.engine.step()):
+                    num_finished += output.finished
+                    yield output
+        except BaseException:  # also of whoever reads no further
+            for future in processing:
+                future.cancel()
+            wait(processing)
+            self._inbox.discard()
+            self.engine.abort(self._output_processor.abort(request_ids))
+            raise
 
     def _prepare(
         self,
@@ -355,12 +403,14 @@ class _Inbox:
         committer: SenderCacheCommitter,
         engine: EngineCore,
         *,
-        begin: Callable[[ProcessedRequest], object],
+        begin: Callable[..., None],
     ) -> None:
-        """`begin` is called with each request once, before its first message."""
+        """`begin` is called once with each request, and `stream`, before its first message."""
         self._committer = committer
         self._engine = engine
         self._begin = begin
+        self.is_stream = False
+        """Whether the requests' outputs are what each step adds."""
         self._committed: deque[CommittedMessage] = deque()
         self._num_to_come: dict[str, int] = {}
         """request_id -> messages that the engine has not received yet."""
@@ -379,7 +429,7 @@ class _Inbox:
         request = committed.request
         if request.request_id not in self._num_to_come:
             self._num_to_come[request.request_id] = len(request.messages)
-            self._begin(request)
+            self._begin(request, stream=self.is_stream)
         try:
             self._engine.add_request(committed.message)
         except MultiModalCacheMissError as miss:

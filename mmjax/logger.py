@@ -14,6 +14,9 @@ from typing import TypeAlias
 
 from mmjax.config import LogFormat
 
+MAX_SILENCE_S = 2.5
+"""Of a start: three seconds without a line look like a fault."""
+
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _ERASE_LINE = "\r\x1b[K"
 """Erases a progress bar, possibly the other process's, at the beginning of a line on a terminal."""
@@ -60,31 +63,52 @@ def configure_http_logging(
 
 @contextmanager
 def reporting(
-    logger: logging.Logger, describe: Callable[[], str], *, interval_s: float = 2.5
+    logger: logging.Logger, describe: Callable[[], str], *, interval_s: float = MAX_SILENCE_S
 ) -> Iterator[None]:
     """Until the block ends, log what goes on whenever `logger` was silent for `interval_s`."""
-    start = last = time.monotonic()
+    silence = Silence(logger, describe, interval_s=interval_s)
     is_over = threading.Event()
-
-    def note(record: logging.LogRecord) -> bool:
-        nonlocal last
-        last = time.monotonic()
-        return True
-
-    def report() -> None:
-        while not is_over.wait(last + interval_s - time.monotonic()):
-            if time.monotonic() - last >= interval_s:
-                logger.info("%s; %.0f s so far", describe(), time.monotonic() - start)
-
-    thread = threading.Thread(target=report, name="report", daemon=True)
-    logger.addFilter(note)
+    thread = threading.Thread(
+        target=silence.report_until, args=(is_over.wait,), name="report", daemon=True
+    )
+    logger.addFilter(silence.note)
     thread.start()
     try:
         yield
     finally:
         is_over.set()
         thread.join()
-        logger.removeFilter(note)
+        logger.removeFilter(silence.note)
+
+
+class Silence:
+    """Whether a logger was silent for too long, and what it then says."""
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        describe: Callable[[], str],
+        *,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._describe = describe
+        self._interval_s = interval_s
+        self._clock = clock
+        self._start = self._last = clock()
+
+    def note(self, record: logging.LogRecord) -> bool:
+        """Note that something was said; a filter that lets all pass."""
+        self._last = self._clock()
+        return True
+
+    def report_until(self, wait: Callable[[float], bool]) -> None:
+        """Say what goes on after each interval; `wait` waits, and returns whether it is over."""
+        while not wait(self._last + self._interval_s - self._clock()):
+            now = self._clock()
+            if now - self._last >= self._interval_s:
+                self._logger.info("%s; %.0f s so far", self._describe(), now - self._start)
 
 
 def _send_to_stderr(name: str, process: str, log_format: LogFormat) -> logging.Logger:

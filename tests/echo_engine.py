@@ -194,10 +194,18 @@ class EchoEngine:
                     sampled_rank=9,
                 )
             ]
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and state.num_sent == 1:
+            rows = [
+                TokenLogprobs(token_ids=[one], logprobs=[-1.0], sampled_rank=1)
+                for one in request.prompt_token_ids[1:]
+            ]
+            prompt_logprobs = [None, *rows]
         return RequestOutputDelta(
             request_id=request.request_id,
             new_token_ids=[token_id],
             new_logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=reason,
             stop_reason=stop_reason,
             num_cached_tokens=3,

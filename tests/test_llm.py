@@ -9,7 +9,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
-from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError
+from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError, RequestValueError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
@@ -150,6 +150,31 @@ def test_chat(llm: LLM) -> None:
         [{"role": "user", "content": "red"}], GREEDY, use_tqdm=False, chat_template=plain
     )
     assert other.prompt == "red"
+
+
+def test_chat_in_pieces_with_tools_and_options(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "red"}]
+    (whole,) = llm.chat(conversation, GREEDY, use_tqdm=False)
+    pieces = list(llm.stream_chat(conversation, GREEDY))
+    assert len(pieces) > 1
+    assert "".join(piece.outputs[0].text for piece in pieces) == whole.outputs[0].text
+    assert [piece.finished for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    # One that is not read to its end leaves nothing behind.
+    next(iter(llm.stream_chat(conversation, GREEDY)))
+    assert not llm.engine.has_unfinished()
+    template = "{{ style }} {{ tools[0].function.name }}: {{ messages[0].content }}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    (answer,) = llm.chat(
+        conversation,
+        GREEDY,
+        use_tqdm=False,
+        chat_template=template,
+        tools=tools,
+        chat_template_kwargs={"style": "short"},
+    )
+    assert answer.prompt == "short f: red"
+    with pytest.raises(RequestValueError, match="has no effect"):
+        llm.chat(conversation, GREEDY, use_tqdm=False, chat_template_kwargs={"style": "short"})
 
 
 def test_explain_shows_what_a_request_gets(llm: LLM) -> None:

@@ -1,16 +1,29 @@
 """Lines of one form, none longer than it should be."""
 
+import ast
 import io
+import itertools
 import json
 import logging
-import time
+import random
+import threading
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmjax.logger import REQUEST_ID, configure_http_logging, configure_logging, reporting
+from mmjax.logger import (
+    MAX_SILENCE_S,
+    REQUEST_ID,
+    Silence,
+    configure_http_logging,
+    configure_logging,
+    reporting,
+)
+
+ENGINE = Path(__file__).parents[1] / "mmjax" / "engine"
 
 
 @pytest.fixture
@@ -34,19 +47,70 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
         item.setLevel(level)
 
 
-def test_silence_is_reported_and_nothing_else(
-    stream: io.StringIO,
-) -> None:
-    logger = logging.getLogger("mmjax.slow")
-    with reporting(logger, lambda: "busy", interval_s=0.2):
-        for _ in range(8):
-            time.sleep(0.05)
+@pytest.mark.parametrize("seed", range(20))
+def test_no_silence_lasts_three_seconds_and_nothing_else_is_reported(seed: int) -> None:
+    """In a time of its own, that passes while somebody waits: however slow the machine is."""
+    rng = random.Random(seed)
+    end = rng.uniform(5.0, 90.0)
+    own = sorted(rng.uniform(0.0, end) for _ in range(rng.randint(0, 25)))
+    now, said = 0.0, [(0.0, "the start")]
+
+    def say(record: logging.LogRecord) -> bool:
+        said.append((now, record.getMessage()))
+        return False
+
+    def wait(seconds: float) -> bool:
+        nonlocal now
+        turn = now + max(seconds, 1e-6)  # a clock goes on
+        while own and own[0] <= turn:
+            now = own.pop(0)
             logger.info("a line")
-        assert "busy" not in stream.getvalue()
-        time.sleep(0.5)
-    written = stream.getvalue()
-    assert 1 <= written.count("busy; 1 s so far") + written.count("busy; 0 s so far") <= 2
+        now = max(now, min(turn, end))
+        return now >= end
+
+    logger = logging.getLogger(f"mmjax.slow{seed}")
+    logger.setLevel("INFO")
+    silence = Silence(logger, lambda: "busy", interval_s=MAX_SILENCE_S, clock=lambda: now)
+    logger.addFilter(silence.note)
+    logger.addFilter(say)
+    silence.report_until(wait)
+    times = [time for time, _ in said]
+    gaps = [after - before for before, after in itertools.pairwise([*times, end])]
+    assert max(gaps) <= MAX_SILENCE_S + 1e-5 < 3.0
+    for gap, (time, text) in zip(gaps, said[1:], strict=False):
+        if text != "a line":
+            assert gap >= MAX_SILENCE_S - 1e-9
+            assert text == f"busy; {time:.0f} s so far"
+
+
+def test_silence_is_reported_until_its_end(stream: io.StringIO) -> None:
+    logger = logging.getLogger("mmjax.slow")
+    reported = threading.Event()
+    with reporting(logger, lambda: "busy" if not reported.set() else "", interval_s=0.01):
+        assert reported.wait(60)
+    count = stream.getvalue().count("busy; 0 s so far")
+    assert count >= 1
     assert not logger.filters
+    assert not [thread for thread in threading.enumerate() if thread.name == "report"]
+
+
+def test_every_phase_of_a_start_is_reported() -> None:
+    """Each that may last is in a block that speaks for it; compilation does so itself."""
+    tree = ast.parse((ENGINE / "start.py").read_text(encoding="utf-8"))
+    calls = [
+        [ast.unparse(item.context_expr) for item in node.items]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+    ]
+    phases = {
+        items[0].partition("'")[2].rstrip("')"): items
+        for items in calls
+        if items[0].startswith("self._timed(")
+    }
+    silent = {name for name, items in phases.items() if "reporting(" not in " ".join(items)}
+    assert len(phases) > 4
+    assert silent == {"measure", "compile"}
+    assert "reporting(" in (ENGINE / "device" / "compilation.py").read_text(encoding="utf-8")
 
 
 def test_one_form_for_all(stream: io.StringIO) -> None:

@@ -28,7 +28,7 @@ def _ask_server(client: ApiClient, fields: dict[str, Any]) -> Answer:
 
 
 def _ask_here(model: str | None, fields: dict[str, Any]) -> Answer:
-    """Load the model into this process; it gives its answers whole."""
+    """Load the model into this process."""
     # Imported here: it loads jax.
     from mmjax.llm import LLM
     from mmjax.sampling_params import SamplingParams
@@ -36,8 +36,8 @@ def _ask_here(model: str | None, fields: dict[str, Any]) -> Answer:
     llm = LLM(model, max_num_seqs=1)
 
     def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-        (output,) = llm.chat(messages, SamplingParams(**fields), use_tqdm=False)
-        yield output.outputs[0].text
+        for output in llm.stream_chat(messages, SamplingParams(**fields)):
+            yield output.outputs[0].text
 
     return answer
 

@@ -1,6 +1,6 @@
 """What is refused of a file before it is decoded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from mmjax.errors import RequestValueError
 
@@ -11,11 +11,19 @@ class MediaLimits:
 
     max_image_bytes: int = 64 * 2**20
     max_image_pixels: int = 50_000_000
+    max_video_bytes: int = 128 * 2**20
     max_video_frames: int = 2048
+    """Of one video, after sampling."""
     max_video_pixels: int = 500_000_000
     """Over all frames of one video."""
     max_audio_samples: int = 100_000_000
     """Of one item, over all channels, before and after resampling."""
+
+    @classmethod
+    def of(cls, settings: object) -> "MediaLimits":
+        """Return what an operator's settings say, under the same names."""
+        names = [field.name for field in fields(cls) if hasattr(settings, field.name)]
+        return cls(**{name: getattr(settings, name) for name in names})
 
 
 def check_image_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "image") -> None:
@@ -41,5 +49,43 @@ def check_image_size(
         raise RequestValueError(
             f"image is {width}x{height} = {width * height} pixels, at most "
             f"{limits.max_image_pixels} are accepted; scale it down",
+            param=param,
+        )
+
+
+def check_video_bytes(num_bytes: int, limits: MediaLimits, *, param: str | None = "video") -> None:
+    """Refuse a video's file that is too large to be looked at."""
+    if num_bytes > limits.max_video_bytes:
+        raise RequestValueError(
+            f"video has {num_bytes} encoded bytes, at most {limits.max_video_bytes} are accepted; "
+            "send a shorter or smaller one",
+            param=param,
+        )
+
+
+def check_num_frames(num_frames: int, limits: MediaLimits, *, param: str | None = "video") -> None:
+    """Refuse a video without frames, and one with too many of them after sampling."""
+    if num_frames < 1:
+        raise RequestValueError("video has no frames; give at least one", param=param)
+    if num_frames > limits.max_video_frames:
+        raise RequestValueError(
+            f"video has {num_frames} frames, at most {limits.max_video_frames} are accepted; "
+            "sample fewer",
+            param=param,
+        )
+
+
+def check_video_size(
+    num_frames: int, size: tuple[int, int], limits: MediaLimits, *, param: str | None = "video"
+) -> None:
+    """Refuse frames that are too many or too large; `size` is (width, height) of each."""
+    check_num_frames(num_frames, limits, param=param)
+    check_image_size(size, limits, param=param)
+    width, height = size
+    num_pixels = num_frames * width * height
+    if num_pixels > limits.max_video_pixels:
+        raise RequestValueError(
+            f"video is {num_frames} frames of {width}x{height} = {num_pixels} pixels, at most "
+            f"{limits.max_video_pixels} are accepted; sample fewer frames or scale them down",
             param=param,
         )

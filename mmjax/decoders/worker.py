@@ -14,11 +14,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmjax.decoders.image_file import decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
+from mmjax.decoders.video_file import VideoSampling, decode_video, read_video_header
 from mmjax.errors import MediaError, RequestError
 
-MAX_MESSAGE_BYTES = 32 * 2**10
+MAX_MESSAGE_BYTES = 128 * 2**10
+"""The places of a video's frames are in one."""
 
 _MAX_OPEN_FILES = 64
 _MAX_ERROR_CHARS = 1000
@@ -54,7 +58,7 @@ def _answer(request: Mapping[str, Any], memory: int) -> dict[str, Any]:
     data = _read(memory, request["num_bytes"])
     limits = MediaLimits(**request["limits"])
     try:
-        return _OPERATIONS[request["operation"]](data, limits, memory)
+        return _OPERATIONS[request["operation"]](data, limits, memory, **request["options"])
     except MemoryError:
         return {"error": "memory"}
     except RequestError as error:
@@ -87,10 +91,39 @@ def _decode_image(data: bytes, limits: MediaLimits, memory: int) -> dict[str, An
     return {"header": header, "size": image.size, "place": end - num_pixel_bytes}
 
 
-_OPERATIONS: Mapping[str, Callable[[bytes, MediaLimits, int], dict[str, Any]]] = {
+def _read_video_header(
+    data: bytes, limits: MediaLimits, memory: int, sampling: list[float]
+) -> dict[str, Any]:
+    return {"header": read_video_header(data, limits, _sampling(sampling))}
+
+
+def _decode_video(
+    data: bytes, limits: MediaLimits, memory: int, sampling: list[float]
+) -> dict[str, Any]:
+    sizes: list[tuple[int, int]] = []
+
+    def put(place: int, pixels: np.ndarray) -> None:
+        sizes.append((pixels.shape[1], pixels.shape[0]))
+        view, start = pixels.reshape(-1).data, place * pixels.nbytes
+        while view:
+            count = os.pwrite(memory, view, start)
+            view, start = view[count:], start + count
+
+    header, indices = decode_video(data, limits, _sampling(sampling), put=put)
+    return {"header": header, "size": sizes[0], "place": 0, "indices": indices}
+
+
+def _sampling(values: list[float]) -> VideoSampling:
+    return VideoSampling(int(values[0]), values[1])
+
+
+_OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "read_header": _read_header,
     "decode_image": _decode_image,
+    "read_video_header": _read_video_header,
+    "decode_video": _decode_video,
 }
+"""Called with the file, the limits, the shared memory, and the options of the request."""
 
 
 if __name__ == "__main__":

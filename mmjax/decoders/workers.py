@@ -5,6 +5,7 @@ share, waits, and copies the pixels out. What the process says is not trusted: s
 """
 
 import json
+import math
 import os
 import queue
 import signal
@@ -16,10 +17,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mmjax.decoders.image_file import ImageHeader
-from mmjax.decoders.limits import MediaLimits, check_image_bytes, check_image_size
+from mmjax.decoders.limits import (
+    MediaLimits,
+    check_image_bytes,
+    check_image_size,
+    check_video_bytes,
+    check_video_size,
+)
+from mmjax.decoders.video_file import VideoHeader, VideoSampling
 from mmjax.decoders.worker import MAX_MESSAGE_BYTES
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.logger import get_logger
@@ -79,6 +88,30 @@ class DecodeWorkers:
             pixels = worker.read(place, width * height * 3)
             return Image.frombytes("RGB", (width, height), pixels), header
 
+    def read_video_header(
+        self, data: bytes, limits: MediaLimits, sampling: VideoSampling, *, param: str | None
+    ) -> VideoHeader:
+        """Return what is known of a video before a frame is decoded, as `read_video_header`."""
+        check_video_bytes(len(data), limits, param=param)
+        with self._borrow() as worker:
+            reply = self._call(worker, "read_video_header", data, limits, param, sampling=sampling)
+            return _checked_video_header(reply, limits)
+
+    def decode_frames(
+        self, data: bytes, limits: MediaLimits, sampling: VideoSampling, *, param: str | None
+    ) -> tuple[np.ndarray, VideoHeader, list[int]]:
+        """Return a video's sampled frames, its header and their places, as `decode_frames`."""
+        check_video_bytes(len(data), limits, param=param)
+        with self._borrow() as worker:
+            reply = self._call(worker, "decode_video", data, limits, param, sampling=sampling)
+            header = _checked_video_header(reply, limits)
+            width, height = _integers(reply["size"], 2)
+            check_video_size(header.num_frames, (width, height), limits, param=param)
+            indices = _integers(reply["indices"], header.num_frames)
+            frames = np.empty((header.num_frames, height, width, 3), np.uint8)
+            worker.read_into(frames.reshape(-1).data, 0)
+            return frames, header, indices
+
     def close(self) -> None:
         """End the processes; whoever waits for one gets an error."""
         for worker in self._workers:
@@ -111,8 +144,14 @@ class DecodeWorkers:
         param: str | None,
         *,
         may_repeat: bool = True,
+        **options: Any,
     ) -> Mapping[str, Any]:
-        request = {"operation": operation, "num_bytes": len(data), "limits": asdict(limits)}
+        request = {
+            "operation": operation,
+            "num_bytes": len(data),
+            "limits": asdict(limits),
+            "options": options,
+        }
         try:
             reply = worker.call(request, data, self._timeout_s)
         except TimeoutError:
@@ -124,7 +163,9 @@ class DecodeWorkers:
             logger.warning("a decoding process ended with status %s; another one starts", status)
             if may_repeat and status in _SIGNALS_FROM_OUTSIDE:
                 # Not the file's doing, most likely; if it is, it costs two processes.
-                return self._call(worker, operation, data, limits, param, may_repeat=False)
+                return self._call(
+                    worker, operation, data, limits, param, may_repeat=False, **options
+                )
             raise MediaError("the decoder failed on it", param=param) from None
         match reply.get("error"):
             case None:
@@ -143,6 +184,15 @@ def _checked_header(reply: Mapping[str, Any], limits: MediaLimits) -> ImageHeade
     width, height, has_transparency = _integers(reply["header"], 3)
     check_image_size((width, height), limits)
     return ImageHeader(width, height, bool(has_transparency))
+
+
+def _checked_video_header(reply: Mapping[str, Any], limits: MediaLimits) -> VideoHeader:
+    *sizes, fps = reply["header"]
+    width, height, num_frames, total = _integers(sizes, 4)
+    check_video_size(num_frames, (width, height), limits)
+    if not (isinstance(fps, float) and math.isfinite(fps) and fps >= 0):
+        raise ValueError("a decoding process gave a wrong reply")
+    return VideoHeader(width, height, num_frames, total, fps)
 
 
 def _integers(values: Sequence[Any], count: int) -> list[int]:
@@ -204,13 +254,17 @@ class _Worker:
         if len(self._buffer) < num_bytes:
             self._buffer = bytearray(num_bytes)
         view = memoryview(self._buffer)[:num_bytes]
+        self.read_into(view, place)
+        return view
+
+    def read_into(self, view: memoryview, place: int) -> None:
+        """Fill `view` with the shared memory from `place` on."""
         num_read = 0
-        while num_read < num_bytes:
+        while num_read < len(view):
             count = os.preadv(self._memory, [view[num_read:]], place + num_read)
             if count == 0:
                 raise ValueError("a decoding process gave too few pixels")
             num_read += count
-        return view
 
     def drop_memory(self) -> None:
         """Free what a large file took."""

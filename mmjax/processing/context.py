@@ -225,8 +225,7 @@ class BaseProcessingInfo(ABC):
 
     def get_media_limits(self) -> MediaLimits:
         """Return what the operator has refused before work is done on it."""
-        mm = self.ctx.get_mm_config()
-        return MediaLimits(max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels)
+        return MediaLimits.of(self.ctx.get_mm_config())
 
     def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange | None:
         """Return what an image of that `detail` is scaled to; None: sizes are fixed here."""

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mmjax.config import SETTING_CLASSES, EngineConfig, ServerConfig, group_fields, serve_settings
-from mmjax.errors import ConfigError
-from mmjax.model_source import load_engine_config
+from mmjax.errors import ConfigError, MMJaxError
+from mmjax.logger import get_logger
+from mmjax.model_source import load_engine_config, load_generation_defaults
 from mmjax.server.refused_flags import REFUSED_FLAGS
 from mmjax.settings import Setting, nearest_name, settings_of
+
+logger = get_logger(__name__)
 
 _METAVARS: dict[Any, str] = {
     int: "INTEGER",
@@ -114,17 +117,40 @@ def _read_environment(known: Mapping[str, Setting]) -> dict[str, Given]:
 def _dump(given: Mapping[str, Given]) -> str:
     """Return a YAML file; JSON, of which its values are made, is YAML."""
     lines: list[str] = []
+    found = _read_checkpoint(given)
     for title, config_class in SETTING_CLASSES.items():
         lines += ["", f"# {title}"] if lines else [f"# {title}"]
         for one in settings_of(config_class):
             value, origin = given[one.name]
-            if value is None or (one.is_secret and value):
+            if one.name in found and origin == "default":
+                # A comment: in such a file the checkpoint still decides.
+                shown = json.dumps(found[one.name], ensure_ascii=False)
+                lines.append(f"# {one.name}: {shown}  (the checkpoint's)")
+            elif value is None or (one.is_secret and value):
                 shown = "not shown" if one.is_secret and value else one.default_text or "none"
                 lines.append(f"# {one.name}: {shown}  ({origin})")
             else:
                 text = json.dumps(value, default=str, ensure_ascii=False)
                 lines.append(f"{one.name}: {text}  # {origin}")
     return "\n".join(lines) + "\n"
+
+
+def _read_checkpoint(given: Mapping[str, Given]) -> dict[str, Any]:
+    """Return what a checkpoint on this machine decides of settings that are left to it."""
+    model = given["model"].value
+    if model is not None and not Path(model).expanduser().is_dir():
+        return {}
+    try:
+        config = load_engine_config({name: one.value for name, one in given.items()}).model
+        defaults = load_generation_defaults(config)
+    except MMJaxError as error:
+        logger.warning("the checkpoint's own settings are not shown: %s", error)
+        return {}
+    return {
+        "max_model_len": config.max_model_len,
+        "served_model_name": config.public_name,
+        "generation_config": dict(defaults.sampling),
+    }
 
 
 def to_engine_config(flags: argparse.Namespace) -> EngineConfig:

@@ -131,15 +131,17 @@ def test_chat_in_this_process_sends_the_same_messages(
         def __init__(self, model: str | None, **settings: Any) -> None:
             seen.append(model)
 
-        def chat(self, messages: Any, params: Any, **options: Any) -> Any:
+        def stream_chat(self, messages: Any, params: Any) -> Any:
             seen.append((messages, params))
-            text = type("Text", (), {"text": "a circle"})
-            return [type("Output", (), {"outputs": [text]})]
+            for piece in ("a ", "circle"):
+                yield type("Output", (), {"outputs": [type("Text", (), {"text": piece})]})
+                # What came is shown before the next is asked for.
+                assert capsys.readouterr().out == piece
 
     monkeypatch.setattr("mmjax.llm.LLM", Fake)
     argv = ["--model", "some/model", "--temperature", "0", "--system", "Be brief."]
     assert main(["chat", *argv, "--image", picture, "what?"]) == 0
-    assert capsys.readouterr().out == "a circle\n"
+    assert capsys.readouterr().out == "\n"
     model, (messages, params) = seen
     assert (model, params.temperature, params.max_tokens) == ("some/model", 0, 512)
     system, question = messages

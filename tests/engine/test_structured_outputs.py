@@ -134,7 +134,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
-def test_an_answer_does_not_depend_on_its_neighbours(
+def test_CVE_2026_105755_an_answer_does_not_depend_on_its_neighbours(
     core: EngineCore, in_order: EngineCore, fields: dict[str, Any]
 ) -> None:
     def request() -> EngineCoreRequest:
@@ -285,7 +285,7 @@ def test_preempted_and_chunked_grammars_go_on(in_order: EngineCore) -> None:
     assert [tokens_of(news[f"{n}"]) for n in range(4)] == expected
 
 
-def test_a_grammar_that_fails_ends_its_request_alone(core: EngineCore) -> None:
+def test_CVE_2025_48942_a_grammar_that_fails_ends_its_request_alone(core: EngineCore) -> None:
     core.add_request(message("free", [prompt(2)], max_tokens=12))
     core.add_request(constrained("torn", regex("[ab]{9}"), allowed_token_ids=[5, 6]))
     core.add_request(_with_grammar("bad", "start: what"))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mmjax.errors import RequestError
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -141,3 +142,35 @@ def test_a_model_that_declares_none_has_none(tmp_path: Path):
     template = ChatTemplate.from_config(processor.model_config, processor.tokenizer)
     assert parser.template.message_fields > template.message_fields == frozenset()
     processor.close()
+
+
+IN_PARTS = """{% for message in messages %}{% for part in message.content -%}
+{% if part.type == 'image' %}PLACEHOLDER{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("name", ["internvl", "internvl, original"])
+def test_a_placeholder_that_a_user_types_binds_no_picture(name: str, tmp_path: Path):
+    """InternVL's `<image>` is no special token; as the placeholder, one more is refused."""
+    path = write(name, tmp_path)
+    placeholder = "<image>\n" if name.endswith("original") else "<IMG_CONTEXT>\n"
+    template = IN_PARTS.replace("PLACEHOLDER", placeholder.replace("\n", "{{ '\\n' }}"))
+    parser, processor = make_parser(path, chat_template=template)
+    try:
+        assert parser.template.content_format == "openai"
+        picture = {"type": "image_pil", "image_pil": draw(40, 30)}
+        typed = {"type": "text", "text": "is <image> red? "}
+        for content in ([typed, picture], [picture, typed]):
+            prompt = parser.parse([{"role": "user", "content": content}])
+            if placeholder == "<image>\n":
+                with pytest.raises(RequestError, match="placeholders"):
+                    processor.explain(prompt)
+                continue
+            said = processor.explain(prompt)
+            (item,) = said.items
+            before = processor.tokenizer.decode(said.prompt_token_ids[: item.offset])
+            after = processor.tokenizer.decode(said.prompt_token_ids[item.offset + item.length :])
+            assert ("<image>" in before) == (content[0] is typed)
+            assert ("<image>" in after) == (content[1] is typed)
+    finally:
+        processor.close()

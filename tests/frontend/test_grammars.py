@@ -45,7 +45,9 @@ DEADLY = {
 
 
 @pytest.mark.parametrize("given", DEADLY.values(), ids=DEADLY)
-def test_what_kills_the_process_is_refused(reader: GrammarReader, given: dict[str, Any]) -> None:
+def test_CVE_2025_48942_what_kills_the_process_is_refused(
+    reader: GrammarReader, given: dict[str, Any]
+) -> None:
     params = StructuredOutputsParams(**given)
     with pytest.raises(RequestValueError, match="too large or too deep") as caught:
         reader.read(params)
@@ -74,7 +76,9 @@ def test_what_kills_the_process_is_refused(reader: GrammarReader, given: dict[st
     ],
     ids=str,
 )
-def test_what_can_be_read_becomes_a_grammar(reader: GrammarReader, given: dict[str, Any]) -> None:
+def test_CVE_2026_55574_what_can_be_read_becomes_a_grammar(
+    reader: GrammarReader, given: dict[str, Any]
+) -> None:
     assert reader.read(StructuredOutputsParams(**given))
 
 
@@ -120,7 +124,9 @@ def bad(chance: random.Random) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "number", [NUM_BAD, pytest.param(NUM_BAD_SLOW, marks=pytest.mark.slow)], ids=str
 )
-def test_bad_ones_are_refused_and_the_next_is_read(reader: GrammarReader, number: int) -> None:
+def test_CVE_2025_48942_bad_ones_are_refused_and_the_next_is_read(
+    reader: GrammarReader, number: int
+) -> None:
     chance = random.Random(number)
     params: list[str] = []
     for _ in range(number):
@@ -134,7 +140,7 @@ def test_bad_ones_are_refused_and_the_next_is_read(reader: GrammarReader, number
 
 
 @pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=pytest.mark.slow)], ids=str)
-def test_what_is_kept_is_bounded(reader: GrammarReader, number: int) -> None:
+def test_CVE_2025_29770_what_is_kept_is_bounded(reader: GrammarReader, number: int) -> None:
     for n in range(number):
         reader.read(StructuredOutputsParams(json={"type": "string", "const": f"{n}" * 50}))
     known = reader._known

@@ -1,9 +1,11 @@
 """Parsers of tool calls: every format, whole and in pieces, and what is no call."""
 
+import ast
 import json
 import random
 import string
 from contextlib import suppress
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmjax.config import ToolCallParserName
+from mmjax.frontend.output.tool_calls import parsers
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
     NamedCallParser,
@@ -144,11 +147,22 @@ def test_pieces_are_read_as_the_whole_is(name: str, said: str, seed: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TOOL_CALL_FORMATS))
 @pytest.mark.parametrize("piece", ["[", " ", "{", '{"a":', "<tool_call>", "f(", '"', "\\"])
-def test_long_answers_are_read_in_one_pass(name: str, piece: str) -> None:
+def test_CVE_2026_55574_long_answers_are_read_in_one_pass(name: str, piece: str) -> None:
     """A reader that went back over what it read would take hours."""
     parser = TOOL_CALL_FORMATS[name].make(NAMES)
     num_chars = sum(len(parser.push(piece).text) for _ in range(200_000))
     assert num_chars + len(parser.finish().text) <= 200_000 * len(piece)
+
+
+def test_CVE_2026_55574_no_reader_of_calls_uses_a_pattern() -> None:
+    """Patterns of parsers of calls went back over hostile answers: here they read on, only."""
+    folder = Path(parsers.__file__).parent
+    files = sorted(folder.glob("*.py"))
+    assert len(files) > 3
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            assert "re" not in names, file
 
 
 VALUES = st.recursive(

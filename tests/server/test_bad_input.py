@@ -140,7 +140,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"bad_words": ["a"] * 129}, "bad_words"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
     ({"priority": 3}, "priority"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
@@ -151,7 +151,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"multi_modal_data": {"image": []}}, "multi_modal_data"),
     ({"multi_modal_uuids": {"image": ["a"]}}, "multi_modal_uuids"),
     ({"prompt_token_ids": [1]}, "prompt_token_ids"),
-    ({"media_io_kwargs": {"video": {"num_frames": 10**9}}}, "media_io_kwargs"),
+    ({"media_io_kwargs": {"video": {"num_frames": 8}}}, "media_io_kwargs"),
 ]
 
 
@@ -179,7 +179,13 @@ def _post_raw(server: Server, path: str, fields: dict[str, Any]) -> Any:
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": ["a"] * 40, "n": 2}, "n"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        (
+            {"prompt": "a", "truncate_prompt_tokens": 3, "echo": True},
+            "truncate_prompt_tokens",
+        ),
+        ({"prompt": "a", "media_io_kwargs": {"video": {"fps": 1}}}, "media_io_kwargs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),

@@ -430,6 +430,19 @@ def test_a_dump_is_a_file_of_the_same_settings(tmp_path: Path) -> None:
     assert again == flags
 
 
+def test_a_dump_says_what_the_checkpoint_decides(tiny_gemma3: Path) -> None:
+    lines = dump_config([str(tiny_gemma3)]).splitlines()
+    config = to_engine_config(parse_flags([str(tiny_gemma3)])).model
+    assert f"# max_model_len: {config.max_model_len}  (the checkpoint's)" in lines
+    assert f'# served_model_name: "{tiny_gemma3}"  (the checkpoint\'s)' in lines
+    (generation,) = [line for line in lines if line.startswith("# generation_config: ")]
+    assert generation.endswith("(the checkpoint's)")
+    given = dump_config([str(tiny_gemma3), "--max-model-len", "32"]).splitlines()
+    assert "max_model_len: 32  # flag --max-model-len" in given
+    missing = dump_config(["some/model"]).splitlines()
+    assert "# max_model_len: the checkpoint's, at most 8192  (default)" in missing
+
+
 def test_the_flag_prints_it_and_ends(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_flags(["--max-num-seqs", "3", "--dump-config"])

@@ -192,7 +192,7 @@ def test_a_late_loop_shows(server: Server) -> None:
 # ---- PYSEC-2026-4325: labels that clients choose -------------------------------------------------
 
 
-def test_pysec_2026_4325_random_methods_and_paths_change_no_size(busy: Server) -> None:
+def test_PYSEC_2026_4325_random_methods_and_paths_change_no_size(busy: Server) -> None:
     draw = random.Random(0)
     busy.http.get("/no/such/path")
     before = {key for key, _ in samples(busy).items()}

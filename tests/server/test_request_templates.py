@@ -39,7 +39,9 @@ def make_template(processor: InputProcessor, source: str, **limits: Any) -> Requ
 
 
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
-def test_bombs_end_and_the_others_are_served(make_server: MakeServer, source: str) -> None:
+def test_CVE_2026_115911_bombs_end_and_the_others_are_served(
+    make_server: MakeServer, source: str
+) -> None:
     server = make_server(trust_request_chat_template=True, chat_template_render_timeout_s=2.0)
 
     async def run() -> list[Any]:
@@ -133,7 +135,7 @@ def test_a_long_source_is_not_even_parsed(server_input_processor: InputProcessor
         make_template(server_input_processor, deep).render(CONVERSATION)
 
 
-def test_it_is_refused_unless_it_is_trusted(make_server: MakeServer) -> None:
+def test_CVE_2026_115911_it_is_refused_unless_it_is_trusted(make_server: MakeServer) -> None:
     server = make_server()
     for fields in ({"chat_template": "x"}, {"chat_template_kwargs": {"style": "terse"}}):
         error = error_of(server.chat(**fields))
@@ -142,3 +144,28 @@ def test_it_is_refused_unless_it_is_trusted(make_server: MakeServer) -> None:
     for path in ("/v1/chat/completions/render", "/tokenize"):
         body = {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}
         assert error_of(server.http.post(path, json=body))["param"] == "chat_template"
+
+
+def test_CVE_2026_115918_no_route_takes_a_template_or_its_options_unasked(
+    make_server: MakeServer,
+) -> None:
+    closed = make_server()
+    opened = make_server(trust_request_chat_template=True)
+    schema = closed.app.openapi()
+    found = set()
+    for path, routes in schema["paths"].items():
+        body = routes.get("post", {}).get("requestBody", {}).get("content", {})
+        reference = body.get("application/json", {}).get("schema", {}).get("$ref", "")
+        fields = schema["components"]["schemas"].get(reference.rpartition("/")[2], {})
+        said = {"input": "a"} if "input" in fields.get("properties", {}) else None
+        said = said or {"messages": [{"role": "user", "content": "a"}]}
+        for name in {"chat_template", "chat_template_kwargs"} & fields.get("properties", {}).keys():
+            found.add((path, name))
+            value = "{{ 'a' * 10**9 }}" if name == "chat_template" else {"style": "terse"}
+            assert error_of(closed.http.post(path, json={**said, name: value}))["param"] == name
+            if name == "chat_template_kwargs":
+                for reserved in ("tokenize", "chat_template", "messages", "return_tensors"):
+                    asked = {**said, name: {reserved: True}}
+                    error = error_of(opened.http.post(path, json=asked))
+                    assert error["param"] == f"{name}.{reserved}"
+    assert {"/v1/chat/completions", "/v1/responses", "/tokenize"} <= {path for path, _ in found}

@@ -1,6 +1,6 @@
 """The threats that have a test here or elsewhere in tests/, by the id that its name carries.
 
-An advisory stands for the alike ones beside it in docs/security.md.
+docs/security.md has beside each the advisories that it stands for.
 """
 
 ROWS = (
@@ -42,11 +42,23 @@ ROWS = (
     "CVE-2025-62164",
     "PYSEC-2026-2303",
     "CVE-2026-114051",
+    "CVE-2025-48942",
+    "CVE-2025-48943",
+    "CVE-2025-48944",
+    "CVE-2026-105757",
+    "CVE-2026-44223",
+    "CVE-2026-105922",
+    "PYSEC-2026-4350",
     "CVE-2026-34756",
     "CVE-2026-73559",
     "CVE-2025-48956",
     "CVE-2025-62426",
     "CVE-2025-61620",
+    "CVE-2026-115911",
+    "CVE-2026-115918",
+    "CVE-2026-55574",
+    "CVE-2025-29770",
+    "PYSEC-2026-4325",
     # keys, transport, code
     "CVE-2025-59425",
     "CVE-2026-48746",

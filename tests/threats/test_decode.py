@@ -244,12 +244,20 @@ def test_CVE_2026_5497_only_the_first_frame_is_decoded(kind: str, workers: Decod
     "part",
     [
         {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AAAA,AAAA"}},
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
         {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,AAAA"}},
         {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
     ],
-    ids=["CVE_2026_34755_video", "CVE_2026_54233_audio_url", "CVE_2026_54233_input_audio"],
+    ids=[
+        "CVE_2026_34755_frames",
+        "CVE_2026_34755_video",
+        "CVE_2026_54233_audio_url",
+        "CVE_2026_54233_input_audio",
+    ],
 )
-def test_CVE_2026_5497_and_other_media_are_refused(server: Server, part: dict[str, Any]) -> None:
+def test_CVE_2026_5497_and_other_media_are_refused_where_no_model_takes_them(
+    server: Server, part: dict[str, Any]
+) -> None:
     error = error_of(server.chat(messages=[{"role": "user", "content": [part]}]))
     assert error["param"] == "messages[0].content[0].type"
 

@@ -65,9 +65,33 @@ def test_PYSEC_2026_2303_prompt_embeddings_have_no_field(server: Server) -> None
 
 
 def test_CVE_2026_105758_media_io_kwargs_are_the_operators(make_server: MakeServer) -> None:
+    closed = make_server()
+    for kwargs in ({"video": {"fps": 1}}, {"image": {"image_mode": "RGBA"}}):
+        assert error_of(closed.chat(media_io_kwargs=kwargs))["param"] == "media_io_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "field"),
+    [
+        ({"video": {"fps": 10**9}}, ".video.fps"),
+        ({"video": {"fps": float("1e308")}}, ".video.fps"),
+        ({"video": {"num_frames": 10**9}}, ".video.num_frames"),
+        ({"video": {"num_frames": 0}}, ".video.num_frames"),
+        ({"video": {"num_frames": 2.5}}, ".video.num_frames"),
+        ({"video": {"num_frames": True}}, ".video.num_frames"),
+        ({"video": {"max_frames": 3}}, ".video.max_frames"),
+        ({"video": {"video_backend": "opencv"}}, ".video.video_backend"),
+        ({"image": {"image_mode": "RGBA"}}, ".image"),
+        ({"video": 3}, ""),
+    ],
+    ids=str,
+)
+def test_CVE_2026_105758_trusted_ones_have_ceilings(
+    make_server: MakeServer, kwargs: dict[str, Any], field: str
+) -> None:
     server = make_server(trusts_mm_kwargs=True)
-    for kwargs in ({"video": {"fps": 10**9}}, {"image": {"image_mode": "RGBA"}}):
-        assert error_of(server.chat(media_io_kwargs=kwargs))["param"] == "media_io_kwargs"
+    error = error_of(server.chat(media_io_kwargs=kwargs))
+    assert error["param"].startswith(f"media_io_kwargs{field}")
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,33 @@ parsed, and fetched together once the rest of it is known to be right.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mmjax.config import MultiModalConfig
 from mmjax.decoders.image_file import IMAGE_FORMATS
-from mmjax.decoders.limits import MediaLimits
+from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_bytes
+from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.prompt.prompts import PromptDict, PromptType
-from mmjax.processing.media.decode import decode_data_url
-from mmjax.processing.media.encoded import EncodedImage, PixelRange
+from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
+from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
 from mmjax.request_times import measuring
+
+EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames
 
 _MAX_FETCHED_AT_ONCE = 8
 """Of one request."""
+_FRAMES_START = "data:video/jpeg;base64,"
+"""Of a URL that holds frames, with commas between them, as vLLM takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,9 @@ class PendingMedia:
     place: str
     """The field of the request."""
     pixel_range: PixelRange | None = None
+    """Of an image."""
+    sampling: VideoSampling | None = None
+    """Of a video; None: this is an image."""
 
 
 class MediaConnector:
@@ -53,9 +61,7 @@ class MediaConnector:
             are_redirects_allowed=mm.media_url_allow_redirects,
             timeout_s=mm.media_fetch_timeout_s,
         )
-        self._limits = MediaLimits(
-            max_image_bytes=mm.max_image_bytes, max_image_pixels=mm.max_image_pixels
-        )
+        self._limits = MediaLimits.of(mm)
         self._fetcher = HttpFetcher(self._policy)
         self._turns = asyncio.Semaphore(mm.media_fetch_concurrency)
         self.num_held_bytes = 0
@@ -80,18 +86,43 @@ class MediaConnector:
 
     def open_image(
         self, url: str, place: str, pixel_range: PixelRange | None = None
-    ) -> EncodedImage | PendingMedia:
+    ) -> EncodedMedium | PendingMedia:
         """Return the image of a URL, decoded from base64 or noted; RequestError names `place`."""
-        scheme = url[:8].partition(":")[0].lower()
+        return self._open(url, PendingMedia(url, place, pixel_range))
+
+    def open_video(
+        self, url: str, place: str, options: Mapping[str, Any] | None = None
+    ) -> EncodedMedium | PendingMedia:
+        """Return the video of a URL, as `open_image` does; `options`: of `media_io_kwargs`."""
+        if url[: len(_FRAMES_START)].lower() == _FRAMES_START:
+            return self._open_frames(url, place)
+        sampling = VideoSampling(**{**self._mm.media_io_kwargs.get("video", {}), **(options or {})})
+        return self._open(url, PendingMedia(url, place, sampling=sampling))
+
+    def _open_frames(self, url: str, place: str) -> EncodedFrames:
+        with _explaining(place, "frames"), measuring("fetch"):
+            # Counted before one is copied out.
+            check_num_frames(url.count(","), self._limits, param=place)
+            check_video_bytes(len(url) // 4 * 3, self._limits, param=place)
+            find_payload(url[: len(_FRAMES_START)], place)
+            pieces = url[len(_FRAMES_START) :].split(",")
+            files = [decode_payload(piece, 0, place) for piece in pieces]
+            explain = partial(_explain, place, "frames")
+            frames = [
+                EncodedImage(file, self._limits, place, explain=explain, workers=self._workers)
+                for file in files
+            ]
+            return EncodedFrames(frames, self._limits, place)
+
+    def _open(self, url: str, medium: PendingMedia) -> EncodedMedium | PendingMedia:
+        scheme, place = url[:8].partition(":")[0].lower(), medium.place
         if scheme == "data":
-            try:
-                with measuring("fetch"):
-                    data = decode_data_url(url, self._limits, param=place)
-            except RequestError as error:
-                raise _explain(place, error) from error
-            return self._encoded(data, place, pixel_range)
+            modality = "image" if medium.sampling is None else "video"
+            with _explaining(place, modality), measuring("fetch"):
+                data = decode_data_url(url, self._limits, param=place, modality=modality)
+            return self._encoded(data, medium)
         if scheme == "file":
-            return PendingMedia(url, place, pixel_range)
+            return medium
         if scheme not in ("http", "https"):
             raise RequestValueError(
                 f"`{place}` is a URL of another scheme than `https`, `http`, `data` and `file`; "
@@ -104,7 +135,7 @@ class MediaConnector:
                 "(`--no-enable-media-fetch`); send the file itself as a base64 `data:` URL",
                 param=place,
             )
-        return PendingMedia(parse_http_url(url, param=place), place, pixel_range)
+        return replace(medium, url=parse_http_url(url, param=place))
 
     def is_whole(self, prompt: PromptType) -> bool:
         """Return whether nothing of the prompt is yet to be fetched."""
@@ -147,7 +178,7 @@ class MediaConnector:
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
-        tasks: dict[PendingMedia, asyncio.Task[EncodedImage]] = {}
+        tasks: dict[PendingMedia, asyncio.Task[EncodedMedium]] = {}
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -163,13 +194,14 @@ class MediaConnector:
 
     async def _fetch_one(
         self, medium: PendingMedia, turns: asyncio.Semaphore, download: "_Download"
-    ) -> EncodedImage:
+    ) -> EncodedMedium:
         async with turns, self._turns:
             data = await self._read(medium, download)
-        return self._encoded(data, medium.place, medium.pixel_range)
+        return self._encoded(data, medium)
 
     async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
-        max_bytes = self._limits.max_image_bytes
+        limits, is_image = self._limits, medium.sampling is None
+        max_bytes = limits.max_image_bytes if is_image else limits.max_video_bytes
         if isinstance(medium.url, HttpUrl):
             take = partial(download.take, param=medium.place)
             return await self._fetcher.fetch(medium.url, max_bytes, param=medium.place, take=take)
@@ -180,14 +212,23 @@ class MediaConnector:
         download.take(len(data), param=medium.place)
         return data
 
-    def _encoded(self, data: bytes, place: str, pixel_range: PixelRange | None) -> EncodedImage:
-        return EncodedImage(
+    def _encoded(self, data: bytes, medium: PendingMedia) -> EncodedImage | EncodedVideo:
+        if medium.sampling is None:
+            return EncodedImage(
+                data,
+                self._limits,
+                medium.place,
+                explain=partial(_explain, medium.place, "image"),
+                workers=self._workers,
+                pixel_range=medium.pixel_range,
+            )
+        return EncodedVideo(
             data,
             self._limits,
-            place,
-            explain=partial(_explain, place),
+            medium.place,
+            sampling=medium.sampling,
+            explain=partial(_explain, medium.place, "video"),
             workers=self._workers,
-            pixel_range=pixel_range,
         )
 
 
@@ -220,7 +261,7 @@ def _pending(prompt: PromptType) -> Sequence[PendingMedia]:
     return [item for items in lists for item in items if isinstance(item, PendingMedia)]
 
 
-def _replace(prompt: PromptType, fetched: Mapping[PendingMedia, EncodedImage]) -> PromptType:
+def _replace(prompt: PromptType, fetched: Mapping[PendingMedia, EncodedMedium]) -> PromptType:
     if not isinstance(prompt, Mapping):
         return prompt
     data: dict[str, Any] = dict(prompt.get("multi_modal_data") or {})
@@ -238,13 +279,24 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-def _explain(place: str, error: RequestError) -> RequestError:
-    """Return an error for the client about the image at `place`."""
+_FORMATS = {"image": ", ".join(IMAGE_FORMATS), "video": SHOWN_FORMATS, "frames": "JPEG"}
+
+
+@contextmanager
+def _explaining(place: str, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        raise _explain(place, kind, error) from error
+
+
+def _explain(place: str, kind: str, error: RequestError) -> RequestError:
+    """Return an error for the client about the image, the video or the frames at `place`."""
     if isinstance(error, MediaError):
         # The decoder's message may hold memory addresses.
         return MediaError(
-            f"`{place}` holds no image that can be decoded; send a whole file, base64 encoded, "
-            f"of one of the formats {', '.join(IMAGE_FORMATS)}",
+            f"`{place}` holds no {kind} that can be decoded; send a whole file, base64 encoded, "
+            f"of one of the formats {_FORMATS[kind]}",
             param=place,
         )
     return type(error)(f"`{place}`: {error}", param=place)

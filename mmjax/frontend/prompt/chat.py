@@ -3,7 +3,7 @@
 For the HTTP server and for `LLM.chat`. Knows nothing of HTTP.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_tools
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 from mmjax.frontend.prompt.literals import ControlTokens, Literals
+from mmjax.media_io import find_media_io_fault
 from mmjax.request_times import measuring
 
 _REASONING = ("reasoning", "reasoning_content")
@@ -77,6 +78,7 @@ class ChatParser:
                 get_detail_range=input_processor.get_detail_range,
                 check_mm_data=input_processor.check_mm_data,
                 embeds_fields=input_processor.image_embeds_fields,
+                takes_videos="video" in input_processor.allowed_mm_limits,
             ),
             placeholder=input_processor.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
@@ -97,17 +99,19 @@ class ChatParser:
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
+        media_io_kwargs: Mapping[str, Any] | None = None,
     ) -> PromptDict:
         """Return the prompt of a conversation; its `http:` and `file:` URLs are not read yet.
 
         `template_kwargs`: the template's own options. `add_special_tokens`: the tokenizer adds its
-        own, besides those that the template writes.
+        own, besides those that the template writes. `media_io_kwargs`: replace the operator's.
         """
         if not messages:
             raise RequestValueError("`messages` is empty; give at least one", param="messages")
         template = template or self.template
         _check_options(template_kwargs or {}, template)
-        talk = _Conversation(template=template, media=ConversationMedia(), literals=Literals())
+        media = ConversationMedia(video_options=_read_video_options(media_io_kwargs))
+        talk = _Conversation(template=template, media=media, literals=Literals())
         conversation = [
             self._message(message, f"messages[{index}]", talk)
             for index, message in enumerate(messages)
@@ -121,12 +125,12 @@ class ChatParser:
                 options=template_kwargs,
             )
             prompt = self._prompt(text, add_special_tokens or template.add_special_tokens, talk)
-        media = talk.media
-        if media.images:
-            prompt["multi_modal_data"] = {"image": media.image_data()}
-        if any(uuid is not None for uuid in media.uuids):
-            prompt["multi_modal_uuids"] = {"image": media.uuids}
-        return prompt
+        return {**prompt, **media.to_prompt()}
+
+    @property
+    def _modalities(self) -> tuple[str, ...]:
+        """What a message may hold beside text."""
+        return ("image", "video") if self.parts.takes_videos else ("image",)
 
     def _prompt(self, text: str, add_special_tokens: bool, talk: _Conversation) -> PromptDict:
         """Return the rendered text as a prompt: as token ids if it holds literals."""
@@ -153,10 +157,12 @@ class ChatParser:
         role = message.get("role")
         if not isinstance(role, str) or not role:
             raise RequestValueError(f"`{place}.role` is missing", param=f"{place}.role")
-        first_image = len(talk.media.images) + 1
+        firsts = {modality: talk.media.count(modality) + 1 for modality in self._modalities}
         kept = self._content(message.get("content"), f"{place}.content", talk.media)
         content_format = talk.template.content_format
-        allowed = self.placeholder("image", 1) if content_format == "string" else None
+        allowed = frozenset[str]()
+        if content_format == "string":
+            allowed = frozenset(filter(None, (self.placeholder(m, 1) for m in firsts)))
         for part in kept:
             if "text" in part:
                 part["text"] = self._admit(part["text"], place, talk, allowed=allowed)
@@ -168,7 +174,7 @@ class ChatParser:
             rendered[name] = self._admit(text, f"{place}.{name}", talk)
         rendered |= self._tool_fields(message, place, talk)
         if content_format == "string":
-            rendered["content"] = self._join(kept, first_image, place)
+            rendered["content"] = self._join(kept, firsts, place)
         elif role == "tool" and all(part["type"] == "text" for part in kept):
             # Templates print a tool's result as it is, where it has no pictures.
             rendered["content"] = "\n".join(part["text"] for part in kept)
@@ -213,63 +219,78 @@ class ChatParser:
         ]
         return [part for part in parts if part is not None]
 
-    def _join(self, parts: Sequence[Mapping[str, str]], first_image: int, place: str) -> str:
+    def _join(
+        self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int], place: str
+    ) -> str:
         r"""Return one text; missing placeholders are put before it.
 
         `image, "Which one?"` -> `<image>\nWhich one?`
         """
         if self.interleaves:
-            return self._interleave(parts, first_image, place)
+            return self._interleave(parts, firsts, place)
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        missing: list[str] = []
-        num_images = sum(part["type"] == "image" for part in parts)
-        wanted = [self.placeholder("image", first_image + i) for i in range(num_images)]
-        for placeholder in dict.fromkeys(item for item in wanted if item is not None):
+        found = [placeholder for _, placeholder in self._placeholders(parts, firsts)]
+        wanted = [placeholder for placeholder in found if placeholder is not None]
+        missing = list(wanted)
+        for placeholder in dict.fromkeys(wanted):
             count, present = wanted.count(placeholder), text.count(placeholder)
             if present > count:
-                raise RequestValueError(
-                    f"Found more '{placeholder}' placeholders in input prompt than actual "
-                    f"multimodal data items: {present} for {count}; remove them",
-                    param=f"{place}.content",
-                )
-            missing += [placeholder] * (count - present)
-        known = self.placeholder("image", first_image)
-        if num_images == 0 and known is not None and known in text:
-            raise RequestValueError(
-                f"Found more '{known}' placeholders in input prompt than actual multimodal data "
-                "items: the message has no image; remove them",
-                param=f"{place}.content",
-            )
+                raise _too_many_placeholders(placeholder, f"{present} for {count}", place)
+            for _ in range(present):
+                missing.remove(placeholder)
+        for modality, first in firsts.items():
+            known = self.placeholder(modality, first)
+            if known is not None and known in text and known not in wanted:
+                raise _too_many_placeholders(known, f"the message has no {modality}", place)
         return "\n".join([*missing, text]) if missing else text
 
-    def _interleave(self, parts: Sequence[Mapping[str, str]], first_image: int, place: str) -> str:
-        r"""Return one text with the placeholders where the images stood.
+    def _placeholders(
+        self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int]
+    ) -> list[tuple[str, str | None]]:
+        """Return (modality, placeholder) of each item."""
+        counts = dict(firsts)
+        found: list[tuple[str, str | None]] = []
+        for part in parts:
+            if (modality := part["type"]) in counts:
+                found.append((modality, self.placeholder(modality, counts[modality])))
+                counts[modality] += 1
+        return found
+
+    def _interleave(
+        self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int], place: str
+    ) -> str:
+        r"""Return one text with the placeholders where the items stood.
 
         `"Is", image, "red?"` -> `Is\n<image>\nred?`
         """
         pieces: list[str] = []
-        index = first_image
+        placeholders = iter(self._placeholders(parts, firsts))
         for part in parts:
             if part["type"] == "text":
-                self._refuse_placeholders(part["text"], index, place)
+                self._refuse_placeholders(part["text"], firsts, place)
                 pieces.append(part["text"])
                 continue
-            placeholder = self.placeholder("image", index)
+            _, placeholder = next(placeholders)
             pieces += [] if placeholder is None else [placeholder]
-            index += 1
         return "\n".join(pieces)
 
-    def _refuse_placeholders(self, text: str, index: int, place: str) -> None:
-        placeholder = self.placeholder("image", index)
-        if placeholder is not None and placeholder in text:
-            raise RequestValueError(
-                f"`{place}.content` has a text with '{placeholder}', but this server puts "
-                "placeholders where the images stand; remove it",
-                param=f"{place}.content",
-            )
+    def _refuse_placeholders(self, text: str, firsts: Mapping[str, int], place: str) -> None:
+        for modality, first in firsts.items():
+            placeholder = self.placeholder(modality, first)
+            if placeholder is not None and placeholder in text:
+                raise RequestValueError(
+                    f"`{place}.content` has a text with '{placeholder}', but this server puts "
+                    "placeholders where the images stand; remove it",
+                    param=f"{place}.content",
+                )
 
     def _admit(
-        self, text: str, place: str, talk: _Conversation, *, allowed: str | None = None
+        self,
+        text: str,
+        place: str,
+        talk: _Conversation,
+        *,
+        allowed: Collection[str] = (),
     ) -> str:
         """Return a text with marks in the place of control tokens; refuse what is too long."""
         talk.media.num_chars += len(text)
@@ -291,7 +312,7 @@ class ChatParser:
             )
         return text
 
-    def _check_seams(self, texts: Sequence[str], place: str, allowed: str | None) -> None:
+    def _check_seams(self, texts: Sequence[str], place: str, allowed: Collection[str]) -> None:
         """Refuse control tokens split over texts, which templates concatenate, trimmed or not."""
         if len(texts) < 2:
             return
@@ -303,6 +324,23 @@ class ChatParser:
                     "token of this model; change them",
                     param=f"{place}.content",
                 )
+
+
+def _too_many_placeholders(placeholder: str, counted: str, place: str) -> RequestValueError:
+    return RequestValueError(
+        f"Found more '{placeholder}' placeholders in input prompt than actual multimodal data "
+        f"items: {counted}; remove them",
+        param=f"{place}.content",
+    )
+
+
+def _read_video_options(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the part of a request's `media_io_kwargs` that is about videos."""
+    fault = find_media_io_fault(given or {})
+    if fault is not None:
+        field = f"media_io_kwargs{fault[0]}"
+        raise RequestValueError(f"`{field}` {fault[1]}", param=field)
+    return (given or {}).get("video", {})
 
 
 def _check_options(options: Mapping[str, Any], template: ChatTemplate) -> None:

@@ -1,4 +1,4 @@
-"""Content parts of a message: text, an image, or an image's embeddings.
+"""Content parts of a message: text, an image, an image's embeddings, or a video.
 
 Errors name the part, such as `messages[0].content[1]`.
 """
@@ -14,6 +14,7 @@ from mmjax.config import MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
+from mmjax.frontend.prompt.prompts import PromptDict
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
@@ -22,7 +23,8 @@ from mmjax.processing.media.encoded import PixelRange
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")
 _IMAGE_TYPES = ("image_url", "input_image")
 _EMBEDS_TYPE = "image_embeds"
-_MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE)
+_VIDEO_TYPE = "video_url"
+_MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE, _VIDEO_TYPE)
 _PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
 _MAX_METADATA = 2**16
 """Of a number beside embeddings (a size of a grid); products of three fit in 64 bits."""
@@ -33,23 +35,48 @@ _PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url
 class ConversationMedia:
     """The media of a conversation, in order, and the length of its texts."""
 
-    images: list[Any] = field(default_factory=list)
-    uuids: list[str | None] = field(default_factory=list)
+    items: dict[str, list[Any]] = field(default_factory=dict)
+    """By modality."""
+    uuids: dict[str, list[str | None]] = field(default_factory=dict)
     are_embeds: bool = False
-    """Whether all of `images` are embeddings; otherwise none is."""
+    """Whether all images are embeddings; otherwise none is."""
+    video_options: Mapping[str, Any] = field(default_factory=dict)
+    """How videos are sampled, where the request says so itself."""
     num_chars: int = 0
 
-    def image_data(self) -> Any:
-        """Return the images as an entry of `multi_modal_data`."""
+    def count(self, modality: str) -> int:
+        """Return how many items of a modality there are so far."""
+        return len(self.items.get(modality, ()))
+
+    def append(self, modality: str, item: Any, uuid: str | None) -> None:
+        """Add the next item."""
+        self.items.setdefault(modality, []).append(item)
+        self.uuids.setdefault(modality, []).append(uuid)
+
+    def to_prompt(self) -> PromptDict:
+        """Return the media as fields of a prompt."""
+        prompt: PromptDict = {}
+        if self.items:
+            prompt["multi_modal_data"] = {
+                modality: self._image_data() if modality == "image" else items
+                for modality, items in self.items.items()
+            }
+        known = {m: ids for m, ids in self.uuids.items() if any(one is not None for one in ids)}
+        if known:
+            prompt["multi_modal_uuids"] = known
+        return prompt
+
+    def _image_data(self) -> Any:
+        images = self.items["image"]
         if not self.are_embeds:
-            return self.images
-        if not isinstance(self.images[0], Mapping):
-            return {_EMBEDS_TYPE: self.images}
+            return images
+        if not isinstance(images[0], Mapping):
+            return {_EMBEDS_TYPE: images}
         joined = {
-            name: np.stack([one[name] for one in self.images])
-            for name in self.images[0].keys() - {_EMBEDS_TYPE}
+            name: np.stack([one[name] for one in images])
+            for name in images[0].keys() - {_EMBEDS_TYPE}
         }
-        rows = [as_numpy(one[_EMBEDS_TYPE]).astype(np.float32) for one in self.images]
+        rows = [as_numpy(one[_EMBEDS_TYPE]).astype(np.float32) for one in images]
         return {_EMBEDS_TYPE: np.concatenate(rows), **joined}
 
 
@@ -64,6 +91,7 @@ class PartReader:
     """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
     """Returns what an image of that `detail` is scaled to; None where the model ignores it."""
+    takes_videos: bool = False
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
     check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
@@ -73,9 +101,9 @@ class PartReader:
     it; none where the model takes no embeddings."""
 
     def read(self, part: Any, place: str, media: ConversationMedia) -> dict[str, str] | None:
-        """Return `{"type": "text", "text": ...}` or `{"type": "image"}` (None: an empty part).
+        """Return `{"type": "text", "text": ...}`, `{"type": "image"}` or `{"type": "video"}`.
 
-        The image is appended to `media`.
+        None: an empty part. The medium is appended to `media`.
         """
         if isinstance(part, str):
             return text_part(part, place)
@@ -94,26 +122,62 @@ class PartReader:
             _refuse_fields(part, (*_MEDIA_TYPES, "detail", "uuid"), place)
             text = part.get("refusal" if kind == "refusal" else "text")
             return None if text is None else text_part(text, f"{place}.text")
+        uuid = _uuid(part, place)
+        if kind == _VIDEO_TYPE:
+            video = self._video(part, place, media, has_uuid=uuid is not None)
+            media.append("video", video, uuid)
+            return {"type": "video"}
         is_embeds = kind == _EMBEDS_TYPE
         self._admit_image(place, media, is_embeds=is_embeds)
-        uuid = _uuid(part, place)
         read = self._embeds if is_embeds else self._image
-        media.images.append(read(part, kind, place, has_uuid=uuid is not None))
+        media.append("image", read(part, kind, place, has_uuid=uuid is not None), uuid)
         media.are_embeds = is_embeds
-        media.uuids.append(uuid)
         return {"type": "image"}
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
         if is_embeds:
             self._check_embeds_allowed(place)
-        if media.images and media.are_embeds != is_embeds:
+        if media.count("image") and media.are_embeds != is_embeds:
             raise RequestValueError(
                 f"`{place}`: a conversation holds images or `image_embeds`, and not both; send all "
                 "in one form",
                 param=place,
             )
         with _at(place):
-            self.check_num_items("image", len(media.images) + 1, are_embeds=is_embeds)
+            self.check_num_items("image", media.count("image") + 1, are_embeds=is_embeds)
+
+    def _video(
+        self, part: Mapping[str, Any], place: str, media: ConversationMedia, *, has_uuid: bool
+    ) -> Any:
+        if not self.takes_videos:
+            raise RequestValueError(
+                f"`{place}` has the type `video_url`, which is not supported: this model takes no "
+                "videos; send frames as `image_url`",
+                param=f"{place}.type",
+            )
+        with _at(place):
+            self.check_num_items("video", media.count("video") + 1, are_embeds=False)
+        others = [name for name in _PART_FIELDS if name not in ("type", "uuid", _VIDEO_TYPE)]
+        _refuse_fields(part, others, place)
+        value, place = part.get(_VIDEO_TYPE), f"{place}.{_VIDEO_TYPE}"
+        if isinstance(value, Mapping):
+            unknown = sorted(str(name) for name in value if name != "url")
+            if unknown:
+                raise RequestValueError(
+                    f"`{place}` has the unknown field `{unknown[0]}`; it knows `url` (a `uuid` "
+                    "stands beside it, on the part)",
+                    param=f"{place}.{unknown[0]}",
+                )
+            value, place = value.get("url"), f"{place}.url"
+        if value is None and has_uuid:
+            return None
+        if not isinstance(value, str):
+            raise RequestTypeError(
+                f"`{place}` must be a URL, not {type(value).__name__}; write "
+                "`data:video/mp4;base64,...`",
+                param=place,
+            )
+        return self.connector.open_video(value, place, media.video_options)
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
         # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.

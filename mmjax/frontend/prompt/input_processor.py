@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
@@ -319,7 +320,21 @@ class InputProcessor:
                     control=control,
                 )
             self._validate_item_sizes(processor, prepared)
+            return self._truncate(prepared, prompt.truncate_prompt_tokens)
+
+    def _truncate(self, prepared: PreparedInputs, most: int | None) -> PreparedInputs:
+        """Keep the last tokens of a prompt."""
+        if most is None:
             return prepared
+        if prepared.mm_placeholders or prepared.encoder_prompt_token_ids is not None:
+            raise RequestValueError(
+                "`truncate_prompt_tokens` would cut a prompt with media, or an encoder's; "
+                "leave it out",
+                param="truncate_prompt_tokens",
+            )
+        # An answer has one token at least.
+        most = self.model_config.max_model_len - 1 if most == -1 else most
+        return replace(prepared, prompt_token_ids=list(prepared.prompt_token_ids)[-most:])
 
     def _validate_item_sizes(
         self, processor: BaseMultiModalProcessor[Any], prepared: PreparedInputs

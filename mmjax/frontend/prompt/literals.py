@@ -9,7 +9,7 @@ apart, as text:
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -28,19 +28,19 @@ class ControlTokens:
         added = tokenizer.added_tokens_decoder.values()
         return cls([*tokenizer.all_special_tokens, *(t.content for t in added if t.special)])
 
-    def find(self, text: str, *, allowed: str | None = None) -> str | None:
+    def find(self, text: str, *, allowed: Collection[str] = ()) -> str | None:
         """Return the first control token in `text` except `allowed`, or None."""
         found = self.find_at(text, 0, allowed=allowed)
         return None if found is None else found[1]
 
     def find_at(
-        self, text: str, place: int, *, allowed: str | None = None
+        self, text: str, place: int, *, allowed: Collection[str] = ()
     ) -> tuple[int, str] | None:
         """Return the first control token from `place` on, and where it begins; None: none."""
         for start in self._starts.finditer(text, place):
             for length in self._lengths:
                 token = text[start.start() : start.start() + length]
-                if token in self._tokens and token != allowed:
+                if token in self._tokens and token not in allowed:
                     return start.start(), token
         return None
 
@@ -56,7 +56,7 @@ class Literals:
     def __bool__(self) -> bool:
         return bool(self._texts)
 
-    def mark(self, text: str, tokens: ControlTokens, *, allowed: str | None = None) -> str:
+    def mark(self, text: str, tokens: ControlTokens, *, allowed: Collection[str] = ()) -> str:
         """Return `text` with a mark in the place of every control token."""
         pieces: list[str] = []
         place = 0

@@ -20,6 +20,7 @@ class PromptDict(TypedDict, total=False):
     cache_salt: str | None
     add_special_tokens: bool
     decoder_prompt: str | list[int] | None
+    truncate_prompt_tokens: int | None
 
 
 PromptType = str | list[int] | PromptDict
@@ -37,6 +38,8 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str | None = None
     add_special_tokens: bool = True
     decoder_prompt: str | list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
 
 
 def parse_prompt(prompt: PromptType) -> ParsedPrompt:
@@ -74,7 +77,18 @@ def parse_prompt(prompt: PromptType) -> ParsedPrompt:
         cache_salt=_salt(prompt.get("cache_salt")),
         add_special_tokens=prompt.get("add_special_tokens", True),
         decoder_prompt=_decoder_prompt(prompt.get("decoder_prompt")),
+        truncate_prompt_tokens=_truncation(prompt.get("truncate_prompt_tokens")),
     )
+
+
+def _truncation(value: Any) -> int | None:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value is not None and not (is_number and (value > 0 or value == -1)):
+        raise RequestValueError(
+            "`truncate_prompt_tokens` must be a number of tokens, 1 or more, or -1",
+            param="truncate_prompt_tokens",
+        )
+    return value
 
 
 def _decoder_prompt(value: Any) -> str | list[int] | None:

@@ -59,6 +59,8 @@ CHAT_TEMPLATE = r"""
     {%- for part in message.content -%}
         {%- if part.type == 'image' -%}
             {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+        {%- elif part.type == 'video' -%}
+            {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
         {%- else -%}
             {{- part.text -}}
         {%- endif -%}
@@ -142,7 +144,7 @@ class Qwen25VLDataParser(Qwen2VLDataParser):
             if metadata is not None and videos[index] is not None:
                 find_sampled_fps(metadata)  # refuses what says no speed
                 videos[index] = (videos[index], metadata)
-        return VideoProcessorItems(videos, items.metadata)
+        return VideoProcessorItems(videos, items.metadata, has_pairs=True)
 
 
 class Qwen2VLProcessingInfo(BaseProcessingInfo):

@@ -23,7 +23,7 @@ from mmjax.processing.media.decode import (
     get_image_id,
     is_array_like,
 )
-from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 
 Chunk = bytes | memoryview
 
@@ -164,9 +164,11 @@ class MultiModalHasher:
                 cls._write_value(stream, value)
         elif isinstance(obj, MediaWithBytes):
             cls._write_media(stream, obj)
-        elif isinstance(obj, EncodedImage):
+        elif isinstance(obj, EncodedImage | EncodedVideo):
             # The header says all: an image whose tensors are cached is never decoded.
             cls._write_file(stream, obj.original_bytes, obj.io_config)
+        elif isinstance(obj, EncodedFrames):
+            cls._write_item(stream, "frames", obj.frames)
         elif isinstance(obj, Mapping):
             cls._write_mapping(stream, obj)
         elif isinstance(obj, Image.Image):

@@ -13,7 +13,7 @@ from mmjax.processing.hashing.hasher import ContentHasher, MultiModalHasher
 from mmjax.processing.hashing.media_ids import MediaClaim, MediaIds, check_media_id, param_of
 from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 
 MAX_REMEMBERED = 65_536
 """Contents, and ids, of which the hash is remembered: some 20 MB."""
@@ -217,6 +217,12 @@ class ItemHasher:
             # Of fixed length first: no file and range can be taken for another.
             scaled = repr(tuple(item.pixel_range)).encode() if item.pixel_range else b""
             return digest + scaled
+        if isinstance(item, EncodedVideo):
+            digest = self._hasher.digest_bytes(item.original_bytes)
+            return digest + repr(tuple(item.sampling)).encode()
+        if isinstance(item, EncodedFrames):
+            digests = [self._digest_encoded(frame) or b"" for frame in item.frames]
+            return self._hasher.digest_bytes(b"".join(digests)) + b"frames"
         return None
 
     def _digest_decoded(self, entry: _Entry) -> bytes:

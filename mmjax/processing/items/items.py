@@ -10,7 +10,7 @@ from PIL import Image
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, video_as_uint8
 from mmjax.processing.media.decode_budget import DecodeControl
-from mmjax.processing.media.encoded import EncodedImage
+from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 from mmjax.processing.media.parallel import map_in_threads
 
 
@@ -129,14 +129,18 @@ class ImageProcessorItems(ProcessorBatchItems):
 class VideoProcessorItems(ProcessorBatchItems):
     """Videos as frames; an item is `(frames, metadata)` where the model needs the metadata.
 
-    `metadata` has one mapping, or None, per video, whether or not the items carry it.
+    `metadata` has one mapping, or None, per video, whether or not the items carry it. That of a
+    video that is still encoded is known once it is decoded.
     """
 
     def __init__(
         self,
         data: Sequence[Any],
         metadata: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
+        *,
+        has_pairs: bool = False,
     ) -> None:
+        """`has_pairs`: what is decoded becomes an item with its metadata."""
         super().__init__(data, "video")
         if metadata is None or isinstance(metadata, Mapping):
             metadata = [metadata] * len(data)
@@ -147,9 +151,13 @@ class VideoProcessorItems(ProcessorBatchItems):
                 param="multi_modal_data",
             )
         self.metadata = list(metadata)
+        self._has_pairs = has_pairs
 
     def get(self, index: int) -> Any:
         item = self.data[index]
+        if isinstance(item, EncodedVideo | EncodedFrames):
+            frames, metadata = item.decode()
+            return (frames, metadata) if self._has_pairs and metadata is not None else frames
         return (_unwrap(item[0]), item[1]) if _is_pair(item) else _unwrap(item)
 
     def get_item_for_hash(self, index: int) -> Any:
@@ -182,7 +190,9 @@ class VideoProcessorItems(ProcessorBatchItems):
 
     def select(self, indices: Sequence[int]) -> "VideoProcessorItems":
         return type(self)(
-            [self.data[index] for index in indices], [self.metadata[index] for index in indices]
+            [self.data[index] for index in indices],
+            [self.metadata[index] for index in indices],
+            has_pairs=self._has_pairs,
         )
 
     def get_processor_data(self) -> Mapping[str, Any]:
@@ -201,10 +211,11 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Mapping)
 
 
-def _encoded(item: Any) -> list[EncodedImage]:
-    """Return the encoded images in an item: itself, or a value of a vision chunk."""
+def _encoded(item: Any) -> list[EncodedImage | EncodedVideo | EncodedFrames]:
+    """Return the encoded media in an item: itself, or a value of a vision chunk."""
     values = item.values() if isinstance(item, Mapping) else (item,)
-    return [value for value in values if isinstance(value, EncodedImage)]
+    kinds = EncodedImage | EncodedVideo | EncodedFrames
+    return [value for value in values if isinstance(value, kinds)]
 
 
 def _unwrap(item: Any) -> Any:

@@ -27,6 +27,7 @@ from mmjax.processing.items.items import (
 )
 from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
 from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
+from mmjax.processing.media.encoded import EncodedFrames, EncodedVideo
 from mmjax.processing.media.images import parse_image
 from mmjax.processing.media.video import parse_video, parse_vision_chunk, split_videos
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
@@ -209,6 +210,10 @@ class MultiModalDataParser:
         metadatas: list[Mapping[str, Any] | None] = []
         for index, entry in enumerate(split_videos(data)):
             param = f"multi_modal_data.video[{index}]"
+            if isinstance(entry, EncodedVideo | EncodedFrames):
+                videos.append(entry)
+                metadatas.append(None)
+                continue
             frames, metadata = parse_video(entry, self.limits, param=param)
             if self.video_needs_metadata and frames is not None:
                 if metadata is None:
@@ -220,7 +225,7 @@ class MultiModalDataParser:
                 frames = (frames, metadata)
             videos.append(frames)
             metadatas.append(metadata)
-        return VideoProcessorItems(videos, metadatas)
+        return VideoProcessorItems(videos, metadatas, has_pairs=self.video_needs_metadata)
 
     def _parse_vision_chunk_data(self, data: Any) -> ModalityDataItems | None:
         if data is None:

@@ -123,8 +123,24 @@ def read_image_url(url: str, limits: MediaLimits, *, param: str | None = "image_
     return decode_data_url(url, limits, param=param)
 
 
-def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image_url") -> bytes:
+def decode_data_url(
+    url: str, limits: MediaLimits, *, param: str | None = "image_url", modality: str = "image"
+) -> bytes:
     """Return the payload of a base64 `data:` URL; strict in what it accepts."""
+    start = find_payload(url, param)
+    num_chars = len(url) - start
+    max_bytes = limits.max_video_bytes if modality == "video" else limits.max_image_bytes
+    if num_chars // 4 * 3 - 2 > max_bytes:
+        raise RequestValueError(
+            f"{modality} has about {num_chars // 4 * 3} encoded bytes, at most {max_bytes} are "
+            "accepted; send a smaller file",
+            param=param,
+        )
+    return decode_payload(url, start, param)
+
+
+def find_payload(url: str, param: str | None) -> int:
+    """Return where the payload of a base64 `data:` URL begins."""
     start = url.find(",") + 1
     if not start:
         raise RequestValueError(
@@ -139,15 +155,13 @@ def decode_data_url(url: str, limits: MediaLimits, *, param: str | None = "image
             "write `data:image/png;base64,...`",
             param=param,
         )
-    num_chars = len(url) - start
-    if num_chars // 4 * 3 - 2 > limits.max_image_bytes:
-        raise RequestValueError(
-            f"image has about {num_chars // 4 * 3} encoded bytes, at most "
-            f"{limits.max_image_bytes} are accepted; send a smaller file",
-            param=param,
-        )
+    return start
+
+
+def decode_payload(text: str, start: int, param: str | None) -> bytes:
+    """Decode `text[start:]`; MediaError where it is no base64."""
     try:
-        return decode_base64(url, start)
+        return decode_base64(text, start)
     except (binascii.Error, ValueError) as error:
         raise MediaError(
             f"data URL holds invalid base64: {error}; encode the file's bytes with standard base64",

@@ -1,20 +1,29 @@
-"""An image that is still encoded: its limits on bytes are checked, the decoder waits until asked.
+"""Images and videos that are still encoded: their bytes are counted, the decoder waits until asked.
 
-Most images that come again are never decoded: their bytes say what they are.
+Most of them that come again are never decoded: their bytes say what they are.
 """
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from PIL import Image
 
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader, read_image_header
-from mmjax.decoders.limits import MediaLimits, check_image_bytes
+from mmjax.decoders.limits import (
+    MediaLimits,
+    check_image_bytes,
+    check_num_frames,
+    check_video_bytes,
+    check_video_size,
+)
+from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
 from mmjax.decoders.workers import DecodeWorkers
-from mmjax.errors import RequestError
+from mmjax.errors import RequestError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+from mmjax.processing.media.parallel import map_in_threads
 
 
 class PixelRange(NamedTuple):
@@ -149,3 +158,135 @@ class EncodedImage:
 
     def _explained(self, error: RequestError) -> RequestError:
         return error if self._explain is None else self._explain(error)
+
+
+class DecodedVideo(NamedTuple):
+    """What a video's file holds."""
+
+    frames: np.ndarray
+    """uint8[frames, height, width, 3]."""
+    metadata: Mapping[str, Any] | None
+    """Under the names of HF's `VideoMetadata`; None where nobody says."""
+
+
+class EncodedVideo:
+    """One video as a file's bytes; many threads may share it."""
+
+    def __init__(
+        self,
+        original_bytes: bytes,
+        limits: MediaLimits,
+        param: str | None = "video",
+        *,
+        sampling: VideoSampling | None = None,
+        explain: Callable[[RequestError], RequestError] | None = None,
+        workers: DecodeWorkers | None = None,
+    ) -> None:
+        """Refuse too many bytes at once; the arguments are those of `EncodedImage`."""
+        self.original_bytes = original_bytes
+        self.limits = limits
+        self.param = param
+        self.sampling = sampling or VideoSampling()
+        self._explain = explain
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._header: VideoHeader | None = None
+        self._video: DecodedVideo | None = None
+        try:
+            check_video_bytes(len(original_bytes), limits, param=param)
+        except RequestError as error:
+            raise self._explained(error) from error
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.original_bytes)} bytes)"
+
+    @property
+    def io_config(self) -> Mapping[str, Any]:
+        """Return which frames are taken."""
+        return self.sampling._asdict()
+
+    @property
+    def num_bytes_to_decode(self) -> int:
+        """Return the memory that the frames take; 0 while they are there."""
+        if self._video is not None:
+            return 0
+        with self._lock:
+            header = self._header
+            if header is None:
+                workers = self._workers
+                read = read_video_header if workers is None else workers.read_video_header
+                header = self._header = self._ask(read)
+            return header.num_decoded_bytes
+
+    def decode(self) -> DecodedVideo:
+        """Return the sampled frames, and what HF's processors are told of them."""
+        with self._lock:
+            if self._video is None:
+                decode = decode_frames if self._workers is None else self._workers.decode_frames
+                frames, header, indices = self._ask(decode)
+                self._video = DecodedVideo(frames, _metadata_of(header, indices))
+            return self._video
+
+    def drop_pixels(self) -> None:
+        """Forget what was decoded."""
+        with self._lock:
+            self._video = None
+
+    def _ask(self, function: Callable[..., Any]) -> Any:
+        try:
+            return function(self.original_bytes, self.limits, self.sampling, param=self.param)
+        except RequestError as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: RequestError) -> RequestError:
+        return error if self._explain is None else self._explain(error)
+
+
+def _metadata_of(header: VideoHeader, indices: Sequence[int]) -> Mapping[str, Any]:
+    """Return what is known under the names of HF's `VideoMetadata`."""
+    known = {"total_num_frames": header.total_num_frames, "frames_indices": list(indices)}
+    if not header.fps:
+        return known
+    return {**known, "fps": header.fps, "duration": header.total_num_frames / header.fps}
+
+
+class EncodedFrames:
+    """One video as its frames, each an encoded image; all of one size."""
+
+    def __init__(
+        self, frames: Sequence[EncodedImage], limits: MediaLimits, param: str | None = "video"
+    ) -> None:
+        """Refuse too many frames at once."""
+        check_num_frames(len(frames), limits, param=param)
+        self.frames = tuple(frames)
+        self.limits = limits
+        self.param = param
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.frames)} frames)"
+
+    @property
+    def num_bytes_to_decode(self) -> int:
+        """Return the memory that the frames take; 0 while they are there."""
+        return sum(frame.num_bytes_to_decode for frame in self.frames)
+
+    def decode(self) -> DecodedVideo:
+        """Return the frames; how fast they are, nobody says."""
+        sizes = {frame.read_header()[:2] for frame in self.frames}
+        if len(sizes) == 1:
+            (size,) = sizes
+            check_video_size(len(self.frames), size, self.limits, param=self.param)
+            images = map_in_threads(lambda frame: frame.decode().media, self.frames)
+            sizes = {image.size for image in images}  # some may be turned
+            if len(sizes) == 1:
+                return DecodedVideo(np.stack([np.asarray(image) for image in images]), None)
+        shown = ", ".join(f"{width}x{height}" for width, height in sorted(sizes)[:3])
+        raise RequestValueError(
+            f"`{self.param}`: the frames have several sizes, {shown}; scale them to one",
+            param=self.param,
+        )
+
+    def drop_pixels(self) -> None:
+        """Forget what was decoded."""
+        for frame in self.frames:
+            frame.drop_pixels()

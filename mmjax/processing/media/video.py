@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mmjax.decoders.limits import MediaLimits, check_image_size
+from mmjax.decoders.limits import MediaLimits, check_video_size
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import (
     CHANNELS,
@@ -72,7 +72,8 @@ def parse_video(entry: Any, limits: MediaLimits, *, param: str) -> Video:
     if isinstance(entry, bytes | bytearray | memoryview | str | Path):
         raise RequestTypeError(
             f"{param} is an encoded video (`{type(entry).__name__}`), which is not decoded here; "
-            "give its frames: a list of PIL images or one array",
+            "give its frames: a list of PIL images or one array (a `video_url` part of a message "
+            "takes a file)",
             param=param,
         )
     if isinstance(entry, list | tuple):
@@ -124,23 +125,8 @@ def _check_shape(shape: tuple[int, ...], limits: MediaLimits, param: str) -> Non
             "(frames, channels, height, width) with 1, 3 or 4 channels",
             param=param,
         )
-    if shape[0] == 0:
-        raise RequestValueError(f"{param} has no frames; give at least one", param=param)
-    if shape[0] > limits.max_video_frames:
-        raise RequestValueError(
-            f"{param} has {shape[0]} frames, at most {limits.max_video_frames} are accepted; "
-            "sample fewer",
-            param=param,
-        )
     height, width = shape[1:3] if shape[-1] in CHANNELS else shape[2:]
-    check_image_size((width, height), limits, param=param)
-    pixels = shape[0] * height * width
-    if pixels > limits.max_video_pixels:
-        raise RequestValueError(
-            f"{param} is {shape[0]} frames of {width}x{height} = {pixels} pixels, at most "
-            f"{limits.max_video_pixels} are accepted; sample fewer frames or scale them down",
-            param=param,
-        )
+    check_video_size(shape[0], (width, height), limits, param=param)
 
 
 def _check_values(frames: Any, limits: MediaLimits, param: str) -> None:

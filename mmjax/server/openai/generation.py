@@ -36,6 +36,7 @@ from mmjax.server.openai.responses import (
     ChatDelta,
     ChoiceOptions,
     RequestMetrics,
+    TextChoice,
     UsageCounter,
     chat_choice,
     chat_chunk_choice,
@@ -145,6 +146,7 @@ class GenerationService:
                 body.top_logprobs or 0,
                 bool(body.return_token_ids),
                 bool(body.return_tokens_as_token_ids),
+                _role_of(body, self._config),
             ),
         )
 
@@ -180,9 +182,10 @@ class GenerationService:
         usage = UsageCounter()
         stream_options = body.stream_options
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
+        is_begun = False
         try:
             for index in range(body.n):
-                delta = ChatDelta(role="assistant", content="")
+                delta = ChatDelta(role=run.options.role, content="")
                 yield new_answer(choices=[ChatChunkChoice(index=index, delta=delta)])
             async for _, output in outputs:
                 usage.add(output)
@@ -196,7 +199,11 @@ class GenerationService:
                     yield new_answer(
                         choices=choices,
                         usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                        prompt_token_ids=msgspec.UNSET
+                        if is_begun
+                        else _prompt_token_ids(body, output),
                     )
+                    is_begun = True
         finally:
             await outputs.aclose()
         for answer in self._closing(body, usage, new_answer):
@@ -233,6 +240,7 @@ class GenerationService:
             tools=body.tools,
             template_kwargs=body.chat_template_kwargs,
             add_special_tokens=body.add_special_tokens,
+            media_io_kwargs=body.media_io_kwargs,
         )
         return _with_extras(prompt, body)
 
@@ -266,55 +274,67 @@ class GenerationService:
         )
         if body.stream:
             chunks = _echoed(await begin(request, streams), echo)
-            events = self._text_events(body, chunks, len(streams), new_answer, options)
+            events = self._text_events(body, chunks, new_answer, options, echo)
             return self.event_stream(events, streams)
         outputs, usage = await gather(request, streams, echo)
+        starts = [0 if echo is None else echo.find_start(number) for number in range(len(outputs))]
         choices = [
-            text_choice(item, options, index=number * body.n + item.index, offset=0)
+            text_choice(item, options, index=number * body.n + item.index, offset=starts[number])
             for number, output in enumerate(outputs)
             for item in output.outputs
         ]
         for number, output in enumerate(outputs):
-            choices[number * body.n].prompt_logprobs = prompt_logprobs(output)
+            if body.prompt_logprobs is not None:
+                choices[number * body.n].prompt_logprobs = prompt_logprobs(output)
+            for choice in choices[number * body.n : (number + 1) * body.n]:
+                choice.prompt_token_ids = _prompt_token_ids(body, output)
         metrics = self._metrics(body, usage)
         return json_response(new_answer(choices=choices, usage=usage.usage(), metrics=metrics))
 
     async def _prompt_echo(self, request: Request, body: CompletionRequest) -> PromptEcho | None:
         if not body.echo:
             return None
-        if body.logprobs is not None:
-            raise RequestValueError(
-                "`echo` with `logprobs` is not supported yet: it needs the prompt's; leave one out",
-                param="echo",
-            )
         texts = [
             prompt
             if isinstance(prompt, str)
             else await while_connected(request, self._client.detokenize(prompt))
             for prompt in body.prompts()
         ]
-        return PromptEcho(texts, is_generating=body.max_tokens != 0)
+        decode = self._client.input_processor.tokenizer.decode
+        return PromptEcho(
+            texts,
+            is_generating=body.max_tokens != 0,
+            decode=decode if body.echoes_logprobs else None,
+        )
 
     async def _text_events(
         self,
         body: CompletionRequest,
         outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        num_prompts: int,
         new_answer: Callable[..., Answer],
         options: ChoiceOptions,
+        echo: PromptEcho | None,
     ) -> AsyncGenerator[Answer, None]:
         usage = UsageCounter()
         stream_options = body.stream_options
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        offsets = [0] * (num_prompts * body.n)
+        offsets: dict[int, int] = {}
         try:
             async for number, output in outputs:
                 usage.add(output)
-                choices: list[Any] = []
+                choices: list[TextChoice] = []
                 for item in output.outputs:
                     index = number * body.n + item.index
-                    choices.append(text_choice(item, options, index=index, offset=offsets[index]))
+                    is_first = index not in offsets
+                    start = 0 if echo is None or not is_first else echo.find_start(number)
+                    offset = offsets.setdefault(index, 0)
+                    choice = text_choice(item, options, index=index, offset=offset + start)
+                    if is_first:
+                        choice.prompt_token_ids = _prompt_token_ids(body, output)
+                    choices.append(choice)
                     offsets[index] += len(item.text)
+                if not choices:
+                    continue
                 yield new_answer(
                     choices=choices,
                     usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
@@ -344,12 +364,13 @@ class GenerationService:
     def _check(self, request: Request, body: GenerationRequest) -> None:
         self.check_model(body.model)
         body.check_supported()
-        if body.mm_processor_kwargs and not self._are_mm_kwargs_trusted:
-            raise RequestValueError(
-                "`mm_processor_kwargs` is not accepted from requests; leave it out, or start the "
-                "server with `--trust-request-mm-kwargs`",
-                param="mm_processor_kwargs",
-            )
+        for name in ("mm_processor_kwargs", "media_io_kwargs"):
+            if getattr(body, name) and not self._are_mm_kwargs_trusted:
+                raise RequestValueError(
+                    f"`{name}` is not accepted from requests; leave it out, or start the "
+                    "server with `--trust-request-mm-kwargs`",
+                    param=name,
+                )
         _check_priority(body, self._client.scheduling_policy)
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(body, name, None) and not self._config.trust_request_chat_template:
@@ -541,6 +562,12 @@ def _echo_of(body: ChatCompletionRequest) -> str:
     return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in parts)
 
 
+def _role_of(body: ChatCompletionRequest, config: ServerConfig) -> str:
+    """Return the role of the answer: the last message's, if it goes on with that."""
+    is_new = body.add_generation_prompt or not body.messages
+    return config.response_role if is_new else body.messages[-1].role
+
+
 def _default_salt(request: Request) -> str:
     """Return a cache salt per API key: cache hits, or their speed, would reveal others' prompts."""
     return f"api key {getattr(request.state, API_KEY_STATE)}"
@@ -570,6 +597,8 @@ def _with_extras(prompt: PromptDict, body: GenerationRequest) -> PromptDict:
         prompt["mm_processor_kwargs"] = body.mm_processor_kwargs
     if body.cache_salt is not None:
         prompt["cache_salt"] = body.cache_salt
+    if body.truncate_prompt_tokens is not None:
+        prompt["truncate_prompt_tokens"] = body.truncate_prompt_tokens
     return prompt
 
 

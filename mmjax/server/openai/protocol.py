@@ -8,6 +8,7 @@ a wrong request costs no more than a right one.
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
+import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -191,27 +192,28 @@ class GenerationRequest(Strict):
     mm_processor_kwargs: (
         Annotated[dict[Label, Any], Field(max_length=64, fail_fast=True)] | None
     ) = None
+    media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
+        None
+    )
     timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Seconds after which the request ends with 408, or an error event; the server's own limit
     holds as well."""
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
+    """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
     # Not supported: only the value without effect is allowed.
     length_penalty: float | None = 1.0
     spaces_between_special_tokens: StrictBool = True
-    truncate_prompt_tokens: StrictInt | None = None
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
-    media_io_kwargs: Object | None = None
 
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "length_penalty": (1.0, None),
         "spaces_between_special_tokens": (True,),
-        "truncate_prompt_tokens": (None,),
         "best_of": (None, 1),
         "use_beam_search": (False,),
-        "media_io_kwargs": (None, {}),
     }
     """Field -> its values without effect."""
 
@@ -225,6 +227,11 @@ class GenerationRequest(Strict):
             raise RequestValueError(
                 "`stream_options` needs `stream`: true; set it, or leave the options out",
                 param="stream_options",
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise RequestValueError(
+                "`truncate_prompt_tokens` is 0, which leaves no prompt; give a number, or -1",
+                param="truncate_prompt_tokens",
             )
         if self.prompt_logprobs is not None and self.stream:
             raise RequestValueError(
@@ -375,6 +382,7 @@ class CompletionRequest(GenerationRequest):
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **GenerationRequest.NEUTRAL,
         "suffix": (None, ""),
+        "media_io_kwargs": (None, {}),
     }
     NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
 
@@ -386,6 +394,11 @@ class CompletionRequest(GenerationRequest):
                 "`return_metrics` is about one prompt; send the prompts one by one, or leave it "
                 "out",
                 param="return_metrics",
+            )
+        if self.echo and self.truncate_prompt_tokens is not None:
+            raise RequestValueError(
+                "`echo` shows the prompt as it was sent; leave `truncate_prompt_tokens` out",
+                param="truncate_prompt_tokens",
             )
         if self.max_tokens == 0 and not self.echo:
             raise RequestValueError(
@@ -414,7 +427,15 @@ class CompletionRequest(GenerationRequest):
         """Return the sampling parameters."""
         # The engine generates one token at least; without `max_tokens` it is left out.
         max_tokens = 1 if self.max_tokens == 0 else self.max_tokens
-        return self.to_sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
+        params = self.to_sampling_params(defaults, max_tokens=max_tokens, logprobs=self.logprobs)
+        if not self.echoes_logprobs or self.prompt_logprobs is not None:
+            return params
+        return msgspec.structs.replace(params, prompt_logprobs=self.logprobs)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the prompt's log-probabilities stand before the answer's."""
+        return self.echo and self.logprobs is not None
 
 
 def _check_tool_fields(message: ChatMessage, place: str) -> None:

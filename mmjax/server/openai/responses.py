@@ -1,5 +1,6 @@
 """OpenAI's responses, made from the frontend's outputs."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -56,7 +57,8 @@ class TextLogprobs(msgspec.Struct, kw_only=True):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    """NaN, which is null in JSON, of a prompt's first token."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -79,7 +81,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class ChatAnswer(msgspec.Struct, kw_only=True):
     """`message` of a chat choice."""
 
-    role: Literal["assistant"] = "assistant"
+    role: str = "assistant"
     content: str | None
     """None of an answer of calls alone."""
     refusal: None = None
@@ -136,6 +138,8 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With `token_ids`; of a stream, in the first chunk."""
     parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """As `ChatAnswer.parsed`; of a stream, in the last chunk."""
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
@@ -299,6 +303,8 @@ class ChoiceOptions(NamedTuple):
     with_token_ids: bool = False
     names_token_ids: bool = False
     """Whether logprobs name tokens by their ids."""
+    role: str = "assistant"
+    """Of a chat's answers."""
 
     def token_ids(self, output: CompletionOutput) -> list[int] | msgspec.UnsetType:
         """Return the token ids if the request wants them."""
@@ -311,6 +317,7 @@ def chat_choice(output: CompletionOutput, piece: AnswerPiece, options: ChoiceOpt
     return ChatChoice(
         index=output.index,
         message=ChatAnswer(
+            role=options.role,
             content=piece.text or (None if calls else ""),
             tool_calls=calls or msgspec.UNSET,
             parsed=_parsed(output),
@@ -403,13 +410,12 @@ def text_logprobs(
         token_id, entry = next(iter(position.items()))
         shown.tokens.append(_token_name(token_id, entry, options))
         shown.token_logprobs.append(_finite(entry.logprob))
-        shown.top_logprobs.append(
-            {
-                _token_name(one_id, one, options): _finite(one.logprob)
-                for one_id, one in _top_of(position, options)
-            }
-        )
-        shown.text_offset.append(offset)
+        top = {
+            _token_name(one_id, one, options): _finite(one.logprob)
+            for one_id, one in _top_of(position, options)
+        }
+        shown.top_logprobs.append(None if math.isnan(entry.logprob) else top)
+        shown.text_offset.append(max(0, offset))
         offset += len(entry.decoded_token or "")
     return shown
 
