@@ -403,7 +403,7 @@ class _Inbox:
         committer: SenderCacheCommitter,
         engine: EngineCore,
         *,
-        begin: Callable[..., None],
+        begin: Callable[..., object],
     ) -> None:
         """`begin` is called once with each request, and `stream`, before its first message."""
         self._committer = committer

@@ -100,8 +100,7 @@ class EngineStart:
             self.num_kv_blocks = self._fit_kv_cache(programs, params)
         with self._timed("allocate"), reporting(logger, lambda: "allocating the caches"):
             self._allocate(programs, params)
-        with self._timed("load_adapters"):
-            self._adapters = self._open_adapters(params)
+        self._adapters = self._open_adapters(params)
         staged = self._stage(programs)
         with self._timed("compile"):
             staged.compile_first()
@@ -234,14 +233,19 @@ class EngineStart:
             left_out=self._left_out,
         )
         adapters = Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
-        for name, path in lora.modules:
+        if lora.modules:
+            with self._timed("load_adapters"), reporting(logger, lambda: "loading the adapters"):
+                self._load_adapters(adapters)
+        return adapters
+
+    def _load_adapters(self, adapters: Adapters) -> None:
+        for name, path in self.config.lora.modules:
             adapters.load(name, Path(path))
         while adapters.wait(1.0):
             pass
         for name, error in adapters.pop_loaded():
             if error is not None:
                 raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")
-        return adapters
 
     def _read(self, abstract: Params) -> Params:
         config, mesh = self.config, self._placement.mesh

@@ -17,6 +17,7 @@ from mmjax.errors import RequestError
 from mmjax.sampling_params import StructuredOutputsParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
+from mmjax.transport.step_record import StepRecord
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 
 BAD = "bad"
@@ -157,7 +158,7 @@ def serve(core: EngineCore, batch: Sequence[EngineCoreRequest]) -> tuple[dict[st
         sent: list[Any] = []
         sender.send = sent.append  # type: ignore[method-assign]
         try:
-            loop = EngineLoop(core, receiver, sender)
+            loop = EngineLoop(core, receiver, sender, StepRecord(directory.step_record_path))
             for request in batch:
                 loop._take(request)
             while core.has_unfinished():

@@ -18,7 +18,13 @@ from mmjax.frontend.engine_client.engine_process import EngineProcess
 from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.messages import CacheMiss, EngineCoreRequest, RequestFailed, StepOutput
+from mmjax.transport.messages import (
+    AdapterLoaded,
+    CacheMiss,
+    EngineCoreRequest,
+    RequestFailed,
+    StepOutput,
+)
 
 ECHO = "tests.echo_engine:run_echo_engine"
 DEADLINE_S = 240.0
@@ -30,7 +36,7 @@ class Listener:
         self.num_ready = 0
         self.exits: list[EngineExit] = []
 
-    def on_message(self, message: StepOutput | RequestFailed | CacheMiss) -> None:
+    def on_message(self, message: StepOutput | RequestFailed | CacheMiss | AdapterLoaded) -> None:
         assert isinstance(message, StepOutput)
         self.token_ids += [i for delta in message.deltas for i in delta.new_token_ids]
 

@@ -181,8 +181,9 @@ def test_a_path_too_long_is_named(
 
 OWNER = """
 import sys, time
-from mmjax.transport.channel import IpcDirectory
-directory = IpcDirectory()
+from mmjax.transport import channel
+channel._MAX_IPC_PATH = 1000
+directory = channel.IpcDirectory()
 print(directory.path, flush=True)
 sys.stdin.read()
 """

@@ -11,9 +11,10 @@ from mmjax.cache.media.processor_cache import (
 from mmjax.cache.media.shm.files import NoSharedMemoryError
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
-from mmjax.config import DEFAULT_SHM_OBJECT_SIZE_MB, MultiModalConfig, ProcessorCacheType
+from mmjax.config import MultiModalConfig
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger
+from mmjax.multimodal_config import DEFAULT_SHM_OBJECT_SIZE_MB, ProcessorCacheType
 
 logger = get_logger(__name__)
 
