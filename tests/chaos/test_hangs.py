@@ -22,7 +22,6 @@ from tests.chaos.service import (
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=60)
 
 
-@pytest.mark.slow
 def test_a_p1_that_is_stopped_is_replaced(input_processor: InputProcessor) -> None:
     async def body() -> None:
         config = echo_config(input_processor.model_config, "slow")

@@ -146,7 +146,6 @@ def test_a_start_that_fails_is_not_repeated() -> None:
     assert with_supervisor("dies at start", body).num_restarts == 0
 
 
-@pytest.mark.slow
 def test_a_first_start_that_someone_kills_is_repeated() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         assert supervisor.pid is not None
@@ -157,7 +156,6 @@ def test_a_first_start_that_someone_kills_is_repeated() -> None:
     with_supervisor("", body)
 
 
-@pytest.mark.slow
 def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
@@ -174,7 +172,6 @@ def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
     with_supervisor("", body)
 
 
-@pytest.mark.slow
 def test_starts_that_come_to_nothing_are_paused_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,7 +192,6 @@ def test_starts_that_come_to_nothing_are_paused_and_tried_again(
     with_supervisor("", body)
 
 
-@pytest.mark.slow
 def test_the_next_p1_waits_already() -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
@@ -214,7 +210,6 @@ def test_the_next_p1_waits_already() -> None:
     assert not is_alive(pids[0])
 
 
-@pytest.mark.slow
 def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
