@@ -21,7 +21,7 @@ MAX_MORE_THREADS = 8
 """Pools start their threads one by one, as they are needed."""
 
 _MIB = 2**20
-_EXPECTED_LINES = ("ended with exit code -9",)
+_EXPECTED_LINES = ("ended by signal SIGKILL",)
 
 
 class Sample(NamedTuple):
@@ -80,6 +80,7 @@ def judge(record: Record, *, seconds: float, max_growth_bytes: float) -> list[Ch
     checks = [
         Check("kinds of endings that did not occur", 3 - len(kinds), 0),
         Check("wrong answers", len(record.wrong), 0),
+        Check("conversations lost with P1", len(record.lost), 0),
         Check("moments of rest at which something was held", len(record.not_idle), 0),
         Check("unexpected errors in the log", len(record.log_lines), 0),
         Check("exit status of P0", abs(record.exit_code or 0), 0),
