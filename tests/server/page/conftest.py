@@ -56,18 +56,18 @@ def browser() -> Iterator[Browser]:
 
 
 class PacedEngine(EchoEngine):
-    """An echo that answers no more than `num_steps` tokens, until it is told to."""
+    """An echo that answers no more than `num_steps_left` tokens, until it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_steps: int | None = None
+        self.num_steps_left: int | None = None
         self.has_aborted = threading.Event()
 
     def step(self) -> list[RequestOutputDelta]:
-        if self.num_steps is not None:
-            if not self.num_steps:
+        if self.num_steps_left is not None:
+            if not self.num_steps_left:
                 return []
-            self.num_steps -= 1
+            self.num_steps_left -= 1
         return super().step()
 
     def abort(self, request_ids: Iterable[str]) -> None:

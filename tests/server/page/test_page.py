@@ -73,7 +73,7 @@ def test_a_file_that_is_no_picture_is_refused(playground: Playground) -> None:
 
 def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
     page = playground.page
-    playground.engine.num_steps = 4
+    playground.engine.num_steps_left = 4
     page.get_by_role("textbox", name="Message").fill("a red circle and a blue star")
     page.keyboard.press("Enter")
     expect(answers(page)).to_have_text("use")
@@ -82,7 +82,7 @@ def test_an_answer_streams_and_is_stopped(playground: Playground) -> None:
     expect(page.locator(".note")).to_have_text("Stopped.")
     assert playground.engine.has_aborted.wait(WAIT_S)
     expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
-    playground.engine.num_steps = None
+    playground.engine.num_steps_left = None
     playground.ask("and a ring")
     assert len(playground.requests) == 2
 
