@@ -258,6 +258,21 @@ def test_a_picture_that_comes_again_does_not_lock_out_the_one_between() -> None:
     assert [list(output.freed_identifiers) for output in outputs] == [[], ["same"], ["large"]]
 
 
+def test_pictures_that_share_a_token_do_not_lock_out_each_other() -> None:
+    """As Gemma 3's, whose line breaks merge into one token, which ends one and begins the next."""
+    scheduler = make_scheduler(encoder_cache_size=8)
+    marked = [0, 1, 1, 1, 1, 1, 1, 0]
+    items = (make_item(0, 8, "one", marked), make_item(7, 8, "two", marked))
+    scheduler.add_request(make_request("a", 18, items))
+    outputs = [step(scheduler) for _ in range(3)]
+    assert [encoded(output) for output in outputs] == [["one"], ["two"], []]
+    assert [windows(output) for output in outputs] == [
+        {"a": (0, 7)},
+        {"a": (7, 18)},
+        {"a": (18, 19)},
+    ]
+
+
 def test_evicted_outputs_are_reported_to_the_runner() -> None:
     scheduler = make_scheduler(encoder_cache_size=8)
     scheduler.add_request(make_request("a", 10, (make_item(0, 6, "x"),), max_tokens=1))

@@ -70,6 +70,12 @@ class EncoderItem:
         """Number of rows of the encoder output."""
         return self.mm_position.get_num_embeds()
 
+    def has_embeds_from(self, position: int) -> bool:
+        """Return whether an embedding stands at a position of the prompt, or behind it."""
+        start = min(max(0, position - self.start), self.mm_position.length)
+        first, last = self.mm_position.get_embeds_indices_in_range(start, self.mm_position.length)
+        return first < last
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderPrompt:

@@ -106,13 +106,14 @@ class WindowFitter:
         return max(start, request.last_cut(end) if self._keeps_runs_whole else end)
 
     def free_items(self, request: Request, start: int, end: int) -> None:
-        """Drop the request's references to items that end in a window.
+        """Drop the request's references to items whose last embedding is in a window.
 
-        Also to an item that occurs again later in the prompt: a reference could take the room that
-        the items in between need. It stays cached until then, if there is room.
+        Not at the placeholder's end: the tokens behind them may be the next item's, too, which may
+        need the room. Also to an item that occurs again later in the prompt: a reference could take
+        the room that the items in between need. It stays cached until then, if there is room.
         """
         overlapping = request.items_between(start, end)
-        begun = {item.identifier for item in overlapping if item.end > end}
+        begun = {item.identifier for item in overlapping if item.has_embeds_from(end)}
         for item in overlapping:
             if item.identifier not in begun:
                 self._encoder_cache.free_encoder_input(request.request_id, item.identifier)
