@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -143,6 +145,9 @@ def silent_for(pid: int, seconds: float) -> Fault | None:
 
 @pytest.mark.parametrize("child", [SLEEPER], indirect=True)
 def test_a_silent_process_that_does_nothing_hangs(child: "subprocess.Popen[str]") -> None:
+    # It has said that it runs, and may not sleep yet.
+    while Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)
     assert silent_for(child.pid, TIMEOUT_S - 1) is None
     fault = silent_for(child.pid, TIMEOUT_S + 3)
     assert fault is not None

@@ -147,13 +147,14 @@ class Adapters:
 
         A name whose adapter could not be read is free again.
         """
-        done = [one for one in self._loading if one.is_ready or one.error is not None]
-        for adapter in done:
+        # Before any is evicted, which forgets why it could not be read.
+        errors = {one: one.error for one in self._loading if one.is_ready or one.error is not None}
+        for adapter, error in errors.items():
             self._loading.remove(adapter)
-            if adapter.error is not None and not adapter.is_removed:
+            if error is not None and not adapter.is_removed:
                 self.unload(adapter.lora_name)
         self._evict()
-        return [(adapter.lora_name, adapter.error) for adapter in done]
+        return [(adapter.lora_name, error) for adapter, error in errors.items()]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until a file is read; return False, at once, if there is none to wait for."""
