@@ -25,7 +25,7 @@ ENDLESS = SamplingParams(ignore_eos=True, max_tokens=60)
 def test_a_p1_that_is_stopped_is_replaced(input_processor: InputProcessor) -> None:
     async def body() -> None:
         config = echo_config(input_processor.model_config, "slow")
-        async with serving(config, input_processor, main=ECHO_MAIN, hang_timeout_s=1.0) as service:
+        async with serving(config, input_processor, main=ECHO_MAIN, hang_timeout_s=4.0) as service:
             expected = await service.ask("a red circle", ENDLESS)
             asked = asyncio.create_task(service.ask("a red circle", ENDLESS))
             await until(lambda: bool(service.computed))

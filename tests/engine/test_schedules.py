@@ -6,15 +6,11 @@ tie.
 """
 
 import random
-from collections.abc import Sequence
-from typing import Any
 
-import msgspec
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.structured_outputs import make_grammar
-from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
+from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.bench import (
     Bench,
     check_states,
@@ -22,8 +18,6 @@ from tests.engine.bench import (
     random_parts,
     run_schedules,
 )
-from tests.engine.test_structured_outputs import choice, install_tokenizer, prompt, regex
-from tests.engine.tiny import EOS, message, tiny_engine
 from tests.models.families import TINY_FAMILIES, served_model
 from tests.models.families.family import TinyModel
 from tests.models.served import count_least_blocks, make_request, serve, start_engine
@@ -94,94 +88,6 @@ def test_each_of_500_mixed_requests_is_answered_as_alone(name: str) -> None:
         assert serve_as_they_come(engine, batch, rng) == alone
         assert engine.compilations == 0
     assert cramped.num_preemptions > 0
-
-
-NUM_MIXED, NUM_MIXED_SLOW = 30, 1000
-
-
-def draw_fields(rng: random.Random) -> dict[str, Any]:
-    """Return some of the sampling fields, at random."""
-    choices: dict[str, Any] = {
-        "repetition_penalty": rng.uniform(0.7, 2.0),
-        "presence_penalty": rng.uniform(-2.0, 2.0),
-        "frequency_penalty": rng.uniform(-2.0, 2.0),
-        "logit_bias": {rng.randrange(2, 90): rng.uniform(-20.0, 20.0) for _ in range(5)},
-        "allowed_token_ids": rng.sample(range(2, 90), 40),
-        "min_tokens": rng.randint(1, 6),
-        "no_repeat_ngram_size": rng.randint(1, 4),
-        "logprobs": rng.randint(0, 5),
-        "prompt_logprobs": rng.randint(0, 3),
-    }
-    if rng.random() < 0.6:
-        drawn = {"temperature": rng.uniform(0.3, 1.5), "min_p": rng.uniform(0.0, 0.1)}
-        choices |= {**drawn, "top_p": rng.uniform(0.5, 1.0), "top_k": rng.randint(3, 60)}
-    return {name: choices[name] for name in rng.sample(sorted(choices), rng.randint(0, 5))}
-
-
-def draw_request(rng: random.Random, name: str) -> EngineCoreRequest:
-    """Return a request with sampling fields, words that are banned, or a grammar."""
-    fields = draw_fields(rng) | {"max_tokens": rng.randint(1, 16), "seed": rng.randrange(99)}
-    token_ids = prompt(rng.randrange(6), rng.choice([3, 12, 30]))
-    parts = [token_ids, (rng.randrange(4), 1), prompt(rng.randrange(6), 5)]
-    if rng.random() < 0.3:
-        structure = rng.choice([regex("[a-e]{3,9}-[0-9]{2}"), choice("red", "green", "blue")])
-        allowed = {k: v for k, v in fields.items() if k not in ("allowed_token_ids", "logit_bias")}
-        request = message(name, parts, eos=[EOS], structured_outputs=structure, **allowed)
-        return msgspec.structs.replace(request, grammar=make_grammar(structure))
-    request = message(name, parts, eos=[EOS], **fields)
-    if rng.random() < 0.3:
-        words = [rng.choices(range(2, 90), k=rng.randint(1, 3)) for _ in range(20)]
-        params = msgspec.structs.replace(request.sampling_params, bad_words=["x"])
-        return msgspec.structs.replace(request, sampling_params=params, bad_words_token_ids=words)
-    return request
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "count",
-    [NUM_MIXED, pytest.param(NUM_MIXED_SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
-)
-def test_each_mix_of_sampling_fields_is_answered_as_alone(count: int) -> None:
-    """Tokens and log-probabilities, bit for bit, whatever runs beside, in chunks and preempted."""
-    rng = random.Random(count)
-    batch = [draw_request(rng, f"{number}") for number in range(count)]
-    roomy = install_tokenizer(tiny_engine(max_model_len=96, max_num_seqs=4))
-    sizes = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 13, "num_blocks": 12}
-    cramped = install_tokenizer(tiny_engine(**sizes))
-    alone = {}
-    for request in batch:
-        roomy.add_request(request)
-        alone |= told(serve_deltas(roomy, [], rng))
-    for engine in (roomy, cramped):
-        assert told(serve_deltas(engine, batch, rng)) == alone
-        assert engine.compilations == 0
-    assert cramped.num_preemptions > 0
-
-
-def told(deltas: Sequence[RequestOutputDelta]) -> dict[str, Any]:
-    """Return each request's tokens, reason to end, and log-probabilities of both kinds."""
-    found: dict[str, Any] = {}
-    for delta in deltas:
-        tokens, logprobs, of_prompt, _ = found.get(delta.request_id, ([], [], None, None))
-        tokens = tokens + delta.new_token_ids
-        logprobs = logprobs + list(delta.new_logprobs or ())
-        of_prompt = of_prompt or delta.prompt_logprobs
-        found[delta.request_id] = (tokens, logprobs, of_prompt, delta.finish_reason)
-    return found
-
-
-def serve_deltas(
-    core: EngineCore, batch: list[EngineCoreRequest], rng: random.Random
-) -> list[RequestOutputDelta]:
-    """Serve requests that arrive between steps; return all that was said."""
-    said: list[RequestOutputDelta] = []
-    to_come = list(reversed(batch))
-    while to_come or core.has_unfinished():
-        while to_come and rng.random() < 0.4:
-            core.add_request(to_come.pop())
-        assert core.pop_failed() == []
-        said += core.step()
-    return said
 
 
 def serve_as_they_come(
