@@ -144,6 +144,7 @@ async def leave_often(checkpoint: Path, num_clients: int) -> None:
     assert set(left) == set(STAGES)
 
 
+@pytest.mark.slow
 def test_nothing_is_held_for_clients_that_have_left(tiny_gemma3: Path) -> None:
     asyncio.run(leave_often(tiny_gemma3, 6 * len(STAGES)))
 
