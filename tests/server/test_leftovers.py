@@ -52,7 +52,7 @@ def test_segments_do_not_outlive_the_next_start(start: Any) -> None:
         assert len(segments_of(wire)) == 1
     # P1 alone: P0 keeps its segment, and the next P1 reads it.
     engine_of(killed).kill()
-    killed.served.wait_for("ended with exit code -9")
+    killed.served.wait_for("ended by signal SIGKILL")
     children = psutil.Process(killed.served.process.pid).children(recursive=True)
     # Both, so that nobody is left to tidy up.
     for process in (*children, psutil.Process(killed.served.process.pid)):
