@@ -1,7 +1,6 @@
 """How programs are compiled, where they are kept, and who counts them."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -18,21 +17,9 @@ from mmjax.engine.device.compilation import (
     default_num_threads,
 )
 from mmjax.engine.device.compile_cache import enable_persistent_cache
+from tests.engine.conftest import CACHE_DIR
 
-CACHE_DIR = "jax_compilation_cache_dir"
-OPTIONS = (
-    CACHE_DIR,
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
-
-
-@pytest.fixture(autouse=True)
-def restored_options() -> Iterator[None]:
-    before = {name: jax.config.values[name] for name in OPTIONS}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("restored_options")
 
 
 def compile_something(size: int) -> None:

@@ -13,21 +13,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mmjax.engine.device.compilation import Program, compile_programs
 from mmjax.engine.device.compile_cache import CheckedCache, enable_persistent_cache
+from tests.engine.conftest import CACHE_DIR
 
-CACHE_DIR = "jax_compilation_cache_dir"
-OPTIONS = (
-    CACHE_DIR,
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
-
-
-@pytest.fixture(autouse=True)
-def restored_options() -> Iterator[None]:
-    before = {name: jax.config.values[name] for name in OPTIONS}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+pytestmark = pytest.mark.usefixtures("restored_options")
 
 
 def test_the_cache_is_a_folder_of_this_user_alone(tmp_path: Path) -> None:
