@@ -14,8 +14,8 @@ PAGE = Path(__file__).resolve().parent / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-Written by `docs/make_configuration.py` from `mmjax/config.py`: change a setting there, and run
-`make docs`.
+Written by `docs/make_configuration.py` from the dataclasses that
+`mmjax/config.py` lists: change a setting there, and run `make docs`.
 
 A setting has one name, and up to three places:
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from mmjax.config import LogFormat
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 MAX_SILENCE_S = 2.5
 """Of a start: three seconds without a line look like a fault."""

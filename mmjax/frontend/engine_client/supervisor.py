@@ -10,13 +10,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
-from mmjax.config import EngineConfig, LogFormat, LogLevel
+from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
 from mmjax.frontend.engine_client.liveness import EngineWatch, Fault
 from mmjax.frontend.engine_client.restarts import RestartBreaker
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
-from mmjax.logger import get_logger
+from mmjax.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
