@@ -22,8 +22,9 @@ import transformers
 from mmjax.config import ParallelConfig
 from mmjax.engine.device.compilation import Program
 from mmjax.engine.device.encoder import choose_patches, count_units
+from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.mesh import make_placement
-from mmjax.engine.device.programs import ModelShape, Programs
+from mmjax.engine.device.programs import Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import bind, build_abstract

@@ -16,10 +16,11 @@ from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config import EngineConfig
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_patches, count_units, largest_items
+from mmjax.engine.device.functions import AdaptedModel, ModelShape
 from mmjax.engine.device.memory import KVDemand, fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
-from mmjax.engine.device.programs import AdaptedModel, ModelShape, Programs
+from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
 from mmjax.engine.scheduling.adapters import Adapters

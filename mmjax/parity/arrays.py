@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from mmjax.config import Quantization
-from mmjax.engine.device.programs import AdaptedModel
+from mmjax.engine.device.functions import AdaptedModel
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate
 from mmjax.layers.module import (

@@ -16,8 +16,9 @@ import pytest
 from jax._src.pallas.mosaic import tpu_info
 
 from mmjax.config import ParallelConfig
+from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.mesh import Placement, make_placement
-from mmjax.engine.device.programs import ModelShape, Programs
+from mmjax.engine.device.programs import Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention import backend as attention_backend
 from mmjax.layers.attention.api import choose_cache_type, span_variants

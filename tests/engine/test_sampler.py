@@ -12,13 +12,8 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from mmjax.engine.device.batch import (
-    EDIT_WIDTH,
-    NO_TOKEN,
-    SampleBatch,
-    SampleTables,
-    empty_tables,
-)
+from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
+from mmjax.engine.device.sample_tables import EDIT_WIDTH, SampleTables, empty_tables
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.logit_rules import pack_token_ids
 from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES

@@ -4,257 +4,22 @@ All fields are int32 (floats as their bits) in one flat buffer, so that a step i
 `Layout` says where each field is, on both sides.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.cache.adapter_slots import NO_SLOT
-from mmjax.engine.scheduling.admission import MAX_MASKED_TOKEN_IDS
+from mmjax.engine.device.batch_layout import (
+    ADAPTER_SLOTS,
+    NO_TOKEN,
+    PENALTIES,
+    sample_layout,
+    step_layout,
+)
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import Request
-from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
-
-NO_TOKEN = np.iinfo(np.int32).max
-"""Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
-
-_CROSS = "cross_"
-_SLOTS = "adapter_slots"
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-class StepBatch(NamedTuple):
-    """The input of `step`, besides parameters and caches."""
-
-    token_ids: Int[Array, " T"]
-    token_from: Int[Array, " T"]
-    """Row of the previous sample that is the token, or -1."""
-    positions: Int[Array, "3 T"]
-    src_index: Int[Array, " T"]
-    """Row of the encoder-output pool; -1 for text."""
-    metadata: PagedAttentionMetadata
-    cross_src: Int[Array, " S"] | None = None
-    """Row of the pool of each encoder hidden state to write; None for a decoder-only model."""
-    adapter_slots: Int[Array, " T"] | None = None
-    """Where each token's adapter is; -1: it has none. None: no token of the step has one."""
-
-
-class SampleBatch(NamedTuple):
-    """The input of `sample`, besides parameters and hidden states."""
-
-    rows: Int[Array, " R"]
-    """Rows of the hidden states; padding: 0."""
-    positions: Int[Array, " R"]
-    """Position of the new token in its sequence."""
-    seeds: UInt32[Array, "R 2"]
-    top_k: Int[Array, " R"]
-    """0 or below: all."""
-    temperature: Float[Array, " R"]
-    """0: greedy."""
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    masked_token_ids: Int[Array, "R _masked"]
-    """Ids masked by `min_tokens`; padding: `NO_TOKEN`."""
-    token_from: Int[Array, " R"]
-    """Row of the previous sample that is the sequence's last token, or -1."""
-    ngram_sizes: Int[Array, " R"]
-    """`no_repeat_ngram_size`; 0: no limit."""
-    prompt_lengths: Int[Array, " R"]
-    """Tokens that repetition penalties count, and presence and frequency penalties do not."""
-    repetition_penalty: Float[Array, " R"]
-    """Of rows without penalties 0, which leaves all as it is, as that of the other two."""
-    presence_penalty: Float[Array, " R"]
-    frequency_penalty: Float[Array, " R"]
-    reports_masked: Int[Array, " R"]
-    """1: log-probabilities are of what the row's mask leaves, as vLLM's with a grammar."""
-    reported: Int[Array, " R"]
-    """The token whose log-probability is wanted, and 1 added; 0: the sampled one."""
-    has_filters: Int[Array, ""]
-    """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
-    has_logprobs: Int[Array, ""]
-    has_masks: Int[Array, ""]
-    """Whether the tables' masks are to be read; so, too, of edits and penalties."""
-    has_edits: Int[Array, ""]
-    has_penalties: Int[Array, ""]
-    adapter_slots: Int[Array, " R"] | None = None
-    """Where each row's adapter is; -1: it has none. None: the engine has no adapters."""
-
-
-class SampleTables(NamedTuple):
-    """What some rows of a sample need besides; without such rows a table stays as it is.
-
-    On the host numpy's, and None for a table that no row needs.
-    """
-
-    history: Any
-    """int32[R, S]: the tokens that are known, of rows with penalties or an n-gram size."""
-    masks: Any
-    """int32[R, words]: a bit for each token that may be sampled; token 33 is bit 1 of word 1."""
-    edits: Any
-    """int32[R, EDIT_WIDTH]: as `Edits`, one behind the other."""
-
-
-class Edits(NamedTuple):
-    """Changes of single logits of a row; padding is `NO_TOKEN`."""
-
-    last_token_ids: Int[Array, "R _words"]
-    """The token in flight behind which another is banned; -1: whatever it is."""
-    banned_token_ids: Int[Array, "R _words"]
-    biased_token_ids: Int[Array, "R _biases"]
-    biases: Float[Array, "R _biases"]
-
-
-EDIT_WIDTH = 2 * MAX_BAD_WORDS + 2 * MAX_BIASES
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Offsets of named int32 fields in one flat buffer."""
-
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @cached_property
-    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
-        """Field -> (its slice of the buffer, its shape)."""
-        slices, start = {}, 0
-        for name, shape in self.shapes:
-            slices[name] = (slice(start, start + prod(shape)), shape)
-            start += prod(shape)
-        return slices
-
-    @cached_property
-    def size(self) -> int:
-        """Length of the buffer."""
-        return sum(prod(shape) for _, shape in self.shapes)
-
-    def views(self, flat: Any) -> dict[str, Any]:
-        """Return the fields: views of a numpy buffer, slices of a traced one."""
-        return {name: flat[part].reshape(shape) for name, (part, shape) in self.slices.items()}
-
-
-def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
-    """Return the fields of a `StepBatch` of one bucket.
-
-    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`.
-    """
-    tokens, requests, tiles = bucket.num_tokens, bucket.num_requests, bucket.num_tiles
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_ids": (tokens,),
-        "token_from": (tokens,),
-        "positions": (3, tokens),
-        "src_index": (tokens,),
-        "slot_block": (tokens,),
-        "slot_offset": (tokens,),
-        "token_index": (tokens,),
-        **({"span_end": (tokens,)} if bucket.has_spans else {}),
-        "tile_rows": (tiles, bucket.tile_size),
-        "tile_request": (tiles,),
-        "row_slot": (tokens,),
-        "block_tables": (requests, max_blocks),
-        **({_SLOTS: (tokens,)} if bucket.has_adapters else {}),
-    }
-    if max_encoder_blocks:
-        states = (bucket.num_states,)
-        shapes |= {
-            "cross_src": states,
-            "cross_slot_block": states,
-            "cross_slot_offset": states,
-            "cross_lengths": (requests,),
-            "cross_block_tables": (requests, max_encoder_blocks),
-        }
-    return Layout(tuple(shapes.items()))
-
-
-def sample_layout(num_requests: int, *, has_adapters: bool = False) -> Layout:
-    """Return the fields of a `SampleBatch` of one bucket."""
-    one = (num_requests,)
-    shapes: Shapes = {
-        "rows": one,
-        "positions": one,
-        "seeds": (num_requests, 2),
-        "top_k": one,
-        "temperature": one,
-        "top_p": one,
-        "min_p": one,
-        "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
-        "token_from": one,
-        "ngram_sizes": one,
-        "prompt_lengths": one,
-        **dict.fromkeys(_PENALTIES, one),
-        "reports_masked": one,
-        "reported": one,
-        "has_filters": (),
-        "has_logprobs": (),
-        "has_masks": (),
-        "has_edits": (),
-        "has_penalties": (),
-        **({_SLOTS: one} if has_adapters else {}),
-    }
-    return Layout(tuple(shapes.items()))
-
-
-def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
-    """Return the batch of a packed buffer, under jit."""
-    fields = layout.views(flat)
-    names = ("token_ids", "token_from", "positions", "src_index")
-    head = {name: fields.pop(name) for name in names}
-    if _SLOTS in fields:
-        head[_SLOTS] = fields.pop(_SLOTS)
-    cross = {name: fields.pop(name) for name in list(fields) if name.startswith(_CROSS)}
-    if cross:
-        head["cross_src"] = cross.pop("cross_src")
-        named = {name.removeprefix(_CROSS): field for name, field in cross.items()}
-        fields["cross"] = CrossAttentionMetadata(**named)
-    return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
-
-
-def add_padding_row(batch: StepBatch) -> StepBatch:
-    """Return the batch with one row more, which is nobody's token: no tile asks for it."""
-
-    def pad(field: Int[Array, "*other T"], value: int = 0) -> Int[Array, "*other _more"]:
-        widths = [(0, 0)] * (field.ndim - 1) + [(0, 1)]
-        return jnp.pad(field, widths, constant_values=value)
-
-    metadata, slots = batch.metadata, batch.adapter_slots
-    num_rows = len(batch.token_ids)
-    return batch._replace(
-        adapter_slots=None if slots is None else pad(slots, -1),
-        token_ids=pad(batch.token_ids),
-        token_from=pad(batch.token_from, -1),
-        positions=pad(batch.positions),
-        src_index=pad(batch.src_index, -1),
-        metadata=metadata._replace(
-            slot_block=pad(metadata.slot_block, jnp.iinfo(jnp.int32).max),
-            slot_offset=pad(metadata.slot_offset),
-            token_index=pad(metadata.token_index),
-            span_end=None if metadata.span_end is None else pad(metadata.span_end),
-            tile_rows=jnp.where(metadata.tile_rows < num_rows, metadata.tile_rows, num_rows + 1),
-            row_slot=pad(metadata.row_slot),
-        ),
-    )
-
-
-def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
-    """Return the first rows of a packed batch, floats and seeds restored, under jit."""
-    fields = {
-        name: value[:num_rows] if value.ndim else value
-        for name, value in layout.views(flat).items()
-    }
-    for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-        fields[name] = jax.lax.bitcast_convert_type(fields[name], jnp.float32)
-    fields["seeds"] = jax.lax.bitcast_convert_type(fields["seeds"], jnp.uint32)
-    return SampleBatch(**fields)
 
 
 class BatchBuilder:
@@ -294,15 +59,15 @@ class BatchBuilder:
         if self.max_encoder_blocks:
             fields["cross_slot_block"][:] = self.num_blocks
         if bucket.has_adapters:
-            fields[_SLOTS][:] = NO_SLOT
+            fields[ADAPTER_SLOTS][:] = NO_SLOT
         self._sample_fields(flat[layout.size :])
         return flat, fields
 
     def _sample_fields(self, flat: np.ndarray) -> dict[str, np.ndarray]:
         """Return views of a sample's fields, of which no row has an adapter."""
         fields = self.sample_layout.views(flat)
-        if _SLOTS in fields:
-            fields[_SLOTS][:] = NO_SLOT
+        if ADAPTER_SLOTS in fields:
+            fields[ADAPTER_SLOTS][:] = NO_SLOT
         return fields
 
     def count_states(self, requests: Sequence[ScheduledRequest]) -> int:
@@ -363,7 +128,7 @@ class BatchBuilder:
         fields["slot_offset"][:num_tokens] = index % self.block_size
         if bucket.has_adapters:
             slots = [item.request.adapter_slot for item in requests]
-            fields[_SLOTS][:num_tokens] = np.repeat(np.array(slots, np.int32), counts)
+            fields[ADAPTER_SLOTS][:num_tokens] = np.repeat(np.array(slots, np.int32), counts)
         self._fill_tiles(fields, bucket, counts, place)
         self._fill_items(fields, requests, ends - counts)
         if self.max_encoder_blocks:
@@ -445,8 +210,8 @@ class BatchBuilder:
         """Pack the sample of the requests' next tokens; return whether it is plain greedy."""
         fields = self._sample_fields(flat)
         fields["rows"][: len(rows)] = rows
-        if _SLOTS in fields:
-            fields[_SLOTS][: len(rows)] = [one.request.adapter_slot for one in requests]
+        if ADAPTER_SLOTS in fields:
+            fields[ADAPTER_SLOTS][: len(rows)] = [one.request.adapter_slot for one in requests]
         is_plain = True
         for row, scheduled in enumerate(requests):
             request, params = scheduled.request, scheduled.request.sampling_params
@@ -478,8 +243,8 @@ class BatchBuilder:
         """Pack a sample that reports the log-probabilities of given tokens, and draws none."""
         flat = np.zeros(self.sample_layout.size, np.int32)
         fields = self._sample_fields(flat)
-        if _SLOTS in fields:
-            fields[_SLOTS][: len(rows)] = adapter_slot
+        if ADAPTER_SLOTS in fields:
+            fields[ADAPTER_SLOTS][: len(rows)] = adapter_slot
         fields["masked_token_ids"][:] = NO_TOKEN
         fields["rows"][: len(rows)] = rows
         fields["reported"][: len(rows)] = token_ids + 1
@@ -487,59 +252,10 @@ class BatchBuilder:
         return flat
 
 
-def unpack_edits(edits: Int[Array, "R _width"]) -> Edits:
-    """Return the parts of `SampleTables.edits`, under jit."""
-    ends = np.cumsum([MAX_BAD_WORDS, MAX_BAD_WORDS, MAX_BIASES])
-    last, banned, biased, biases = jnp.split(edits, ends, axis=1)
-    return Edits(last, banned, biased, jax.lax.bitcast_convert_type(biases, jnp.float32))
-
-
-def empty_tables(num_rows: int, history_len: int, vocab_size: int) -> SampleTables:
-    """Return tables that ask for nothing."""
-    return SampleTables(
-        history=np.zeros((num_rows, history_len), np.int32),
-        masks=np.full((num_rows, cdiv(vocab_size, 32)), -1, np.int32),
-        edits=np.full((num_rows, EDIT_WIDTH), NO_TOKEN, np.int32),
-    )
-
-
-def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> SampleTables:
-    """Return the tables of requests that need any, None for the others.
-
-    `empty`: of the sample's number of rows.
-    """
-    history = masks = edits = None
-    for row, scheduled in enumerate(requests):
-        request, params = scheduled.request, scheduled.request.sampling_params
-        if params.no_repeat_ngram_size or params.has_penalties:
-            history = empty.history.copy() if history is None else history
-            history[row, : request.num_tokens] = request.token_ids[: request.num_tokens]
-        if request.logit_rules.has_mask:
-            masks = empty.masks.copy() if masks is None else masks
-            masks[row] = request.logit_rules.allowed_bits
-        if request.logit_rules.has_edits:
-            edits = empty.edits.copy() if edits is None else edits
-            _fill_edits(edits[row], scheduled)
-    return SampleTables(history, masks, edits)
-
-
-def _fill_edits(edits: np.ndarray, scheduled: ScheduledRequest) -> None:
-    request, biases = scheduled.request, scheduled.request.logit_rules.biases
-    bans = request.logit_rules.find_bans(
-        request.output_token_ids, is_last_known=scheduled.token_from < 0
-    )
-    edits[: len(bans)] = [last for last, _ in bans]
-    edits[MAX_BAD_WORDS : MAX_BAD_WORDS + len(bans)] = [token_id for _, token_id in bans]
-    start = 2 * MAX_BAD_WORDS
-    edits[start : start + len(biases)] = list(biases)
-    start += MAX_BIASES
-    edits.view(np.float32)[start : start + len(biases)] = list(biases.values())
-
-
 def _fill_penalties(fields: dict[str, np.ndarray], row: int, request: Request) -> None:
     fields["has_penalties"][...] = 1
     fields["prompt_lengths"][row] = request.num_prompt_tokens
-    for name in _PENALTIES:
+    for name in PENALTIES:
         fields[name].view(np.float32)[row] = getattr(request.sampling_params, name)
 
 

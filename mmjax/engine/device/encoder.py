@@ -16,6 +16,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from mmjax.cache.adapter_slots import NO_SLOT
+from mmjax.engine.device.batch_layout import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
@@ -29,7 +30,6 @@ MIN_PATCHES = 128
 MAX_PACKED_PATCHES = 4096
 """Patches of the largest call, unless a single item has more; others take several calls."""
 
-ADAPTER_SLOTS = "adapter_slots"
 """The input that says where the adapter of each unit, or patch, is."""
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 from jaxtyping import Array
 
-from mmjax.engine.device.batch import BatchBuilder, SampleTables, make_tables
+from mmjax.engine.device.batch import BatchBuilder
 from mmjax.engine.device.encoder import EncoderCall, EncoderRows
 from mmjax.engine.device.mesh import Call, Placement, SampleKind
 from mmjax.engine.device.padding import PaddingCounter
 from mmjax.engine.device.precomputed import WriteCall
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.prompt_calls import PromptCall
+from mmjax.engine.device.sample_tables import SampleTables, make_tables
 from mmjax.engine.device.sampler import SampleOutput
 from mmjax.engine.scheduling.buckets import (
     Buckets,

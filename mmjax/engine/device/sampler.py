@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.engine.device.batch import NO_TOKEN, SampleBatch, SampleTables, unpack_edits
+from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
+from mmjax.engine.device.sample_tables import SampleTables, unpack_edits
 from mmjax.sampling_params import MAX_LOGPROBS
 
 _GROUP = 64

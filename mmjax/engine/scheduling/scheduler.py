@@ -7,7 +7,7 @@ strictly in order, so that none starves. No device arrays.
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from mmjax.engine.scheduling.outputs import (
     SchedulerOutput,
 )
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.engine.scheduling.waiting_queue import WaitingQueue
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
     CapacityError,
@@ -36,45 +37,6 @@ from mmjax.logger import get_logger
 from mmjax.transport.messages import STEP_TOKEN_BOUNDS, RequestOutputDelta
 
 logger = get_logger(__name__)
-
-
-class WaitingQueue:
-    """Requests that do not run, by priority, then by arrival; a preemption keeps both."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Request]] = []
-        self._arrivals: dict[str, int] = {}
-        self._num_arrived = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Request]:
-        return (request for _, _, request in self._entries)
-
-    def add(self, request: Request) -> None:
-        """Insert a request; a preempted one keeps its arrival."""
-        arrival = self._arrivals.get(request.request_id)
-        if arrival is None:
-            arrival = self._arrivals[request.request_id] = self._num_arrived
-            self._num_arrived += 1
-        insort(self._entries, (request.priority, arrival, request), key=lambda entry: entry[:2])
-
-    def key(self, request: Request) -> tuple[int, int]:
-        """Return (priority, arrival)."""
-        return request.priority, self._arrivals[request.request_id]
-
-    def peek(self, may_run: Callable[[Request], bool]) -> Request | None:
-        """Return the first request that may run, without removing it."""
-        return next(filter(may_run, self), None)
-
-    def remove(self, request: Request) -> None:
-        """Remove a waiting request."""
-        self._entries = [entry for entry in self._entries if entry[2] is not request]
-
-    def forget(self, request: Request) -> None:
-        """Drop the arrival of a finished request."""
-        self._arrivals.pop(request.request_id, None)
 
 
 class StepLimits(NamedTuple):

@@ -1,0 +1,275 @@
+"""The functions that are jitted, and what they take."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from mmjax.engine.device.batch_layout import (
+    ADAPTER_SLOTS,
+    Layout,
+    add_padding_row,
+    unpack_sample,
+    unpack_step,
+)
+from mmjax.engine.device.mesh import Placement
+from mmjax.engine.device.sample_tables import SampleTables
+from mmjax.engine.device.sampler import SampleOutput, sample_full
+from mmjax.layers.attention.kv_cache import KVCache
+from mmjax.layers.cpu.storage import from_storage, to_storage
+from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
+from mmjax.models.interface import embed_units
+from mmjax.weights.adapter import slot_axis
+
+Gather = Callable[[Array, int], Array]
+"""Replicates an array that the devices computed in parts along an axis."""
+
+
+class ModelShape(NamedTuple):
+    """What the engine needs to know of a model before it allocates."""
+
+    graphdef: Any
+    """The model's structure, for `layers.module.bind`."""
+    num_token_ids: int
+    """Ids that a prompt may hold."""
+    vocab_size: int
+    """Ids that have a logit."""
+    hidden_size: int
+    dtype: Any
+    """Of hidden states, encoder outputs and the KV cache."""
+
+    @classmethod
+    def of(cls, graphdef: Any, params: Params) -> "ModelShape":
+        """Find the shapes by `jax.eval_shape` of the model's methods."""
+
+        def probe(params: Params) -> tuple[Array, Array]:
+            model = bind(graphdef, params)
+            embeds = model.embed_input_ids(jnp.zeros(1, jnp.int32))
+            return embeds, model.compute_logits(embeds)
+
+        embeds, logits = jax.eval_shape(probe, params)
+        num_token_ids = max(logits.shape[1], getattr(bind(graphdef, params), "num_token_ids", 0))
+        return cls(graphdef, num_token_ids, logits.shape[1], embeds.shape[1], embeds.dtype)
+
+
+AdapterArrays = Mapping[str, Array]
+"""The arrays of all slots, by their names in the tree (`layers/lora.py`)."""
+
+
+class AdaptedModel(NamedTuple):
+    """A model with room for adapters beside its layers."""
+
+    graphdef: Any
+    shapes: Mapping[str, jax.ShapeDtypeStruct]
+    """Of its `AdapterArrays`."""
+    has_towers: bool
+    """Whether towers and connectors have room, too."""
+
+    @classmethod
+    def of(cls, graphdef: Any, abstract: Params, *, has_towers: bool) -> "AdaptedModel":
+        """Find the arrays of adapters among a model's parameters."""
+        leaves = flatten_params(abstract)
+        names = [name for name in leaves if ".lora." in name and not name.endswith(_ROW_SLOTS)]
+        return cls(graphdef, {name: leaves[name] for name in names}, has_towers)
+
+    def bind(
+        self, params: Params, adapters: AdapterArrays | None, slots: Int[Array, " rows"]
+    ) -> Any:
+        """Return the module, whose rows have the adapters of `slots`; call it under jit."""
+        assert adapters is not None, "rows have slots, and nothing is in them"
+        ends = {name: name.removesuffix(".a") for name in adapters if name.endswith(".lora.a")}
+        rows = {f"{layer}{_ROW_SLOTS}": slots for layer in ends.values()}
+        leaves = {**flatten_params(params), **adapters, **rows}
+        return bind(self.graphdef, unflatten_params(leaves))
+
+
+_ROW_SLOTS = ".slots"
+
+
+class StepState(NamedTuple):
+    """What `step` takes (donated) and returns."""
+
+    kv_cache: KVCache
+    hidden: Shaped[Array, "rows D"]
+    """Hidden states after the final norm, with the rows of the largest bucket: a step of T tokens
+    fills the first T, so that `sample` is compiled once for all buckets."""
+
+
+def encode(
+    graphdef: Any,
+    adapted: AdaptedModel | None,
+    gather: Gather,
+    *,
+    params: Params,
+    pool: Shaped[Array, "rows D"],
+    inputs: Mapping[str, Array],
+    dst_rows: Int[Array, " outputs"],
+    adapters: AdapterArrays | None = None,
+) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
+    """Encode a bucket of units, or a pack, into rows of the pool; padding's are out of range.
+
+    Returns the pool, and an array that is ready when it is, and is never donated.
+    """
+    model = bind(graphdef, params)
+    given = dict(inputs)
+    slots = given.pop(ADAPTER_SLOTS, None)
+    if slots is None:
+        embeds = embed_units(model, given)
+    else:
+        assert adapted is not None, "units have slots"
+        embeds = jax.lax.cond(
+            (slots >= 0).any(),
+            lambda: embed_units(adapted.bind(params, adapters, slots), given),
+            lambda: embed_units(model, given),
+        )
+    flat = gather(embeds, 0).reshape(-1, embeds.shape[-1])
+    if flat.shape != (len(dst_rows), pool.shape[-1]):
+        shape = f"{flat.shape[0]} rows of width {flat.shape[1]}"
+        raise ValueError(
+            f"`{type(model).__name__}.embed_multimodal` gives {shape}; by its `encoder_spec` this "
+            f"call has {len(dst_rows)} rows, and the language model's width is {pool.shape[-1]}"
+        )
+    return write_rows(pool, flat, dst_rows), dst_rows[0]
+
+
+def encode_prompts(
+    graphdef: Any,
+    gather: Gather,
+    *,
+    params: Params,
+    pool: Shaped[Array, "rows D"],
+    token_ids: Int[Array, "B S"],
+    src_rows: Int[Array, "B S"],
+    dst_rows: Int[Array, "B S"],
+) -> tuple[Shaped[Array, "rows D"], Int[Array, ""]]:
+    """Run an encoder-decoder's encoder over prompts, of text and rows of the pool, into the pool.
+
+    Token ids of padding are negative; `src_rows` of text are, too, and `dst_rows` of padding are
+    out of range. Returns what `encode` returns.
+    """
+    model = bind(graphdef, params)
+    text = model.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
+    text = text.reshape(*token_ids.shape, -1)
+    is_embed = (src_rows >= 0)[:, :, None]
+    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(src_rows, 0)]), text)
+    states = gather(model.encode_prompts(merged, token_ids >= 0), 0)
+    rows = dst_rows.reshape(-1)
+    return write_rows(pool, states.reshape(-1, pool.shape[-1]), rows), rows[0]
+
+
+def write_extra(
+    graphdef: Any, params: Params, pool: Shaped[Array, "rows D"]
+) -> Shaped[Array, "rows D"]:
+    """Write the model's learned embeddings to the last rows of the pool, where they stay."""
+    embeds = to_storage(bind(graphdef, params).extra_embeds(), pool.dtype)
+    return jax.lax.dynamic_update_slice(pool, embeds, (len(pool) - len(embeds), 0))
+
+
+def write_rows(
+    pool: Shaped[Array, "rows D"],
+    embeds: Float[Array, "outputs D"],
+    dst_rows: Int[Array, " outputs"],
+) -> Shaped[Array, "rows D"]:
+    """Write embeddings to rows of the pool; out-of-range rows are dropped."""
+    return pool.at[dst_rows].set(to_storage(embeds, pool.dtype), mode="drop")
+
+
+def load_adapter(
+    adapters: AdapterArrays, slot: Int[Array, ""], values: AdapterArrays
+) -> AdapterArrays:
+    """Write one adapter's arrays, which have no axis of slots, to its slot."""
+    return {
+        name: jax.lax.dynamic_update_index_in_dim(array, values[name], slot, slot_axis(name))
+        for name, array in adapters.items()
+    }
+
+
+def step(
+    graphdef: Any,
+    adapted: AdaptedModel | None,
+    adds_row_to_one: bool,
+    *,
+    layout: Layout,
+    params: Params,
+    state: StepState,
+    pool: Shaped[Array, "outputs D"],
+    previous: Int[Array, " sampled"],
+    packed: Int[Array, " size"],
+    adapters: AdapterArrays | None = None,
+) -> tuple[StepState, Int[Array, " rest"]]:
+    """Compute a bucket of tokens: text, and embeddings from the pool.
+
+    Tokens that the host has not read yet are rows of the `previous` sample. Encoder hidden states
+    of an encoder-decoder model's new requests are rows of the pool, too. Returns the state, and
+    the rest of the packed buffer: the input of `sample`.
+
+    `adapters`: of a step whose tokens have any. `adds_row_to_one`: a lone token is computed beside
+    padding. XLA multiplies one row on the CPU with other code, and fuses what makes it into sums
+    over it: both add in another order.
+    """
+    batch = unpack_step(layout, packed)
+    if adds_row_to_one and len(batch.token_ids) == 1:
+        batch = add_padding_row(batch)
+    if batch.adapter_slots is None:
+        model = bind(graphdef, params)
+    else:
+        assert adapted is not None, "tokens have slots"
+        model = adapted.bind(params, adapters, batch.adapter_slots)
+    sampled = previous[jnp.maximum(batch.token_from, 0)]
+    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
+    is_embed = (batch.src_index >= 0)[:, None]
+    merged = jnp.where(is_embed, from_storage(pool[jnp.maximum(batch.src_index, 0)]), text)
+    metadata = batch.metadata
+    if metadata.cross is not None:
+        metadata = metadata._replace(
+            cross=metadata.cross._replace(encoder_hidden_states=from_storage(pool[batch.cross_src]))
+        )
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
+    stored = to_storage(states, state.hidden.dtype)
+    hidden = jax.lax.dynamic_update_slice(state.hidden, stored, (0, 0))
+    return StepState(kv_cache, hidden), packed[layout.size :]
+
+
+def sample(
+    graphdef: Any,
+    adapted: AdaptedModel | None,
+    placement: Placement,
+    *,
+    layout: Layout,
+    num_rows: int,
+    is_plain: bool,
+    params: Params,
+    hidden: Shaped[Array, "rows D"],
+    packed: Int[Array, " size"],
+    tables: SampleTables,
+    previous: Int[Array, " sampled"],
+    adapters: AdapterArrays | None = None,
+) -> Int[Array, " sampled"] | SampleOutput:
+    """Sample the next token of requests whose window ends.
+
+    `is_plain`: all rows are greedy, without masks or log-probabilities. `tables` and `previous`:
+    as in `sample_full`. The tokens fill the first
+    `num_rows` of an array of fixed size, which the next step reads.
+    """
+    batch = unpack_sample(layout, packed, num_rows)
+    rows, slots = from_storage(hidden[batch.rows]), batch.adapter_slots
+    if slots is None:
+        logits = bind(graphdef, params).compute_logits(rows)
+    else:
+        assert adapted is not None, "rows have slots"
+        logits = jax.lax.cond(
+            (slots >= 0).any(),
+            lambda: adapted.bind(params, adapters, slots).compute_logits(rows),
+            lambda: bind(graphdef, params).compute_logits(rows),
+        )
+    if is_plain:
+        return _pad_tokens(placement.argmax(logits), layout)
+    drawn = sample_full(placement.gather(logits, 1), batch, tables, previous)
+    return drawn._replace(token_ids=_pad_tokens(drawn.token_ids, layout))
+
+
+def _pad_tokens(token_ids: Int[Array, " R"], layout: Layout) -> Int[Array, " sampled"]:
+    (capacity,) = layout.slices["rows"][1]
+    return jnp.pad(token_ids, (0, capacity - len(token_ids)))

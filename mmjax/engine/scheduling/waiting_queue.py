@@ -1,0 +1,45 @@
+"""Requests that wait, in the order in which they start."""
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+from mmjax.engine.scheduling.request import Request
+
+
+class WaitingQueue:
+    """Requests that do not run, by priority, then by arrival; a preemption keeps both."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Request]] = []
+        self._arrivals: dict[str, int] = {}
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, _, request in self._entries)
+
+    def add(self, request: Request) -> None:
+        """Insert a request; a preempted one keeps its arrival."""
+        arrival = self._arrivals.get(request.request_id)
+        if arrival is None:
+            arrival = self._arrivals[request.request_id] = self._num_arrived
+            self._num_arrived += 1
+        insort(self._entries, (request.priority, arrival, request), key=lambda entry: entry[:2])
+
+    def key(self, request: Request) -> tuple[int, int]:
+        """Return (priority, arrival)."""
+        return request.priority, self._arrivals[request.request_id]
+
+    def peek(self, may_run: Callable[[Request], bool]) -> Request | None:
+        """Return the first request that may run, without removing it."""
+        return next(filter(may_run, self), None)
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request."""
+        self._entries = [entry for entry in self._entries if entry[2] is not request]
+
+    def forget(self, request: Request) -> None:
+        """Drop the arrival of a finished request."""
+        self._arrivals.pop(request.request_id, None)
