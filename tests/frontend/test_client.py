@@ -17,7 +17,8 @@ from mmjax.errors import (
     RequestTimeoutError,
     RequestTypeError,
 )
-from mmjax.frontend.engine_client.client import AsyncEngineClient, RequestStream
+from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor

@@ -2,36 +2,33 @@
 
 import asyncio
 import copy
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
-from contextvars import copy_context
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
 from mmjax.config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
-    EngineUnavailableError,
     InternalError,
-    RequestCancelledError,
     RequestError,
     RequestQuarantinedError,
     RequestTimeoutError,
 )
 from mmjax.frontend.engine_client.adapters import AdapterClient
-from mmjax.frontend.engine_client.capacity import Capacity, TokenReservation
+from mmjax.frontend.engine_client.capacity import Capacity
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.engine_client.observer import EndReason, RequestObserver, notify
 from mmjax.frontend.engine_client.quarantine import Quarantine
+from mmjax.frontend.engine_client.request_stream import PendingRequest, RequestStream
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.resend_queue import ResendQueue, call_in_loop
 from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.frontend.engine_client.supervisor import EngineLink
 from mmjax.frontend.engine_client.suspects import EngineExit
+from mmjax.frontend.engine_client.waits import unavailable, until, wait_for_start
 from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOutputs
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.explain import Explanation
@@ -59,66 +56,6 @@ PromptSource = PromptType | Callable[[], PromptType]
 
 _EXPIRY_GRACE_S = 1.0
 """Seconds after its deadline in which P1, which expires requests between steps, may still do so."""
-
-
-class RequestStream:
-    """An async iterator over the outputs of one request; `close` aborts it."""
-
-    def __init__(self, client: "AsyncEngineClient", request: ProcessedRequest) -> None:
-        self.request = request
-        self.context = copy_context()
-        """The HTTP request's: its id in log lines, its trace."""
-        self.expiry: asyncio.TimerHandle | None = None
-        """Ends it after its deadline, whatever P1 does."""
-        self._client = client
-        self._queue: asyncio.Queue[RequestOutput | RequestError] = asyncio.Queue()
-        self._is_done = False
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._is_done and self._queue.empty():
-            raise StopAsyncIteration
-        item = await self._queue.get()
-        if isinstance(item, RequestError):
-            raise item
-        return item
-
-    def put(self, item: RequestOutput | RequestError) -> None:
-        """Queue an output, or the error that ends the stream."""
-        self._is_done = isinstance(item, RequestError) or item.finished
-        self._queue.put_nowait(item)
-
-    def cancel(self) -> None:
-        """Abort the request; whoever reads the stream gets RequestCancelledError."""
-        if not self._is_done:
-            self._client.abort(self.request.request_id)
-            self.put(RequestCancelledError())
-
-    def close(self) -> None:
-        """Abort the request unless it has finished."""
-        if not self._is_done:
-            self._is_done = True
-            self._client.abort(self.request.request_id)
-
-
-@dataclass(slots=True, kw_only=True)
-class _PendingRequest:
-    """A request that is being processed in a thread."""
-
-    is_stream: bool
-    num_seqs: int
-    cancellation: Cancellation = field(default_factory=Cancellation)
-    """Set when the client has left."""
-    handle: RequestStream | None = None
-    reservation: TokenReservation | None = None
-    """Room for its prompt, until it is counted by its handle."""
-    times: RequestTimes = field(default_factory=lambda: RequestTimes(arrived_at=time.monotonic()))
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self.cancellation.is_set
 
 
 class AsyncEngineClient:
@@ -231,7 +168,7 @@ class AsyncEngineClient:
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)
-        pending = _PendingRequest(is_stream=stream, num_seqs=sampling_params.n)
+        pending = PendingRequest(is_stream=stream, num_seqs=sampling_params.n)
         prepare = partial(
             self.input_processor.prepare,
             request_id,
@@ -244,7 +181,7 @@ class AsyncEngineClient:
             generated_token_ids=generated_token_ids,
         )
         try:
-            await _wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
+            await wait_for_start(self.supervisor, self._max_start_wait_s, deadline)
             loop = asyncio.get_running_loop()
             if (structure := sampling_params.structured_outputs) is not None:
                 # In a thread of its own, so that a slow one delays no request without; `prepare`
@@ -264,12 +201,12 @@ class AsyncEngineClient:
             if pending.reservation is not None:
                 pending.reservation.release()
         if pending.handle is None:
-            raise _unavailable(self.supervisor)
+            raise unavailable(self.supervisor)
         return pending.handle
 
     async def load_adapter(self, lora_name: str, path: Path) -> None:
         """Load an adapter from a directory, which requests may name then; RequestError."""
-        await _wait_for_start(self.supervisor, self._max_start_wait_s, None)
+        await wait_for_start(self.supervisor, self._max_start_wait_s, None)
         await self.adapters.load(lora_name, path)
 
     async def explain(
@@ -374,7 +311,7 @@ class AsyncEngineClient:
             self._fail_request(culprit.request_id, RequestQuarantinedError())
         if self.supervisor.state != "restarting":
             for request_id in list(self._streams):
-                self._fail_request(request_id, _unavailable(self.supervisor))
+                self._fail_request(request_id, unavailable(self.supervisor))
 
     def on_ready(self) -> None:
         """Send all unfinished requests again, with what was generated for them."""
@@ -408,14 +345,14 @@ class AsyncEngineClient:
         made, result = await self._lanes.run(run_if_whole, cancellation)
         if connector.is_whole(made):
             return cast(T, result)
-        async with _until(deadline), AsyncExitStack() as stack:
+        async with until(deadline), AsyncExitStack() as stack:
             with recording(times), measuring("fetch"):
                 whole = await stack.enter_async_context(connector.fetched(made))
             return await self._lanes.run(run, cancellation)
 
     def _process(
         self,
-        pending: _PendingRequest,
+        pending: PendingRequest,
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
         prompt: PromptType,
@@ -437,7 +374,7 @@ class AsyncEngineClient:
                     request, partial(call_in_loop, loop, self._on_committed, pending)
                 )
 
-    def _on_committed(self, pending: _PendingRequest, committed: CommittedMessage) -> None:
+    def _on_committed(self, pending: PendingRequest, committed: CommittedMessage) -> None:
         """Queue a message from a thread; the first one registers the request."""
         can_serve = self.supervisor.state not in ("paused", "dead")
         if pending.handle is None and not pending.is_cancelled and can_serve:
@@ -446,7 +383,7 @@ class AsyncEngineClient:
         self._resend_queue.put_committed(committed)
 
     def _register(self, request: ProcessedRequest, *, is_stream: bool) -> RequestStream:
-        handle = self._streams[request.request_id] = RequestStream(self, request)
+        handle = self._streams[request.request_id] = RequestStream(self.abort, request)
         brought = self._output_processor.add_request(request, stream=is_stream)
         self._resend_queue.add(request)
         for observer in self._observers:
@@ -540,25 +477,6 @@ def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> Stats
     return StatsLog(lambda: supervisor.heartbeat, None if cache is None else cache.make_stats)
 
 
-async def _wait_for_start(
-    supervisor: EngineLink, max_wait_s: float, deadline: float | None
-) -> None:
-    """Wait while the first P1 compiles; EngineUnavailableError or a timeout after that.
-
-    During a restart nobody waits here: the prompt is processed meanwhile.
-    """
-    if supervisor.state == "starting":
-        time_left = math.inf if deadline is None else deadline - time.monotonic()
-        try:
-            async with asyncio.timeout(min(max_wait_s, time_left)):
-                await supervisor.wait_started()
-        except TimeoutError:
-            if time_left <= max_wait_s:
-                raise RequestTimeoutError from None
-    if supervisor.state not in ("ready", "restarting"):
-        raise _unavailable(supervisor)
-
-
 def _internal_error() -> RequestError:
     # Details are for the log, not for the client.
     return InternalError("the engine failed on this request; the log says why")
@@ -569,31 +487,6 @@ def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
     return cache(prompt) if callable(prompt) else lambda: prompt
 
 
-@asynccontextmanager
-async def _until(deadline: float | None) -> AsyncIterator[None]:
-    """Raise RequestTimeoutError at the deadline."""
-    if deadline is None:
-        yield
-        return
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            yield
-    except TimeoutError:
-        raise RequestTimeoutError from None
-
-
 def _error_of(failure: RequestFailed) -> RequestError:
     error = failure.to_error()
     return _internal_error() if isinstance(error, InternalError) else error
-
-
-def _unavailable(supervisor: EngineLink) -> EngineUnavailableError:
-    text = {
-        "starting": "the engine is still starting; try again in a few seconds",
-        "restarting": "the engine restarts; try again in a few seconds",
-        "paused": "the engine process ended again and again, and is started next after a pause; "
-        "the server's log says how it ended",
-        "dead": "the engine could not be brought back; the server must be restarted",
-        "ready": "the engine was lost during this request; try again",
-    }
-    return EngineUnavailableError(text[supervisor.state], retry_after_s=supervisor.retry_after_s)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-from mmjax.frontend.engine_client.client import RequestStream
+from mmjax.frontend.engine_client.request_stream import RequestStream
 
 MEDIA_HASHES_HEADER = "x-media-hashes"
 MAX_HASHES = 64

@@ -10,7 +10,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mmjax.errors import RequestCancelledError, RequestError
-from mmjax.frontend.engine_client.client import RequestStream
+from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.logger import get_logger
 from mmjax.server.openai.continuation import CONTINUATION
