@@ -36,8 +36,8 @@ logging.getLogger("transformers").addFilter(
 
 _REGISTRY = "mmjax.models.registry"
 _HOMES = {
-    "LLM": "mmjax.llm",
-    "LoRARequest": "mmjax.llm",
+    "LLM": "mmjax.llm.llm",
+    "LoRARequest": "mmjax.llm.arguments",
     "MULTIMODAL_REGISTRY": _REGISTRY,
     "ProcessorFactories": _REGISTRY,
     "SamplingParams": "mmjax.sampling_params",

@@ -46,8 +46,8 @@ def test_what_fails_while_it_opens_is_told_and_closed(
     def fail(self: Any) -> None:
         raise ZeroDivisionError("a processor that cannot process")
 
-    monkeypatch.setattr("mmjax.llm.EngineCore", Engine)
-    monkeypatch.setattr("mmjax.llm.InputProcessor.warm_up", fail)
+    monkeypatch.setattr("mmjax.llm.llm.EngineCore", Engine)
+    monkeypatch.setattr("mmjax.llm.llm.InputProcessor.warm_up", fail)
     with pytest.raises(ZeroDivisionError, match="cannot process"):
         LLM(str(tiny_gemma3), max_model_len=128)
     assert Engine.is_closed

@@ -30,7 +30,7 @@ def _ask_server(client: ApiClient, fields: dict[str, Any]) -> Answer:
 def _ask_here(model: str | None, fields: dict[str, Any]) -> Answer:
     """Load the model into this process."""
     # Imported here: it loads jax.
-    from mmjax.llm import LLM
+    from mmjax import LLM
     from mmjax.sampling_params import SamplingParams
 
     llm = LLM(model, max_num_seqs=1)

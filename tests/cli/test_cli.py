@@ -138,7 +138,7 @@ def test_chat_in_this_process_sends_the_same_messages(
                 # What came is shown before the next is asked for.
                 assert capsys.readouterr().out == piece
 
-    monkeypatch.setattr("mmjax.llm.LLM", Fake)
+    monkeypatch.setattr("mmjax.llm.llm.LLM", Fake)
     argv = ["--model", "some/model", "--temperature", "0", "--system", "Be brief."]
     assert main(["chat", *argv, "--image", picture, "what?"]) == 0
     assert capsys.readouterr().out == "\n"

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from transformers import ChameleonConfig
 from transformers import ChameleonForConditionalGeneration as HFModel
 
+from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
-from mmjax.llm import LLM
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from transformers import AutoConfig, FuyuConfig, GenerationConfig
 from transformers import FuyuForCausalLM as HFModel
 
+from mmjax import LLM
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
-from mmjax.llm import LLM
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import pytest
 
+from mmjax import LLM
 from mmjax.errors import ConfigError
-from mmjax.llm import LLM
 from mmjax.model_source import load_model_config
 from mmjax.parity import reference
 from mmjax.parity.__main__ import main

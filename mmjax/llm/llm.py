@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, Signature
 from itertools import count
@@ -16,11 +15,9 @@ from typing import Any, cast
 from tqdm import tqdm
 
 from mmjax.cache import config_with_segment
-from mmjax.config import EngineConfig, SchedulerConfig, llm_settings, serve_settings
+from mmjax.config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
-from mmjax.errors import MultiModalCacheMissError, RequestError, RequestValueError
-from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
-from mmjax.frontend.engine_client.resend_queue import MAX_MISSES
+from mmjax.errors import RequestValueError
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import RequestOutput
@@ -28,35 +25,23 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.llm.arguments import (
+    LoRARequest,
+    LoRARequests,
+    Messages,
+    as_conversations,
+    as_prompts,
+    is_conversation,
+    params_for,
+    parse_keywords,
+    priorities_for,
+)
+from mmjax.llm.inbox import Inbox
 from mmjax.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
-from mmjax.settings import nearest_name
 from mmjax.transport.messages import RequestOutputDelta
-
-Messages = Sequence[Mapping[str, Any]]
-"""One conversation."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoRARequest:
-    """An adapter: the name that it is known by, a number, and its directory or hub id.
-
-    The same name with another number or directory is loaded anew.
-    """
-
-    lora_name: str
-    lora_int_id: int
-    lora_path: str
-
-    def __post_init__(self) -> None:
-        if not self.lora_name or not self.lora_path:
-            raise RequestValueError("an adapter needs a name and a path", param="lora_request")
-
-
-LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""Of one or several prompts."""
 
 
 class _SettingsSignature:
@@ -94,7 +79,7 @@ class LLM:
             TypeError: For an unknown setting.
             ConfigError: For an invalid value.
         """
-        config = load_engine_config(_parse_keywords(model, settings))
+        config = load_engine_config(parse_keywords(model, settings))
         require_model(config.model.architecture)
         self._open(config)
 
@@ -119,7 +104,7 @@ class LLM:
             warm_up.result()
             opened.pop_all()
         begin = self._output_processor.add_request
-        self._inbox = _Inbox(self._input_processor.committer, self.engine, begin=begin)
+        self._inbox = Inbox(self._input_processor.committer, self.engine, begin=begin)
         self._request_ids = count()
         self._loaded: dict[str, LoRARequest] = {}
         """Adapters that the engine has, by name."""
@@ -143,9 +128,9 @@ class LLM:
             lora_request: An adapter for all prompts, or one (or None) per prompt.
             priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
         """
-        many = _as_prompts(prompts)
-        each_params = _params_for(sampling_params, len(many))
-        each_priority = _priorities(priority, len(many), self.config.scheduler)
+        many = as_prompts(prompts)
+        each_params = params_for(sampling_params, len(many))
+        each_priority = priorities_for(priority, len(many), self.config.scheduler)
         adapters = self._load_adapters(lora_request, len(many))
         jobs = [
             partial(
@@ -189,7 +174,7 @@ class LLM:
             chat_template_kwargs: The template's own options.
             media_io_kwargs: How videos are sampled, as `{"video": {"num_frames": 8}}`.
         """
-        many = _as_conversations(messages)
+        many = as_conversations(messages)
         template = None if chat_template is None else self._chat.template.with_source(chat_template)
         parse = partial(
             self._chat.parse,
@@ -204,7 +189,7 @@ class LLM:
             self._chat_job(partial(parse, conversation), params, adapter)
             for conversation, params, adapter in zip(
                 many,
-                _params_for(sampling_params, len(many)),
+                params_for(sampling_params, len(many)),
                 self._load_adapters(lora_request, len(many)),
                 strict=True,
             )
@@ -247,7 +232,7 @@ class LLM:
 
         Notebooks show it as HTML: tokens as cells, placeholders coloured by item.
         """
-        if _is_conversation(prompt):
+        if is_conversation(prompt):
             template = None
             if chat_template is not None:
                 template = self._chat.template.with_source(chat_template)
@@ -395,147 +380,5 @@ class LLM:
         return processed.request_outputs
 
 
-class _Inbox:
-    """Committed messages to the engine, in order."""
-
-    def __init__(
-        self,
-        committer: SenderCacheCommitter,
-        engine: EngineCore,
-        *,
-        begin: Callable[..., object],
-    ) -> None:
-        """`begin` is called once with each request, and `stream`, before its first message."""
-        self._committer = committer
-        self._engine = engine
-        self._begin = begin
-        self.is_stream = False
-        """Whether the requests' outputs are what each step adds."""
-        self._committed: deque[CommittedMessage] = deque()
-        self._num_to_come: dict[str, int] = {}
-        """request_id -> messages that the engine has not received yet."""
-        self._num_misses: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._committed)
-
-    def put(self, committed: CommittedMessage) -> None:
-        """Add a message; from any thread, under the committer's lock."""
-        self._committed.append(committed)
-
-    def take(self) -> None:
-        """Add the next message to the engine; on a cache miss, commit and queue it again."""
-        committed = self._committed.popleft()
-        request = committed.request
-        if request.request_id not in self._num_to_come:
-            self._num_to_come[request.request_id] = len(request.messages)
-            self._begin(request, stream=self.is_stream)
-        try:
-            self._engine.add_request(committed.message)
-        except MultiModalCacheMissError as miss:
-            self._send_again(committed, miss)
-            return
-        self._num_misses.pop(committed.message.request_id, None)
-        self._num_to_come[request.request_id] -= 1
-        if not self._num_to_come[request.request_id]:
-            del self._num_to_come[request.request_id]
-            request.release()
-
-    def discard(self) -> None:
-        """Drop all messages; only the engine's cache is updated, as the sender cache expects."""
-        while self._committed:
-            message = self._committed.popleft().message
-            try:
-                self._engine.add_request(message)
-            except MultiModalCacheMissError as miss:
-                self._committer.invalidate(miss.mm_hashes)
-            except RequestError:
-                continue
-            self._engine.abort([message.request_id])
-        self._num_to_come.clear()
-        self._num_misses.clear()
-
-    def _send_again(self, committed: CommittedMessage, miss: MultiModalCacheMissError) -> None:
-        message_id = committed.message.request_id
-        num_misses = self._num_misses[message_id] = self._num_misses.get(message_id, 0) + 1
-        if num_misses > MAX_MISSES:
-            raise RuntimeError(
-                f"request {message_id} came {num_misses} times with all of its tensors, and still "
-                f"the engine has {miss}; switch the cache off with `mm_processor_cache_gb=0`"
-            ) from miss
-        self._committer.invalidate(miss.mm_hashes)
-        self._committer.commit(
-            committed.request,
-            self.put,
-            indices=[committed.index],
-            is_inline=num_misses >= MAX_MISSES,
-        )
-
-
-def _parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    known = llm_settings()
-    for name in keywords:
-        if name not in known and name in serve_settings():
-            raise TypeError(f"`{name}` is a setting of `mmjax.serve` alone; LLM does not take it")
-        if name not in known:
-            raise TypeError(f"LLM has no setting `{name}`; {nearest_name(name, known)}")
-    given = {"model": None if model is None else str(model), **keywords}
-    return {name: known[name].parse(value) for name, value in given.items()}
-
-
 def _identity(prompt: PromptType) -> PromptType:
     return prompt
-
-
-def _params_for(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
-) -> Sequence[SamplingParams | None]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * number
-    if len(sampling_params) != number:
-        raise RequestValueError(
-            f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
-            "give one for all, or one for each",
-            param="sampling_params",
-        )
-    return sampling_params
-
-
-def _priorities(
-    priority: Sequence[int] | None, number: int, scheduler: SchedulerConfig
-) -> Sequence[int]:
-    if priority is None:
-        return [0] * number
-    if scheduler.scheduling_policy != "priority":
-        raise RequestValueError(
-            "`priority` is given, but this engine serves in the order of arrival; leave it out, "
-            'or make the LLM with `scheduling_policy="priority"`',
-            param="priority",
-        )
-    if len(priority) != number:
-        raise RequestValueError(
-            f"there are {number} prompts and {len(priority)} priorities; give one for each",
-            param="priority",
-        )
-    return priority
-
-
-def _as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
-    if isinstance(prompts, str | Mapping):
-        return [cast(PromptType, prompts)]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [cast(list[int], list(prompts))]
-    return cast(list[PromptType], list(prompts))
-
-
-def _is_conversation(value: Any) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and bool(value) and all(isinstance(item, Mapping) for item in value)
-
-
-def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
-    if _is_conversation(messages):
-        return [cast(Messages, messages)]
-    if not messages:
-        raise RequestValueError("`messages` is empty; give at least one", param="messages")
-    return cast(list[Messages], list(messages))

@@ -1,0 +1,106 @@
+"""What callers give to `LLM`, as lists of one entry a prompt."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from mmjax.config import SchedulerConfig, llm_settings, serve_settings
+from mmjax.errors import RequestValueError
+from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.sampling_params import SamplingParams
+from mmjax.settings import nearest_name
+
+Messages = Sequence[Mapping[str, Any]]
+"""One conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter: the name that it is known by, a number, and its directory or hub id.
+
+    The same name with another number or directory is loaded anew.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+    def __post_init__(self) -> None:
+        if not self.lora_name or not self.lora_path:
+            raise RequestValueError("an adapter needs a name and a path", param="lora_request")
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""Of one or several prompts."""
+
+
+def parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are given by keyword; TypeError for one that is none."""
+    known = llm_settings()
+    for name in keywords:
+        if name not in known and name in serve_settings():
+            raise TypeError(f"`{name}` is a setting of `mmjax.serve` alone; LLM does not take it")
+        if name not in known:
+            raise TypeError(f"LLM has no setting `{name}`; {nearest_name(name, known)}")
+    given = {"model": None if model is None else str(model), **keywords}
+    return {name: known[name].parse(value) for name, value in given.items()}
+
+
+def params_for(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, number: int
+) -> Sequence[SamplingParams | None]:
+    """Return the parameters of each prompt; None: the checkpoint's defaults."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * number
+    if len(sampling_params) != number:
+        raise RequestValueError(
+            f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
+            "give one for all, or one for each",
+            param="sampling_params",
+        )
+    return sampling_params
+
+
+def priorities_for(
+    priority: Sequence[int] | None, number: int, scheduler: SchedulerConfig
+) -> Sequence[int]:
+    """Return the priority of each prompt; RequestValueError if the engine has no priorities."""
+    if priority is None:
+        return [0] * number
+    if scheduler.scheduling_policy != "priority":
+        raise RequestValueError(
+            "`priority` is given, but this engine serves in the order of arrival; leave it out, "
+            'or make the LLM with `scheduling_policy="priority"`',
+            param="priority",
+        )
+    if len(priority) != number:
+        raise RequestValueError(
+            f"there are {number} prompts and {len(priority)} priorities; give one for each",
+            param="priority",
+        )
+    return priority
+
+
+def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
+    """Return one or several prompts as a list."""
+    if isinstance(prompts, str | Mapping):
+        return [cast(PromptType, prompts)]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [cast(list[int], list(prompts))]
+    return cast(list[PromptType], list(prompts))
+
+
+def is_conversation(value: Any) -> bool:
+    """Return whether a value is a list of messages, not a prompt."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and bool(value) and all(isinstance(item, Mapping) for item in value)
+
+
+def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """Return one or several conversations as a list."""
+    if is_conversation(messages):
+        return [cast(Messages, messages)]
+    if not messages:
+        raise RequestValueError("`messages` is empty; give at least one", param="messages")
+    return cast(list[Messages], list(messages))
