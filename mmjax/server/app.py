@@ -30,6 +30,8 @@ from mmjax.server.openai.adapters import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
+from mmjax.server.openai.chat_completions import ChatService
+from mmjax.server.openai.completions import CompletionService
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -69,7 +71,7 @@ def create_app(
         finally:
             watching.cancel()
             reader.close()
-            generation.close()
+            chats.close()
             await client.close()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
@@ -79,7 +81,8 @@ def create_app(
         client.observe(RequestLog(config))
     tracer = _make_tracer(client, config.otlp_traces_endpoint)
     reader = RequestReader(config.request_body_timeout_s, client.check_room)
-    generation = GenerationService(client, chat, config)
+    generation = GenerationService(client, config)
+    chats = ChatService(client, chat, config, generation)
     app = FastAPI(
         title="mmjax",
         version=__version__,
@@ -94,9 +97,9 @@ def create_app(
     app.state.request_reader = reader
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)
-    _add_generation_routes(app, generation, reader)
-    _add_responses_routes(app, ResponsesService(generation, config), reader)
-    _add_tokenization_routes(app, TokenizationService(client, generation), reader)
+    _add_generation_routes(app, chats, CompletionService(client, generation), reader)
+    _add_responses_routes(app, ResponsesService(chats, generation, config), reader)
+    _add_tokenization_routes(app, TokenizationService(client, chats, generation), reader)
     _describe_bodies(app)
     if not config.disable_fastapi_docs:
         _add_docs_route(app)
@@ -142,19 +145,21 @@ def add_protection(app: FastAPI, config: ServerConfig) -> None:
     )
 
 
-def _add_generation_routes(app: FastAPI, service: GenerationService, reader: RequestReader) -> None:
+def _add_generation_routes(
+    app: FastAPI, chats: ChatService, texts: CompletionService, reader: RequestReader
+) -> None:
     # Bodies are read by `reader`: FastAPI would decode and validate them without limits.
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
-        return await service.chat(request, await reader.read(request, ChatCompletionRequest))
+        return await chats.chat(request, await reader.read(request, ChatCompletionRequest))
 
     @app.post("/v1/chat/completions/render", openapi_extra=_takes(ChatCompletionRequest))
     async def render(request: Request) -> Response:
-        return await service.render(request, await reader.read(request, ChatCompletionRequest))
+        return await chats.render(request, await reader.read(request, ChatCompletionRequest))
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await service.complete(request, await reader.read(request, CompletionRequest))
+        return await texts.complete(request, await reader.read(request, CompletionRequest))
 
 
 def _add_responses_routes(app: FastAPI, service: ResponsesService, reader: RequestReader) -> None:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
+from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import (
@@ -63,8 +64,11 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
 class TokenizationService:
     """Serves /tokenize and /detokenize."""
 
-    def __init__(self, client: AsyncEngineClient, generation: GenerationService) -> None:
+    def __init__(
+        self, client: AsyncEngineClient, chats: ChatService, generation: GenerationService
+    ) -> None:
         self._client = client
+        self._chats = chats
         self._generation = generation
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
@@ -78,7 +82,7 @@ class TokenizationService:
         else:
             fields = body.model_dump(exclude_none=True, exclude={"return_token_strs", "prompt"})
             chat = await asyncio.to_thread(validated, ChatCompletionRequest, fields)
-            explained = await self._generation.explain_chat(request, chat, is_bounded=False)
+            explained = await self._chats.explain_chat(request, chat, is_bounded=False)
             token_ids = explained.prompt_token_ids
         input_processor = self._client.input_processor
         answer = TokenizeAnswer(

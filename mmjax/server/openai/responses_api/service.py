@@ -13,9 +13,10 @@ from mmjax.config import ServerConfig
 from mmjax.errors import RequestCancelledError, RequestError, RequestValueError
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.middleware import API_KEY_STATE
+from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.generation import ChatRun, GenerationService
+from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.media_headers import media_headers
 from mmjax.server.openai.protocol import ChatCompletionRequest
 from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
@@ -48,7 +49,10 @@ _FIELD_OF_CHAT_FIELD: Mapping[str, str] = {
 class ResponsesService:
     """Serves /v1/responses and what is below it."""
 
-    def __init__(self, generation: GenerationService, config: ServerConfig) -> None:
+    def __init__(
+        self, chats: ChatService, generation: GenerationService, config: ServerConfig
+    ) -> None:
+        self._chats = chats
         self._generation = generation
         self._store = ResponseStore(
             max_responses=config.max_num_stored_responses,
@@ -60,7 +64,7 @@ class ResponsesService:
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
-            run = await self._generation.open_chat(request, chat, f"resp_{new_hex()}")
+            run = await self._chats.open_chat(request, chat, f"resp_{new_hex()}")
             builder = ResponseBuilder(self._new_response(body, run), run.options)
             stored = _new_stored(request, body, conversation, builder.response)
             if not body.stream:
@@ -79,7 +83,7 @@ class ResponsesService:
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
-            explained = await self._generation.explain_chat(request, chat, is_bounded=False)
+            explained = await self._chats.explain_chat(request, chat, is_bounded=False)
         num_tokens = len(explained.prompt_token_ids)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
