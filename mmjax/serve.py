@@ -26,6 +26,8 @@ from mmjax.server.shutdown import Interrupted, Shutdown, leave
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 
+_SWITCH_INTERVAL_S = 0.0005
+
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serve") -> int:
     """Serve until told to stop; return the exit status."""
@@ -128,6 +130,9 @@ def _listen_at(path: Path) -> socket.socket:
 def _serve(
     engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
 ) -> int:
+    # The event loop gives the GIL away with each call of the system, and threads that process
+    # pictures would keep it for 5 ms each time.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     app, supervisor = make_app(engine, server)
     return asyncio.run(_run(app, server, supervisor, listener, shutdown))
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 from openai import OpenAI
 from PIL import Image, ImageDraw
@@ -190,6 +191,18 @@ def test_a_crash_of_the_engine_is_survived(url: str, served: Served) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert ask(url, 2).choices[0].message.content == before
+
+
+def test_who_computes_on_the_cores_of_the_server_gives_way_to_it(url: str, served: Served) -> None:
+    ask(url, 3)  # the decoding processes have begun, too
+    server = psutil.Process(served.process.pid)
+    engine = int(served.output.rpartition("started the engine process (pid ")[2].split(")")[0])
+    names = {child.pid: " ".join(child.cmdline()) for child in server.children(recursive=True)}
+    workers = [pid for pid, name in names.items() if pid == engine or "decoders.worker" in name]
+    assert len(workers) >= 2
+    for pid in workers:
+        threads = [thread.id for thread in psutil.Process(pid).threads()]
+        assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {server.nice() + 5}
 
 
 def test_accepted_connections_have_no_delay() -> None:

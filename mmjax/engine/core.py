@@ -325,6 +325,11 @@ class EngineCore:
         return at_fault
 
     @property
+    def platform(self) -> str:
+        """JAX's name of the platform: "cpu", "gpu" or "tpu"."""
+        return self._placement.platform
+
+    @property
     def num_programs_left(self) -> int:
         """Programs that are not compiled yet. Thread-safe."""
         return self._programs.num_left
