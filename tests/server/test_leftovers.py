@@ -44,7 +44,6 @@ def ask(wire: Wire) -> None:
     assert wire.ask("POST", CHAT, {"messages": [message_about(draw(30, 20, 1), "red")]})[0] == 200
 
 
-@pytest.mark.slow
 def test_segments_do_not_outlive_the_next_start(start: Any) -> None:
     living, killed = start(*SHM), start(*SHM)
     for wire in (living, killed):
@@ -70,7 +69,6 @@ def test_segments_do_not_outlive_the_next_start(start: Any) -> None:
     assert segments_of(living) == []
 
 
-@pytest.mark.slow
 def test_nothing_outlives_a_killed_server(start: Any) -> None:
     wire = start()
     ask(wire)
