@@ -35,6 +35,9 @@ from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutput
 logger = get_logger(__name__)
 
 _PROGRAM_WAIT_S = 0.05
+_MASK_WAIT_S = 0.005
+"""How long a step waits for its grammars to read a token, while the device computes: those of
+schemas take some hundred microseconds. A later one is not in the step, which others are."""
 _ADAPTER_WAIT_S = 1.0
 
 
@@ -45,6 +48,11 @@ class _Dispatched(NamedTuple):
     in_flight: InFlight
     begun_at: float
     """When it was dispatched, in `time.monotonic()` seconds."""
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether it is not sampled yet."""
+        return self.in_flight.tables is not None
 
 
 class EngineCore:
@@ -83,6 +91,8 @@ class EngineCore:
         """Called with the requests that the device computes, before it does."""
         self._open_outputs: list[SchedulerOutput | None] = []
         """What was scheduled and is not read yet; None: what is being scheduled."""
+        self._failure: Exception | None = None
+        """Of the step on the device; the next call raises it, after all tokens that were read."""
         self._read_at = 0.0
         """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0
@@ -236,14 +246,26 @@ class EngineCore:
         """
         if not self._scheduler.has_unfinished():
             # The requests of the step in flight have finished, or were aborted.
-            self._in_flight = None
+            self._in_flight = self._failure = None
             self._open_outputs.clear()
             self._runner.wait()
             self.note_computing(())
             return []
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._in_flight = None
+            raise failure
         self._use_compiled()
         with self._counter.watching():
             before, self._in_flight = self._in_flight, self._dispatch()
+            if self._in_flight is not None and self._in_flight.awaits_masks:
+                assert before is not None, "a token in flight is of the step before"
+                deltas = self._read(before)
+                try:
+                    self._in_flight = self._sample(self._in_flight)
+                except Exception as error:
+                    self._failure = error
+                return deltas
             if not self.config.scheduler.async_scheduling:
                 before, self._in_flight = self._in_flight, None
             if before is None:
@@ -255,6 +277,20 @@ class EngineCore:
                     self._programs.check()
                 return []
             return self._read(before)
+
+    def _sample(self, dispatched: _Dispatched) -> _Dispatched:
+        """Sample a step when its grammars have read what the one before sampled."""
+        deadline = time.monotonic() + _MASK_WAIT_S
+        late = [
+            scheduled
+            for scheduled in dispatched.output.requests
+            if scheduled.awaits_mask
+            and not scheduled.request.is_finished
+            and not scheduled.request.logit_rules.is_ready_by(deadline)
+        ]
+        self._scheduler.withdraw(late)
+        ids = {scheduled.request.request_id for scheduled in late}
+        return dispatched._replace(in_flight=self._runner.sample(dispatched.in_flight, ids))
 
     def _read(self, dispatched: _Dispatched) -> list[RequestOutputDelta]:
         output, in_flight, begun_at = dispatched
@@ -317,7 +353,7 @@ class EngineCore:
         Returns the id of the request that it ends, if one was alone in the step: else those of the
         step are computed one by one, to find the one at fault.
         """
-        self._in_flight = None
+        self._in_flight = self._failure = None
         # Without any, it failed before one was scheduled.
         outputs, self._open_outputs = self._open_outputs or [None], []
         at_fault = self._scheduler.begin_again(outputs)

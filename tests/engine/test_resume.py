@@ -10,14 +10,8 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 from tests.engine import tiny_encoder_decoder as encoder_decoder
-from tests.engine.test_structured_outputs import (
-    FIELDS,
-    NAME,
-    constrained,
-    install_tokenizer,
-    prompt,
-    regex,
-)
+from tests.engine.grammars import constrained, install_tokenizer, prompt, regex
+from tests.engine.test_structured_outputs import FIELDS, NAME
 from tests.engine.tiny import EOS, drain, message, tiny_engine, tokens_of
 
 

@@ -3,22 +3,33 @@
 import json
 import re
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from mmjax.engine import core as engine_core
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.grammar import Grammars
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.sampling_params import StructuredOutputsParams
 from mmjax.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest
+from tests.engine.grammars import (
+    choice,
+    constrained,
+    install_tokenizer,
+    prompt,
+    regex,
+    text_of,
+    tokenizer,
+)
 from tests.engine.tiny import (
     EOS,
     VOCAB_SIZE,
@@ -30,53 +41,6 @@ from tests.engine.tiny import (
     tiny_engine,
     tokens_of,
 )
-
-LETTERS = [chr(code) for code in range(34, 34 + VOCAB_SIZE - 4)]
-"""Token n + 2 is the n-th of them, from " to }; 0 and 1 are special."""
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    vocab = {"<pad>": 0, "<eos>": EOS, **{letter: n + 2 for n, letter in enumerate(LETTERS)}}
-    byte_level = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    byte_level.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=byte_level, eos_token="<eos>", pad_token="<pad>"
-    )
-
-
-def text_of(token_ids: list[int]) -> str:
-    return "".join(LETTERS[token_id - 2] for token_id in token_ids if token_id != EOS)
-
-
-def prompt(seed: int, length: int = 12) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
-
-
-def constrained(
-    name: str, structure: StructuredOutputsParams, *, seed: int = 1, **sampling: Any
-) -> EngineCoreRequest:
-    """Return a request as P0 sends it."""
-    request = message(
-        name,
-        [prompt(seed)],
-        eos=[EOS],
-        **{"max_tokens": 40, "structured_outputs": structure, "seed": seed, **sampling},
-    )
-    return msgspec.structs.replace(request, grammar=make_grammar(structure))
-
-
-def choice(*texts: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(choice=texts)
-
-
-def regex(pattern: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(regex=pattern)
-
-
-def install_tokenizer(core: EngineCore) -> EngineCore:
-    core._grammars = Grammars(tokenizer, VOCAB_SIZE)
-    return core
 
 
 @pytest.fixture(scope="module")
@@ -259,17 +223,97 @@ def test_a_grammar_says_where_the_text_ends(core: EngineCore) -> None:
     assert deltas[-1].finish_reason == "stop"
 
 
-def test_others_run_ahead_while_a_grammar_waits_for_its_token(core: EngineCore) -> None:
-    """A free request gets its tokens one a step, whatever its neighbour's grammar does."""
-    core.add_request(message("free", [prompt(2)], max_tokens=20))
-    core.add_request(constrained("bound", regex("[ab]{12}")))
-    times: list[int] = []
+def serve_by_step(core: EngineCore, batch: Sequence[EngineCoreRequest]) -> dict[str, list[int]]:
+    """Serve a batch; return at which steps each request got its tokens."""
+    for request in batch:
+        core.add_request(request)
+    times: dict[str, list[int]] = {request.request_id: [] for request in batch}
     for number in range(200):
         if not core.has_unfinished():
             break
-        times += [number for delta in core.step() if delta.request_id == "free"]
-    assert times == list(range(times[0], times[0] + 20))
+        for delta in core.step():
+            times[delta.request_id].append(number)
     assert not core.has_unfinished()
+    return times
+
+
+def test_a_grammar_has_a_token_a_step(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computes its token while the grammar reads it; so beside others, and alone."""
+    monkeypatch.setattr(engine_core, "_MASK_WAIT_S", 60.0)
+    bound = constrained("bound", regex("[ab]{12}"))
+    for batch in ([message("free", [prompt(2)], max_tokens=20), bound], [bound]):
+        times = serve_by_step(core, batch)
+        for steps in times.values():
+            assert steps == list(range(steps[0], steps[0] + len(steps)))
+        assert len(times["bound"]) == 13
+
+
+@pytest.fixture
+def may_read(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """What the grammars' threads wait for before they read a token."""
+    event, submit = threading.Event(), core._grammars._submit
+    monkeypatch.setattr(
+        core._grammars, "_submit", lambda job: submit(lambda: (event.wait(60), job())[1])
+    )
+    yield event
+    event.set()
+
+
+def test_others_run_ahead_while_a_grammar_reads_its_token(
+    core: EngineCore, in_order: EngineCore, may_read: threading.Event
+) -> None:
+    """A free request has a token a step, and the late one its own when the grammar is ready."""
+    may_read.set()
+    bound = constrained("bound", regex("[ab]{12}"), temperature=1.0, logprobs=2)
+    alone = answer(in_order, bound)
+    core.add_request(message("free", [prompt(2)], max_tokens=20))
+    core.add_request(bound)
+    got: dict[str, list[int]] = {"free": [], "bound": []}
+    times = []
+    for number in range(200):
+        if not core.has_unfinished():
+            break
+        for delta in core.step():
+            got[delta.request_id] += delta.new_token_ids
+            times += [number] * (delta.request_id == "free")
+        if len(got["bound"]) == 3 and len(got["free"]) < 15:
+            may_read.clear()
+        else:
+            may_read.set()
+    assert times == list(range(times[0], times[0] + 20))
+    assert got["bound"] == alone
+
+
+def test_tokens_that_were_read_go_out_before_a_failure(
+    core: EngineCore, in_order: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the next step cannot be sampled with what the grammars made of them."""
+    batch = [message("free", [prompt(2)], max_tokens=20), constrained("bound", regex("[ab]{12}"))]
+    alone = [answer(in_order, request) for request in batch]
+    sample, calls = core._runner.sample, []
+
+    def fail_once(*args: Any) -> InFlight:
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("no sample")
+        return sample(*args)
+
+    monkeypatch.setattr(core._runner, "sample", fail_once)
+    for request in batch:
+        core.add_request(request)
+    got: dict[str, list[int]] = {"free": [], "bound": []}
+    num_failures = 0
+    while core.has_unfinished():
+        try:
+            deltas = core.step()
+        except RuntimeError:
+            assert core.recover() == []
+            num_failures += 1
+            continue
+        for delta in deltas:
+            got[delta.request_id] += delta.new_token_ids
+    assert num_failures == 1
+    assert [got["free"], got["bound"]] == alone
 
 
 def test_preempted_and_chunked_grammars_go_on(in_order: EngineCore) -> None:

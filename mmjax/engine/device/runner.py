@@ -3,7 +3,7 @@
 Every array on the device has its final size from the start.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,6 +54,10 @@ class InFlight(NamedTuple):
     encoded: Array | None
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
+    tables: SampleTables | None = None
+    """Of a step that is not sampled yet: some of its masks are awaited."""
+    late: Collection[str] = ()
+    """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
 
 
 class PromptReport(NamedTuple):
@@ -141,7 +145,8 @@ class ModelRunner:
     def dispatch(self, output: SchedulerOutput) -> InFlight | None:
         """Encode, compute and sample without waiting for the device; None for an empty step.
 
-        Tokens in flight are those of the previous dispatch's sample.
+        Tokens in flight are those of the previous dispatch's sample. A step that `awaits_masks` is
+        computed, and not sampled: call `sample` when the one before was read.
         """
         for identifier in output.freed_identifiers:
             self.rows.free(identifier)
@@ -172,8 +177,20 @@ class ModelRunner:
             return InFlight(sampled, rest, self._encoded, reports)
         size = next_bucket(self.ready.sample, len(sampled))
         tables = None if is_plain else make_tables(sampled, self._empty_tables[size])
+        if output.awaits_masks:
+            return InFlight(sampled, rest, self._encoded, reports, tables)
         drawn = self._run_sample(size, is_plain, rest, tables)
         return InFlight(sampled, drawn, self._encoded, reports)
+
+    def sample(self, in_flight: InFlight, late: Collection[str] = ()) -> InFlight:
+        """Sample a step that awaited masks; the requests that are `late` get no token."""
+        assert in_flight.tables is not None, "the step was sampled"
+        masks = in_flight.tables.masks
+        for row, scheduled in enumerate(in_flight.sampled):
+            if scheduled.awaits_mask and scheduled.request.request_id not in late:
+                masks[row] = scheduled.request.logit_rules.allowed_bits
+        drawn = self._run_sample(len(masks), False, in_flight.drawn, in_flight.tables)
+        return in_flight._replace(drawn=drawn, tables=None, late=late)
 
     def wait_encoded(self, in_flight: InFlight) -> None:
         """Wait for a step's items."""
@@ -187,6 +204,8 @@ class ModelRunner:
             output = _read(in_flight.sampled, jax.device_get(in_flight.drawn))
         else:
             jax.block_until_ready(in_flight.drawn)
+        for request_id in in_flight.late:
+            del output[request_id]
         for report in in_flight.reports:
             logprobs = _read_report(report, self._programs.vocab_size)
             request_id = report.scheduled.request.request_id

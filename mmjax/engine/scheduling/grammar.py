@@ -6,6 +6,7 @@ its grammar has read its last token. Knows nothing of requests or of the device.
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -48,6 +49,14 @@ class Grammar:
     def has_next(self) -> bool:
         """Whether `allowed_bits` are those of the next token."""
         return self._job.done() and self._job.exception() is None
+
+    def is_ready_by(self, deadline: float) -> bool:
+        """Wait until `allowed_bits` are those of the next token; False: they are not in time.
+
+        `deadline`: in `time.monotonic()` seconds.
+        """
+        wait([self._job], max(0.0, deadline - time.monotonic()))
+        return self.has_next
 
     @property
     def error(self) -> RequestError | None:

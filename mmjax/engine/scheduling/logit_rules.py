@@ -35,6 +35,15 @@ class LogitRules:
             self._listed_bits = pack_token_ids(params.allowed_token_ids, vocab_size)
 
     @property
+    def has_grammar(self) -> bool:
+        """Whether what may come next depends on the token before."""
+        return self.grammar is not None
+
+    def is_ready_by(self, deadline: float) -> bool:
+        """Wait until `allowed_bits` are those of the next token; False: they are not in time."""
+        return self.grammar is None or self.grammar.is_ready_by(deadline)
+
+    @property
     def has_mask(self) -> bool:
         """Whether not every token may come."""
         return self.grammar is not None or self._listed_bits is not None

@@ -37,6 +37,11 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
         return self.start + self.num_tokens
 
     @property
+    def awaits_mask(self) -> bool:
+        """Whether its sample's mask is known once its grammar has read the token in flight."""
+        return self.samples and self.token_from >= 0 and self.request.logit_rules.has_grammar
+
+    @property
     def num_new_states(self) -> int:
         """Encoder hidden states whose keys and values the step writes: 0 but in a first step."""
         return self.request.encoder_len if self.start == 0 else 0
@@ -66,6 +71,11 @@ class SchedulerOutput:
     def has_adapters(self) -> bool:
         """Whether any request has an adapter."""
         return any(scheduled.request.adapter_slot != NO_SLOT for scheduled in self.requests)
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether the step before must be read before this one can be sampled."""
+        return any(scheduled.awaits_mask for scheduled in self.requests)
 
     @property
     def num_tokens(self) -> int:

@@ -248,12 +248,13 @@ class Request:
     def is_blocked(self) -> bool:
         """Whether nothing of it can be scheduled: a grammar or an adapter is not ready.
 
-        Its grammar has not read its last token, or its adapter's files are not read.
+        Its grammar reads a token, or its adapter's files are not read. A token in flight blocks
+        nothing: the step's sample waits for it (`ScheduledRequest.awaits_mask`).
         """
         if self.lora_request is not None and not self.lora_request.is_ready:
             return True
         grammar = self.logit_rules.grammar
-        return grammar is not None and (self.num_in_flight > 0 or not grammar.has_next)
+        return grammar is not None and not grammar.has_next
 
     @property
     def reports_prompt(self) -> bool:

@@ -240,6 +240,14 @@ class Scheduler:
                 deltas.append(delta)
         return deltas
 
+    def withdraw(self, scheduled: Iterable[ScheduledRequest]) -> None:
+        """Take back windows of one token, which get none: they are scheduled again."""
+        for window in scheduled:
+            request = window.request
+            request.num_in_flight -= 1
+            # A request that was preempted since computes all again in any case.
+            request.num_computed_tokens = min(request.num_computed_tokens, window.start)
+
     def _take_token(
         self, scheduled: ScheduledRequest, token: SampledToken, now: float
     ) -> RequestOutputDelta | None:
