@@ -154,7 +154,10 @@ class EngineCore:
         grammar = None
         if message.grammar is not None:
             grammar = self._grammars.start(
-                message.grammar, message.eos_token_ids, message.output_token_ids
+                message.grammar,
+                message.eos_token_ids,
+                message.output_token_ids,
+                allowed_token_ids=params.allowed_token_ids,
             )
         request = Request(
             request_id=message.request_id,

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,8 +21,9 @@ from mmjax.engine.scheduling.grammar import Grammars
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.sampling_params import StructuredOutputsParams
 from mmjax.structured_outputs import make_grammar
-from mmjax.transport.messages import EngineCoreRequest
+from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 from tests.engine.grammars import (
+    LETTERS,
     choice,
     constrained,
     install_tokenizer,
@@ -344,6 +346,38 @@ def test_CVE_2025_48942_a_grammar_that_fails_ends_its_request_alone(core: Engine
     assert {error.param for error in failed.values()} == {"structured_outputs"}
     assert news["free"] == dense_greedy(message("free", [prompt(2)], max_tokens=12))
     assert core.stats().kv_cache_usage == 0
+
+
+def test_no_token_is_drawn_from_nothing(core: EngineCore) -> None:
+    """Where a grammar leaves none of the allowed tokens: an error, and no token of NaN before it.
+
+    `[ab]c`, and c is not allowed: one token, then the error.
+    """
+    a, b = (LETTERS.index(letter) + 2 for letter in "ab")
+    request = constrained("a", regex("[ab]c"), allowed_token_ids=[a, b], logprobs=2)
+    core.add_request(request)
+    deltas: list[RequestOutputDelta] = []
+    errors: list[tuple[str, RequestError]] = []
+    while core.has_unfinished():
+        deltas += core.step()
+        errors += core.pop_failed()
+    ((_, error),) = errors
+    assert isinstance(error, RequestRuntimeError)
+    (delta,) = deltas
+    assert delta.new_token_ids[0] in (a, b)
+    assert delta.new_logprobs is not None
+    assert np.isfinite(delta.new_logprobs[0].logprobs).all()
+
+
+def test_a_token_without_a_logit_is_no_way_on() -> None:
+    """The tokenizer has letters beyond the logits, in the same word of bits."""
+    grammars = Grammars(tokenizer, VOCAB_SIZE - 20)
+    grammar = grammars.start(make_grammar(regex(f"[{LETTERS[-1]}a]b")), [EOS])
+    assert grammar.allowed_bits.view(np.uint8).sum() > 0
+    none = grammars.start(make_grammar(choice(LETTERS[-1])), [EOS])
+    assert not none.is_ready_by(time.monotonic() + 60)
+    assert isinstance(none.error, RequestRuntimeError)
+    grammars.close()
 
 
 def _with_grammar(name: str, grammar: str) -> EngineCoreRequest:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from mmjax.cache.lru import LRUCache
+from mmjax.engine.scheduling.token_bits import pack_token_ids
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
 from mmjax.logger import get_logger
-from mmjax.rounding import cdiv
 from mmjax.structured_outputs import STACK_BYTES, make_limits, shorten
 
 logger = get_logger(__name__)
@@ -35,13 +35,16 @@ class Grammar:
         self,
         submit: "Callable[[Callable[[], np.ndarray]], Future[np.ndarray]]",
         make_matcher: Callable[[], Any],
-        num_words: int,
+        usable_bits: np.ndarray,
         *,
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Begin to find the tokens after `output_token_ids`, in another thread."""
+        """Begin to find the tokens after `output_token_ids`, in another thread.
+
+        `usable_bits`: int32[words], of the tokens that may be sampled as far as others say.
+        """
         self._submit = submit
-        self._num_words = num_words
+        self._usable_bits = usable_bits
         self._matcher: Any = None
         self._job = submit(partial(self._start, make_matcher, output_token_ids))
 
@@ -69,7 +72,7 @@ class Grammar:
 
     @property
     def allowed_bits(self) -> np.ndarray:
-        """int32[words]: a bit for each token that may come next."""
+        """int32[words]: a bit for each token that may come next; of one at least."""
         return self._job.result()
 
     def advance(self, token_id: int) -> None:
@@ -91,11 +94,7 @@ class Grammar:
 
     def _read(self, token_id: int) -> np.ndarray:
         if not self._matcher.consume_token(token_id):
-            raise RequestRuntimeError(
-                f"no token that `{_PARAM}` allows here may be sampled; check it against "
-                "`allowed_token_ids`",
-                param=_PARAM,
-            )
+            raise RuntimeError(f"token {token_id} was sampled, and not allowed by the grammar")
         return self._find_bits()
 
     def _find_bits(self) -> np.ndarray:
@@ -105,7 +104,15 @@ class Grammar:
                 f"`{_PARAM}` cannot go on ({shorten(self._matcher.get_error())}); make it simpler",
                 param=_PARAM,
             )
-        return bits[: self._num_words]
+        bits = bits[: len(self._usable_bits)] & self._usable_bits
+        if not bits.any():
+            # Before a sample, which would have nothing to choose from, and NaN for probabilities.
+            raise RequestRuntimeError(
+                f"no token that `{_PARAM}` allows here may be sampled; check it against "
+                "`allowed_token_ids`",
+                param=_PARAM,
+            )
+        return bits
 
 
 class Grammars:
@@ -120,6 +127,7 @@ class Grammars:
         """
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
+        self._all_bits = pack_token_ids(range(vocab_size), vocab_size)
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mmjax-grammar")
         self._pending: set[Future[np.ndarray]] = set()
         self._lock = threading.Lock()
@@ -130,13 +138,24 @@ class Grammars:
         )
 
     def start(
-        self, text: str, eos_token_ids: Sequence[int], output_token_ids: Sequence[int] = ()
+        self,
+        text: str,
+        eos_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
     ) -> Grammar:
-        """Return the grammar of a request, which is not ready yet, after its tokens so far."""
+        """Return the grammar of a request, which is not ready yet, after its tokens so far.
+
+        `allowed_token_ids`: the only ones that may be sampled; None: all that have a logit.
+        """
+        usable_bits = self._all_bits
+        if allowed_token_ids is not None:
+            usable_bits = pack_token_ids(allowed_token_ids, self._vocab_size)
         return Grammar(
             self._submit,
             partial(self._make_matcher, text, tuple(eos_token_ids)),
-            cdiv(self._vocab_size, 32),
+            usable_bits,
             output_token_ids=output_token_ids,
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mmjax.engine.scheduling.grammar import Grammar
-from mmjax.rounding import cdiv
+from mmjax.engine.scheduling.token_bits import pack_token_ids
 from mmjax.sampling_params import SamplingParams
 
 
@@ -23,7 +23,10 @@ class LogitRules:
         bad_words_token_ids: Sequence[Sequence[int]] = (),
         grammar: Grammar | None = None,
     ) -> None:
-        """`vocab_size`: tokens that have a logit; those that `params` allow are among them."""
+        """`vocab_size`: tokens that have a logit; those that `params` allow are among them.
+
+        `grammar`: of these tokens alone.
+        """
         self.grammar = grammar
         """What the answer must match; it, and nothing else, says where the answer may end."""
         self.biases = params.logit_bias or {}
@@ -51,10 +54,7 @@ class LogitRules:
     @property
     def allowed_bits(self) -> np.ndarray | None:
         """int32[words]: a bit for each token that may be the next; None: any may."""
-        if self.grammar is None:
-            return self._listed_bits
-        bits = self.grammar.allowed_bits
-        return bits if self._listed_bits is None else bits & self._listed_bits
+        return self._listed_bits if self.grammar is None else self.grammar.allowed_bits
 
     def find_bans(self, output: Sequence[int], *, is_last_known: bool) -> list[tuple[int, int]]:
         """Return which tokens would complete bad words: (token before or -1, banned token).
@@ -73,10 +73,3 @@ class LogitRules:
             if not before or list(output[-len(before) :]) == before:
                 bans.append((awaited, last))
         return bans
-
-
-def pack_token_ids(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Return int32[words] with the bits of `token_ids` set: 0 and 33 of 40 give 1 and 2."""
-    is_allowed = np.zeros(cdiv(vocab_size, 32) * 32, bool)
-    is_allowed[list(token_ids)] = True
-    return np.packbits(is_allowed, bitorder="little").view("<i4")
