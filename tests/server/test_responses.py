@@ -253,6 +253,7 @@ def test_create(module_servers: dict[str, Server], case: Case, mode: str) -> Non
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": []}, "input"),
     ({"input": [{"role": "boss", "content": "a"}]}, "input[0].role"),
+    ({"input": [{"role": [], "content": "a"}]}, "input[0].role"),
     ({"input": [{"type": "reasoning", "summary": []}]}, "input[0].type"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),

@@ -8,7 +8,7 @@ from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 
 Message = dict[str, Any]
 
-_ROLES = frozenset({"user", "assistant", "system", "developer"})
+_ROLES = ("assistant", "developer", "system", "user")
 _TEXT_PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_PART_FIELDS = ("type", "image_url", "detail", "uuid")
 _EMPTY_PART_FIELDS = frozenset({"annotations", "logprobs", "file_id", "prompt_cache_breakpoint"})
@@ -108,7 +108,7 @@ def _read_message(item: Mapping[str, Any], place: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
         raise RequestValueError(
-            f"`{place}.role` must be one of {', '.join(sorted(_ROLES))}", param=f"{place}.role"
+            f"`{place}.role` must be one of {', '.join(_ROLES)}", param=f"{place}.role"
         )
     return {"role": role, "content": _read_content(item.get("content"), f"{place}.content")}
 
