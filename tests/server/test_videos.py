@@ -135,6 +135,19 @@ def test_pictures_and_videos_stand_in_their_order(takes_videos: Server) -> None:
     assert placed[0].mm_hash != placed[2].mm_hash
 
 
+def test_tokens_of_videos_are_counted_apart(takes_videos: Server) -> None:
+    picture = {"type": "image_url", "image_url": {"url": data_url()}}
+    response = takes_videos.chat(**user(video(as_url(VIDEO)), picture))
+    details = response.json()["usage"]["prompt_tokens_details"]
+    features = takes_videos.supervisor.engine.added[-1].mm_features
+    numbers = {one.modality: one.mm_position.get_num_embeds() for one in features}
+    assert numbers["video"] > 0
+    assert (details["image_tokens"], details["video_tokens"]) == (
+        numbers["image"],
+        numbers["video"],
+    )
+
+
 def test_a_video_that_comes_again_is_not_decoded(
     takes_videos: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ class ProcessedRequest:
     prepared: PreparedInputs
     """The items' tensors, or the data that they are processed from."""
     num_image_tokens: int
+    num_video_tokens: int
     continues_prompt: bool
     """Whether the output continues the prompt's text (a completion; not a chat)."""
     items: list[RequestItem]
@@ -66,11 +67,8 @@ class ProcessedRequest:
             prompt_token_ids=template.prompt_token_ids,
             messages=messages,
             prepared=prepared,
-            num_image_tokens=sum(
-                position.get_num_embeds()
-                for positions in prepared.mm_placeholders.values()
-                for position in positions
-            ),
+            num_image_tokens=_count_embeds(prepared, "image"),
+            num_video_tokens=_count_embeds(prepared, "video"),
             continues_prompt=continues_prompt,
             items=_list_items(prepared),
             times=times,
@@ -82,6 +80,11 @@ class ProcessedRequest:
         self.messages = [
             msgspec.structs.replace(message, mm_features=[]) for message in self.messages
         ]
+
+
+def _count_embeds(prepared: PreparedInputs, modality: str) -> int:
+    positions = prepared.mm_placeholders.get(modality, ())
+    return sum(position.get_num_embeds() for position in positions)
 
 
 def _list_items(prepared: PreparedInputs) -> list[RequestItem]:

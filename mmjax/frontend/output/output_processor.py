@@ -281,6 +281,7 @@ class _Parent:
             finished=finished,
             num_cached_tokens=num_cached_tokens,
             num_image_tokens=self.request.num_image_tokens,
+            num_video_tokens=self.request.num_video_tokens,
             items=[self._item(item, num_cached_tokens) for item in items],
             times=self.request.times,
             mm_items=self.request.prepared.mm_items if finished else None,

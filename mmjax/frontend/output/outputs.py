@@ -78,7 +78,9 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     num_image_tokens: int = 0
-    """Prompt positions that hold image embeddings."""
+    """Prompt positions that hold embeddings of images."""
+    num_video_tokens: int = 0
+    """Prompt positions that hold embeddings of videos."""
     items: list[ItemOutput] = field(default_factory=list)
     """In the prompt's order; once it is finished."""
     times: RequestTimes = field(default_factory=RequestTimes)

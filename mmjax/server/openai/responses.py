@@ -21,6 +21,7 @@ class PromptTokensDetails(msgspec.Struct, kw_only=True):
 
     cached_tokens: int = 0
     image_tokens: int = 0
+    video_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):
@@ -248,6 +249,7 @@ class UsageCounter:
             prompt_tokens_details=PromptTokensDetails(
                 cached_tokens=sum(output.num_cached_tokens for output in prompts),
                 image_tokens=sum(output.num_image_tokens for output in prompts),
+                video_tokens=sum(output.num_video_tokens for output in prompts),
             ),
         )
 

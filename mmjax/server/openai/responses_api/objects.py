@@ -50,6 +50,7 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
 
     cached_tokens: int = 0
     image_tokens: int = 0
+    video_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, kw_only=True):
@@ -75,7 +76,9 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
         return cls(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(
-                cached_tokens=details.cached_tokens, image_tokens=details.image_tokens
+                cached_tokens=details.cached_tokens,
+                image_tokens=details.image_tokens,
+                video_tokens=details.video_tokens,
             ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputTokensDetails(),
