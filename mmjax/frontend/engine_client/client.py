@@ -164,7 +164,7 @@ class AsyncEngineClient:
             priority: Lower ones first.
             timeout_s: Seconds after which it ends with RequestTimeoutError; 0: never.
             generated_token_ids: For each sequence, what an engine elsewhere has generated: it goes
-                on after them, and a stream tells only of what comes then.
+                on after them, and a stream tells of them first.
         """
         deadline = time.monotonic() + timeout_s if timeout_s else None
         self._admit(sampling_params.n)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from mmjax.frontend.engine_client.observer import FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import RequestItem
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
@@ -49,7 +51,7 @@ class OutputProcessor:
     def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> ProcessedOutputs:
         """Add a request; with `stream`, its outputs hold only what each step adds.
 
-        Of tokens that it brings, no output tells. Returns the ends of the sequences that they end.
+        Returns what a stream tells of tokens that it brings: the same as of tokens of an engine.
         """
         parent = _Parent(request=request, stream=stream)
         self._parent_by_id[request.request_id] = parent
@@ -157,22 +159,18 @@ class OutputProcessor:
         return sequence.completion(new_text, taken, logprobs)
 
     def _resume(self, message: EngineCoreRequest, outputs: ProcessedOutputs) -> None:
-        """Take in the tokens that a sequence brings; add to `outputs` if they end it."""
+        """Take in the tokens that a sequence brings; add to `outputs` what they tell."""
         sequence = self._sequence_by_id[message.request_id]
-        reason, stop_reason = _find_end(message)
-        brought = RequestOutputDelta(
-            request_id=message.request_id,
-            new_token_ids=message.output_token_ids,
-            finish_reason=reason,
-            stop_reason=stop_reason,
-        )
-        self._take(sequence, brought)
-        if sequence.finish_reason is not None:
-            del self._sequence_by_id[message.request_id]
-            sequence.note_tokens(0, time.monotonic())
-            outputs.finished.append(sequence.to_finished(message.request_id))
-            output = self._request_output(sequence, sequence.completion("", [], None))
+        for delta in _brought(message):
+            new_text, taken = self._take(sequence, delta)
+            if sequence.finish_reason is not None:
+                del self._sequence_by_id[message.request_id]
+                sequence.note_tokens(0, time.monotonic())
+                outputs.finished.append(sequence.to_finished(message.request_id))
+            output = self._request_output(sequence, sequence.completion(new_text, taken, None))
             outputs.request_outputs.extend([] if output is None else [output])
+            if sequence.finish_reason is not None:
+                break
 
     def _take(self, sequence: "_Sequence", delta: RequestOutputDelta) -> tuple[str, list[int]]:
         """Add a delta's tokens, up to a stop string; return the new text, and those tokens."""
@@ -373,6 +371,17 @@ def _running_ids(parent: _Parent) -> list[str]:
         for message, sequence in zip(parent.request.messages, parent.sequences, strict=True)
         if sequence.finish_reason is None
     ]
+
+
+def _brought(message: EngineCoreRequest) -> list[RequestOutputDelta]:
+    """Return the tokens that a sequence brings as an engine would have sent them, one by one."""
+    reason, stop_reason = _find_end(message)
+    deltas = [
+        RequestOutputDelta(request_id=message.request_id, new_token_ids=[token_id])
+        for token_id in message.output_token_ids
+    ]
+    deltas[-1] = msgspec.structs.replace(deltas[-1], finish_reason=reason, stop_reason=stop_reason)
+    return deltas
 
 
 def _find_end(message: EngineCoreRequest) -> tuple[str | None, int | None]:
