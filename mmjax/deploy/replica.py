@@ -30,6 +30,8 @@ class ForwardedRequest(NamedTuple):
     """Random, and the same for each try: ids and seeds follow from it."""
     created: int
     """When it came to the front, in seconds since 1970."""
+    age_s: float = 0.0
+    """Seconds since then: deadlines count on."""
     attempt: int = 0
     sent: SentEvents | None = None
     """The events that the client has from earlier tries."""
@@ -108,7 +110,11 @@ class Replica:
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[ResponseItem, None]:
         """Yield the response: a head, parts, and the end. Closing it ends the request."""
         continuation = Continuation(
-            request.key, created=request.created, attempt=request.attempt, sent=request.sent
+            request.key,
+            created=request.created,
+            age_s=request.age_s,
+            attempt=request.attempt,
+            sent=request.sent,
         )
         async with aclosing(_call(self.app, request, continuation)) as items:
             async for item in items:

@@ -4,7 +4,8 @@ import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.deploy.exchange import Patience
 from mmjax.deploy.front import create_front
 from mmjax.deploy.replica import (
     ForwardedRequest,
@@ -23,6 +25,7 @@ from mmjax.deploy.replica import (
 from mmjax.deploy.routing import AffinityTable
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.server.app import create_app
@@ -73,12 +76,18 @@ class Deployment:
     http: TestClient
     replicas: LocalReplicas
     engines: list[Engine]
+    encode: Callable[[str], list[int]]
 
     def post(self, path: str = "/v1/chat/completions", **fields: Any) -> Any:
         """Post a body; a chat's message is given if `fields` do not say."""
         if path.endswith("chat/completions"):
             fields.setdefault("messages", [{"role": "user", "content": "a red circle"}])
         return self.http.post(path, json=fields)
+
+    def will_say(self, text: str) -> None:
+        """Let all engines answer with `text` from now on, instead of an echo."""
+        for engine in self.engines:
+            engine.engine.answer = self.encode(text)
 
     def tried(self) -> list[str]:
         """Return the replicas that were tried since the last call."""
@@ -92,7 +101,8 @@ MakeProcessor = Callable[[], InputProcessor]
 
 @pytest.fixture(scope="session")
 def new_input_processor(tiny_gemma3: Path) -> MakeProcessor:
-    config = load_model_config(str(tiny_gemma3), max_model_len=256, served_model_name="tiny")
+    # With room for tools in a prompt.
+    config = load_model_config(str(tiny_gemma3), max_model_len=4096, served_model_name="tiny")
     return lambda: InputProcessor(config)
 
 
@@ -117,6 +127,9 @@ def make_deployment(
             max_requests: int = 64,
             has_deaths: bool = False,
             scheduler: SchedulerConfig | None = None,
+            chat_template: str | None = None,
+            patience: Patience | None = None,
+            max_body_bytes: int = 2**31,
             **config: Any,
         ) -> Deployment:
             server = ServerConfig(**config)
@@ -126,17 +139,31 @@ def make_deployment(
                 # A client forgets what its engine held when that dies.
                 processor = new_input_processor() if has_deaths else input_processors[number]
                 client = AsyncEngineClient(processor, engine, scheduler or SchedulerConfig())
-                app = create_app(client, ChatParser.for_model(processor), server)
+                parser = ChatParser.for_model(processor)
+                if chat_template is not None:
+                    template = ChatTemplate(chat_template, processor.tokenizer)
+                    parser = replace(parser, template=template)
+                app = create_app(client, parser, server)
                 replicas[str(number)] = Replica(str(number), app, engine)
             local = LocalReplicas(replicas)
-            front = create_front(local, server, max_requests=max_requests)
+            front = create_front(
+                local,
+                server,
+                max_requests=max_requests,
+                max_body_bytes=max_body_bytes,
+                patience=patience,
+            )
             http = stack.enter_context(TestClient(front, raise_server_exceptions=False))
             assert http.portal is not None
             # In the front's own event loop; one after the other, as a task group needs.
             for replica in replicas.values():
                 http.portal.call(replica.open)
                 stack.callback(_close_in, http, replica)
-            return Deployment(front, http, local, engines)
+            encode = partial(input_processors[0].tokenizer.encode, add_special_tokens=False)
+            made = Deployment(front, http, local, engines, encode)
+            # An echo of a chat would hold the tokens that end an answer, and go on after them.
+            made.will_say("a red circle, and a blue square")
+            return made
 
         yield make
 

@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from mmjax.config import SchedulerConfig
-from mmjax.deploy.front import MAX_LOST
+from mmjax.deploy.exchange import MAX_LOST
+from mmjax.deploy.front import Room
+from mmjax.errors import CapacityError
 from tests.deploy.conftest import Deployment, MakeDeployment
+from tests.server.conftest import TOOLS_TEMPLATE
 
 PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
@@ -53,7 +58,20 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/completions",
         {"stream": True, "prompt": ["a red circle", "a blue one"], "logprobs": 1, "echo": False},
     ),
+    "echo": (
+        "/v1/completions",
+        {"stream": True, "prompt": "a red circle", "n": 2, "logprobs": 1, "echo": True},
+    ),
     "response": ("/v1/responses", {"stream": True, "input": "a red circle"}),
+    "response with logprobs": (
+        "/v1/responses",
+        {
+            "stream": True,
+            "input": "a red circle",
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+        },
+    ),
 }
 
 
@@ -68,13 +86,88 @@ def test_a_stream_goes_on_wherever_it_is_cut(make_deployment: MakeDeployment, ki
         deployment.replicas.cuts = [num_items]
         lines = events(deployment.post(path, **fields))
         # Answers to several choices at once may come in another order.
-        key = json.dumps if kind in ("two", "completions") else None
+        key = json.dumps if kind in ("two", "completions", "echo") else None
         expected, got = comparable(whole), comparable(lines)
         assert (sorted(got, key=key) if key else got) == (
             sorted(expected, key=key) if key else expected
         )
-        has_shown_done = kind != "response" and num_items > len(whole)
+        has_shown_done = not kind.startswith("response") and num_items > len(whole)
         assert len(deployment.tried()) == (1 if has_shown_done else 2)
+
+
+CALLS = (
+    'let me see <tool_call>{"name": "find", "arguments": {"what": "red"}}</tool_call>'
+    '<tool_call>{"name": "find", "arguments": {"what": "a circle"}}</tool_call>'
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_calls_go_on_wherever_they_are_cut(make_deployment: MakeDeployment, path: str) -> None:
+    """Also in the middle of a call, whose text no event shows as it came."""
+    deployment = make_deployment(
+        chat_template=TOOLS_TEMPLATE, enable_auto_tool_choice=True, tool_call_parser="hermes"
+    )
+    deployment.will_say(CALLS)
+    find = {"name": "find", "parameters": {"type": "object", "properties": {}}}
+    is_chat = path.endswith("completions")
+    fields = {
+        "tools": [
+            {"type": "function", "function": find} if is_chat else find | {"type": "function"}
+        ],
+        "stream": True,
+        "temperature": 0,
+        **({} if is_chat else {"input": "a red circle"}),
+    }
+    whole = called(events(deployment.post(path, **fields)))
+    assert [name for name, _ in whole[1]] == ["find", "find"]
+    for num_items in range(1, 40, 3):
+        deployment.replicas.cuts = [num_items]
+        assert called(events(deployment.post(path, **fields))) == whole
+
+
+def called(lines: list[str]) -> tuple[str, list[list[str]]]:
+    """Return a stream's text and calls, each by its name and arguments."""
+    text, calls, ids = "", dict[Any, list[str]](), set[str]()
+    for line in lines:
+        data = line.rpartition("data: ")[2]
+        event = {} if data == "[DONE]" else json.loads(data)
+        for choice in event.get("choices", ()):
+            text += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                ids |= {call["id"]} if "id" in call else set()
+                found = calls.setdefault(call["index"], ["", ""])
+                found[0] += call["function"].get("name") or ""
+                found[1] += call["function"]["arguments"]
+        item = event.get("item", {})
+        match event.get("type"):
+            case "response.output_text.delta":
+                text += event["delta"]
+            case "response.function_call_arguments.delta":
+                calls[event["output_index"]][1] += event["delta"]
+            case "response.output_item.added" if item["type"] == "function_call":
+                ids.add(item["call_id"])
+                calls[event["output_index"]] = [item["name"], ""]
+            case "response.output_item.done" if item["type"] == "function_call":
+                assert item["call_id"] in ids, "the same item"
+                assert item["arguments"] == calls[event["output_index"]][1]
+    assert len(ids) == len(calls)
+    return text, list(calls.values())
+
+
+def test_the_second_replica_goes_on_from_the_very_tokens(deployment: Deployment) -> None:
+    """It samples none of them again, and a request that waits has none."""
+    fields: dict[str, Any] = {"stream": True, "return_token_ids": True, "temperature": 1}
+    for num_items in (0, 2, 5):
+        deployment.replicas.cuts = [num_items]
+        lines = events(deployment.post(**fields))
+        shown = [
+            token_id
+            for line in lines[: max(0, num_items - 1)]
+            for token_id in json.loads(line[6:])["choices"][0].get("token_ids") or ()
+        ]
+        second = deployment.engines[int(deployment.tried()[-1])].engine.added[-1]
+        assert second.output_token_ids == shown
+        assert bool(shown) == (num_items > 2)
 
 
 def test_all_chunks_of_a_broken_stream_have_one_id_and_time(deployment: Deployment) -> None:
@@ -236,6 +329,36 @@ def test_more_requests_than_it_holds_are_refused(make_deployment: MakeDeployment
     assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert int(refused.headers["retry-after"]) > 0
+
+
+async def body_of(*chunks: bytes) -> AsyncGenerator[Message, None]:
+    for chunk in chunks:
+        yield {"type": "http.request", "body": chunk, "more_body": True}
+
+
+def test_bodies_count_from_their_first_byte() -> None:
+    """Else slow ones would be here in any number, and of any size together."""
+
+    async def run() -> None:
+        room = Room(max_requests=2, max_bytes=10)
+        with room.taken(aiter(body_of(b"12345", b"6789")).__anext__) as first:
+            await first()
+            with room.taken(aiter(body_of(b"12345", b"6")).__anext__) as second:
+                await second()
+                with pytest.raises(CapacityError), room.taken(second):
+                    pass
+                for receive in (first, second):
+                    with pytest.raises(CapacityError):
+                        await receive()
+        with room.taken(aiter(body_of(b"1234567890")).__anext__) as third:
+            await third()
+
+    asyncio.run(run())
+
+
+def test_a_body_of_the_largest_size_always_has_room(make_deployment: MakeDeployment) -> None:
+    deployment = make_deployment(max_body_bytes=1)
+    assert deployment.post().status_code == 200
 
 
 def test_errors_come_through_as_they_are(deployment: Deployment) -> None:

@@ -17,7 +17,7 @@ from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
-from mmjax.server.openai.continuation import CONTINUATION, created_at
+from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
 from mmjax.server.openai.echo import PromptEcho
 from mmjax.server.openai.protocol import GenerationRequest
 from mmjax.server.openai.responses import (
@@ -29,6 +29,8 @@ from mmjax.server.openai.streaming import EventStream, collect, while_connected
 
 _MAX_LISTED = 8
 """Adapters that an error lists."""
+
+_LEAST_TIMEOUT_S = 1e-3
 
 
 class GenerationService:
@@ -117,7 +119,9 @@ class GenerationService:
     def _limits(self, body: GenerationRequest) -> Mapping[str, Any]:
         """Return the request's priority and timeout."""
         times = [seconds for seconds in (self._config.request_timeout_s, body.timeout) if seconds]
-        return {"priority": body.priority, "timeout_s": min(times, default=0.0)}
+        # 0 is no limit; a request that comes too late ends as soon as it is here.
+        timeout_s = max(_LEAST_TIMEOUT_S, min(times) - age_s()) if times else 0.0
+        return {"priority": body.priority, "timeout_s": timeout_s}
 
     async def submit(
         self,
@@ -145,6 +149,7 @@ class GenerationService:
                 continues_prompt=continues_prompt,
                 id_domain=id_domain,
                 lora_name=lora_name,
+                generated_token_ids=_generated_token_ids(number, params),
                 **limits,
             )
             for number, prompt in enumerate(prompts)
@@ -196,6 +201,15 @@ def _with_seed(params: SamplingParams, number: int) -> SamplingParams:
     if continuation is None or params.seed is not None or params.is_greedy:
         return params
     return msgspec.structs.replace(params, seed=continuation.seed(number))
+
+
+def _generated_token_ids(number: int, params: SamplingParams) -> list[list[int]]:
+    """Return what a client has of the answers to the prompt of that number, from other servers."""
+    continuation = CONTINUATION.get()
+    # An engine gives a prompt's log-probabilities with the first token that it samples itself.
+    if continuation is None or params.prompt_logprobs is not None:
+        return []
+    return continuation.generated_token_ids(number, params.n)
 
 
 async def _add_all(

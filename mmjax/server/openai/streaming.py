@@ -21,6 +21,9 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+"""Of several streams, with each one's number."""
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -91,7 +94,7 @@ async def _lines(
 ) -> AsyncIterator[bytes]:
     continuation = CONTINUATION.get()
     try:
-        async for event in _kept_alive(events, keep_alive_s):
+        async for event in kept_alive(events, keep_alive_s):
             if continuation is not None and continuation.is_lost:
                 # Another server goes on with it.
                 return
@@ -113,9 +116,9 @@ async def _lines(
         yield framing.end
 
 
-async def _kept_alive(
+async def kept_alive(
     events: AsyncGenerator[Any, None], interval_s: float
-) -> AsyncIterator[Any | None]:
+) -> AsyncGenerator[Any | None, None]:
     """Yield the events, and None whenever there was none for `interval_s`."""
     pending: asyncio.Task[Any] | None = None
     try:
@@ -137,7 +140,7 @@ async def _kept_alive(
             await asyncio.gather(pending, return_exceptions=True)
 
 
-async def merge(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def merge(streams: list[RequestStream]) -> Outputs:
     """Yield (index of the stream, output) as they come; closing it closes all streams."""
     if len(streams) == 1:
         # A single stream needs no tasks.
@@ -197,9 +200,11 @@ async def collect(
 
 
 async def begin(
-    request: Request, streams: list[RequestStream]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Wait for the first output of any stream, and return `merge(streams)`, beginning with it.
+    request: Request,
+    streams: list[RequestStream],
+    shown: Callable[[Outputs], Outputs] = lambda outputs: outputs,
+) -> Outputs:
+    """Wait for the first output of any stream, and return `shown(merge(streams))`.
 
     An error before that is raised here, where it can still set the response's status. On
     disconnect abort all: RequestCancelledError.
@@ -214,13 +219,11 @@ async def begin(
     except BaseException:
         await outputs.aclose()
         raise
-    continuation, joined = CONTINUATION.get(), _join(first, outputs)
+    continuation, joined = CONTINUATION.get(), shown(_join(first, outputs))
     return joined if continuation is None else continuation.marked(joined)
 
 
-async def _join(
-    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _join(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
     try:
         yield first
         async for item in rest:

@@ -1,7 +1,6 @@
 """`tools` and `tool_choice`: what they ask of sampling, and how answers are read."""
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +72,7 @@ class ToolUse:
         """Return an id for a call."""
         length = None if self.format is None else self.format.id_length
         if length is not None:
-            return secrets.token_hex(length)[:length]
+            return new_hex()[:length]
         return f"chatcmpl-tool-{new_hex()}"
 
     def finish_reason(self, reason: str | None, num_calls: int) -> str | None:
