@@ -212,5 +212,14 @@ class CheckpointError(MMJaxError):
     """An invalid checkpoint directory: a file, a key or a tensor is wrong."""
 
 
+class SnapshotDamagedError(CheckpointError):
+    """Files of a snapshot are not as they were written; `source`, `revision`: its checkpoint."""
+
+    def __init__(self, message: str, *, source: str, revision: str | None) -> None:
+        super().__init__(message)
+        self.source = source
+        self.revision = revision
+
+
 class ConfigError(MMJaxError, ValueError):
     """An invalid setting (a flag, an argument of `LLM`)."""

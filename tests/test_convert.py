@@ -1,6 +1,7 @@
 """A checkpoint as a snapshot: the same answers from it, on one device and on four."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.convert import main
+from mmjax.errors import SnapshotDamagedError
 from tests.kit import draw, tiny_gemma3_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=1)
@@ -63,6 +65,30 @@ def test_it_is_spread_over_four_devices(alone: Answers, snapshot: Path):
     for (ids, logprobs), (other_ids, other_logprobs) in zip(alone, together, strict=True):
         assert ids == other_ids
         np.testing.assert_allclose(logprobs, other_logprobs, atol=1e-4)
+
+
+def test_of_a_damaged_one_the_checkpoint_is_loaded(
+    alone: Answers,
+    checkpoint: Path,
+    snapshot: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(snapshot, damaged)
+    largest = max((damaged / "params").rglob("*"), key=lambda file: file.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    monkeypatch.setattr("mmjax.engine.start.logger.propagate", True)
+    assert ask(damaged) == alone
+    assert f"until then the weights of `{checkpoint}` are loaded" in caplog.text
+    metadata = damaged / "mmjax_snapshot.json"
+    gone = json.loads(metadata.read_text()) | {"source": str(tmp_path / "gone")}
+    metadata.write_text(json.dumps(gone))
+    with pytest.raises(SnapshotDamagedError, match="has other bytes than were written"):
+        ask(damaged)
 
 
 def test_it_holds_no_file_of_weights_twice(checkpoint: Path, snapshot: Path):

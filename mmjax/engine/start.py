@@ -27,13 +27,13 @@ from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
 from mmjax.engine.scheduling.scheduler import Scheduler, StepLimits
-from mmjax.errors import ConfigError
+from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
 from mmjax.logger import get_logger, reporting
-from mmjax.model_source import stored_dtype
+from mmjax.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.registry import load_model_class
@@ -250,11 +250,17 @@ class EngineStart:
 
     def _read(self, abstract: Params) -> Params:
         config, mesh = self.config, self._placement.mesh
-        left_out = self._left_out
-        if is_snapshot(config.model.path):
-            return load_snapshot(config.model.path, abstract, mesh=mesh, left_out=left_out)
+        path, left_out = config.model.path, self._left_out
+        if is_snapshot(path):
+            try:
+                return load_snapshot(path, abstract, mesh=mesh, left_out=left_out)
+            except SnapshotDamagedError as error:
+                if self._placement.is_shared:
+                    # Others may read it still, and would wait for this process.
+                    raise
+                path = _find_source(error, config.model.download_dir)
         return load_params(
-            config.model.path,
+            path,
             abstract,
             self._model_class.rules(config.model.hf_config),
             mesh=mesh,
@@ -398,6 +404,17 @@ class EngineStart:
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
+
+
+def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Path:
+    """Return the directory that a damaged snapshot was made of; raise `damage` if it is gone."""
+    model = None if damage.source == DEFAULT_MODEL else damage.source
+    try:
+        source = resolve_model(model, revision=damage.revision, download_dir=download_dir)
+    except CheckpointError as error:
+        raise damage from error
+    logger.error("%s; until then the weights of `%s` are loaded", damage, damage.source)
+    return source
 
 
 def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloat16: bool) -> Any:

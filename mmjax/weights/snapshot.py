@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from blake3 import blake3
 from jax.sharding import Mesh
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, SnapshotDamagedError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized
 from mmjax.weights.load import TensorProblems
@@ -67,7 +68,8 @@ def save_snapshot(
         checkpointer.save(path / _ARRAYS, args=_save_args(leaves))
     # Written last: without it the snapshot is unfinished.
     shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
-    (path / _METADATA).write_text(json.dumps({**asdict(metadata), "shapes": shapes}, indent=1))
+    written = {**asdict(metadata), "shapes": shapes, "digests": _digests(path)}
+    (path / _METADATA).write_text(json.dumps(written, indent=1))
     return metadata
 
 
@@ -87,10 +89,12 @@ def load_snapshot(
         left_out: Attributes of the model that the tree lacks, whose arrays are not read.
 
     Raises:
+        SnapshotDamagedError: If files of it are not as they were written.
         CheckpointError: If it is no snapshot, or has other tensors than the tree; lists them all.
     """
     path = Path(path).absolute()
-    metadata, shapes = _read(path)
+    metadata, shapes, digests = _read(path)
+    _check_files(path, metadata, digests)
     shapes = {n: shape for n, shape in shapes.items() if n.partition(".")[0] not in left_out}
     expected = flatten_params(abstract_params)
     _check_quantization(path, shapes, expected)
@@ -129,11 +133,13 @@ def _restore_args(targets: dict[str, Any]) -> Any:
     )
 
 
-def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]]]:
+def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]], dict[str, str]]:
     file = path / _METADATA
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         shapes = {str(name): tuple(shape) for name, shape in raw.pop("shapes").items()}
+        # One of an earlier mmjax has none.
+        digests = {str(name): str(digest) for name, digest in raw.pop("digests", {}).items()}
         metadata = SnapshotMetadata(**raw)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -141,7 +147,36 @@ def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]]]:
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error
-    return metadata, shapes
+    return metadata, shapes, digests
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """Return the digest of each file of the arrays, by its name below `path`."""
+    files = sorted(file for file in (path / _ARRAYS).rglob("*") if file.is_file())
+    return {file.relative_to(path).as_posix(): _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    # By all cores, out of the page cache, from which the arrays are then read.
+    return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
+
+
+def _check_files(path: Path, metadata: SnapshotMetadata, digests: dict[str, str]) -> None:
+    """Raise SnapshotDamagedError if a file is missing, cut or changed: Orbax may not notice it."""
+    damaged: list[str] = []
+    for name, digest in digests.items():
+        try:
+            if _digest(path / name) != digest:
+                damaged.append(f"`{name}` has other bytes than were written")
+        except OSError as error:
+            damaged.append(f"`{name}` cannot be read ({error.strerror})")
+    if damaged:
+        raise SnapshotDamagedError(
+            f"snapshot `{path}` is damaged: {'; '.join(damaged)}; remove it, and make it again by "
+            f"`python -m mmjax.convert {metadata.source} {path}`",
+            source=metadata.source,
+            revision=metadata.revision,
+        )
 
 
 def _check_quantization(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from mmjax.errors import CheckpointError
+from mmjax.errors import CheckpointError, SnapshotDamagedError
 from mmjax.layers.module import flatten_params, unflatten_params
 from mmjax.weights.sharding import param_sharding
 from mmjax.weights.snapshot import load_snapshot, save_snapshot
@@ -100,3 +100,42 @@ def test_another_schema_is_refused(tmp_path: Path):
     (tmp_path / "mmjax_snapshot.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="has schema 0; this mmjax reads 1"):
         load_snapshot(tmp_path, abstract_tree())
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in (path / "params").rglob("*") if file.is_file())
+
+
+def damage(file: Path, how: str) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "lost":
+        file.unlink()
+        return
+    data[len(data) // 2] ^= 1
+    file.write_bytes(bytes(data) if how == "a bit" else bytes(data[:-1]))
+
+
+@pytest.mark.parametrize("how", ["a bit", "the end", "lost"])
+def test_damage_to_any_file_is_found(tmp_path: Path, how: str):
+    path = tmp_path / "one"
+    save_snapshot(path, make_params(None), source="a/b", architecture="A", revision="main")
+    whole = {file: file.read_bytes() for file in files_of(path)}
+    for file in [file for file, data in whole.items() if data]:
+        damage(file, how)
+        with pytest.raises(SnapshotDamagedError) as caught:
+            load_snapshot(path, abstract_tree())
+        assert f"`{file.relative_to(path)}`" in str(caught.value)
+        assert "python -m mmjax.convert a/b" in str(caught.value)
+        assert (caught.value.source, caught.value.revision) == ("a/b", "main")
+        file.write_bytes(whole[file])
+    load_snapshot(path, abstract_tree())
+
+
+def test_one_of_an_earlier_version_is_read_unchecked(tmp_path: Path):
+    path = tmp_path / "one"
+    save_snapshot(path, make_params(None), source="a/b", architecture="A")
+    file = path / "mmjax_snapshot.json"
+    fields = json.loads(file.read_text())
+    del fields["digests"]
+    file.write_text(json.dumps(fields))
+    load_snapshot(path, abstract_tree())
