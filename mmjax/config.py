@@ -269,7 +269,9 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     compilation_cache_dir: Path | None = setting(
-        None, "JAX's persistent compilation cache.", unset="`~/.cache/mmjax/xla`"
+        None,
+        "JAX's persistent compilation cache.",
+        unset="`$XDG_CACHE_HOME/mmjax/xla`, or `~/.cache/mmjax/xla`",
     )
     compile_threads: int | None = setting(
         None,

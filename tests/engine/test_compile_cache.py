@@ -12,7 +12,11 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from mmjax.engine.device.compilation import Program, compile_programs
-from mmjax.engine.device.compile_cache import CheckedCache, enable_persistent_cache
+from mmjax.engine.device.compile_cache import (
+    CheckedCache,
+    default_cache_dir,
+    enable_persistent_cache,
+)
 from tests.engine.conftest import CACHE_DIR
 
 pytestmark = pytest.mark.usefixtures("restored_options")
@@ -23,6 +27,19 @@ def test_the_cache_is_a_folder_of_this_user_alone(tmp_path: Path) -> None:
     enable_persistent_cache(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert jax.config.values[CACHE_DIR] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("given", "caches"), [("/var/c", "/var/c"), ("", "/h/.cache"), ("c", "/h/.cache")]
+)
+def test_it_lies_where_the_users_caches_do(
+    monkeypatch: pytest.MonkeyPatch, given: str, caches: str
+) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert default_cache_dir() == Path(caches) / "mmjax" / "xla"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path("/h/.cache/mmjax/xla")
 
 
 def test_a_folder_that_others_may_write_is_refused(

@@ -25,7 +25,10 @@ _ENTRY, _DIGEST, _UNFINISHED = "-cache", "-blake3", "-new"
 
 def default_cache_dir() -> Path:
     """Return this user's directory for the persistent compilation cache."""
-    return Path.home() / ".cache" / "mmjax" / "xla"
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # A relative one does not count, by the XDG specification.
+    caches = given if given.is_absolute() else Path.home() / ".cache"
+    return caches / "mmjax" / "xla"
 
 
 def enable_persistent_cache(directory: Path | None) -> None:

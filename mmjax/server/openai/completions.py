@@ -1,6 +1,8 @@
 """Text completions: prompts in, OpenAI's choices out."""
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
@@ -52,7 +54,7 @@ class CompletionService:
             bool(body.return_tokens_as_token_ids),
         )
         if body.stream:
-            chunks = _echoed(await begin(request, streams), echo)
+            chunks = await begin(request, streams, partial(_echoed, echo=echo))
             events = self._text_events(body, chunks, new_answer, options, echo)
             return self._generation.event_stream(events, streams)
         outputs, usage = await gather(request, streams, echo)
@@ -129,7 +131,12 @@ async def _echoed(
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     try:
         async for number, output in outputs:
-            yield number, output if echo is None else echo.apply(number, output)
+            shown = output if echo is None else echo.apply(number, output)
+            # One by one, so that an event tells of one answer, and of what one step added to it.
+            for item in shown.outputs:
+                yield number, replace(shown, outputs=[item])
+            if not shown.outputs:
+                yield number, shown
     finally:
         await outputs.aclose()
 
