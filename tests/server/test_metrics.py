@@ -38,8 +38,8 @@ OURS = """
     image_process_time_seconds_bucket image_encode_time_seconds_bucket
     request_tokenize_time_seconds_bucket encoder_cache_queries_total encoder_cache_hits_total
     encoder_cache_usage_perc processor_cache_bytes compilations_total programs programs_left
-    engine_restarts_total engine_up event_loop_lag_seconds_bucket num_requests_processing
-    http_responses_total
+    engine_restarts_total engine_up engine_state event_loop_lag_seconds_bucket
+    num_requests_processing http_responses_total
 """
 BUSY = Heartbeat(
     num_running=3,
