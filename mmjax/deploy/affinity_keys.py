@@ -15,22 +15,33 @@ SESSION_FIELDS = ("prompt_cache_key", "session_id", "previous_response_id")
 
 MAX_KEYS = 64
 _MAX_VALUE_CHARS = 512
-_PICTURE_TYPES = ("image_url", "input_image")
+_FIELD_BY_TYPE = {
+    "image_url": "image_url",
+    "input_image": "image_url",
+    "image_embeds": "image_embeds",
+    "video_url": "video_url",
+}
+"""The field of a part with its medium, by the part's type."""
 
 
 def affinity_keys(headers: Mapping[str, str], body: bytes) -> list[str]:
-    """Return a request's keys, the most telling first: session, pictures, opening, user.
+    """Return a request's keys, the most telling first: session, media, opening, user.
 
-    A picture's key is the hash of all its bytes as they came, or its address, or the id that it
+    A medium's key is the hash of all its bytes as they came, or its address, or the id that it
     is claimed to have. Takes time in proportion to the body.
     """
     fields = _decode(body)
-    keys = [_named("session", headers.get(SESSION_HEADER))]
-    keys += [_named("session", fields.get(name)) for name in SESSION_FIELDS]
+    keys = [session_key(headers.get(SESSION_HEADER))]
+    keys += [session_key(fields.get(name)) for name in SESSION_FIELDS]
     messages = list(_messages(fields))
-    keys += [key for message in messages for key in _picture_keys(message)]
+    keys += [key for message in messages for key in _media_keys(message)]
     keys += [_opening_key(messages), _named("user", fields.get("user"))]
     return list(dict.fromkeys(key for key in keys if key is not None))[:MAX_KEYS]
+
+
+def session_key(session: Any) -> str | None:
+    """Return the key of a conversation's name, however long that is; None if it has none."""
+    return _named("session", session)
 
 
 def _decode(body: bytes) -> Mapping[str, Any]:
@@ -60,13 +71,14 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {"role": "user", "content": prompt}
 
 
-def _picture_keys(message: Mapping[str, Any]) -> Iterator[str]:
+def _media_keys(message: Mapping[str, Any]) -> Iterator[str]:
     content = message.get("content")
     for part in content if isinstance(content, list) else ():
-        if not isinstance(part, dict) or part.get("type") not in _PICTURE_TYPES:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind not in _FIELD_BY_TYPE:
             continue
-        image = part.get("image_url")
-        url = image.get("url") if isinstance(image, dict) else image
+        medium = part.get(_FIELD_BY_TYPE[kind])
+        url = medium.get("url") if isinstance(medium, dict) else medium
         uuid = part.get("uuid")
         if isinstance(uuid, str) and uuid:
             yield f"uuid {uuid[:_MAX_VALUE_CHARS]}"

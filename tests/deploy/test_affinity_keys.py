@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.deploy.affinity_keys import MAX_KEYS, affinity_keys
+from mmjax.deploy.affinity_keys import MAX_KEYS, affinity_keys, session_key
 
 
 def keys_of(body: Any, **headers: str) -> list[str]:
@@ -57,6 +57,20 @@ def test_a_picture_of_a_response_has_the_key_that_it_has_in_a_chat() -> None:
     assert keys_of(response)[0] == keys_of(chat(picture(b"1")))[0]
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}},
+        {"type": "image_embeds", "image_embeds": "AAAA"},
+        {"type": "video_url", "video_url": None, "uuid": "film"},
+    ],
+)
+def test_videos_and_embeddings_are_keys_as_pictures_are(part: dict[str, Any]) -> None:
+    kind, _ = keys_of(chat({"type": "text", "text": "?"}, part))[0].split()
+    assert kind == ("uuid" if "uuid" in part else "picture")
+    assert keys_of(chat(part))[0] == keys_of(chat({"type": "text", "text": "?"}, part))[0]
+
+
 def test_the_turns_of_a_conversation_share_a_key() -> None:
     first = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello"}]
     answer = [{"role": "assistant", "content": "hi"}, {"role": "user", "content": "and?"}]
@@ -67,6 +81,9 @@ def test_the_turns_of_a_conversation_share_a_key() -> None:
 
 def test_long_names_are_digested() -> None:
     (key,) = keys_of({"user": "x" * 10_000})
+    assert len(key) < 100
+    (key,) = keys_of({}, x_session_id="x" * 10_000)
+    assert key == session_key("x" * 10_000)
     assert len(key) < 100
 
 
