@@ -2,7 +2,7 @@
 
 `python -m benchmarks.ray_serve [--only NAME ...] [--mode front header] [--out FILE.json]`, in an
 environment with `mmjax[ray]`. Each experiment counts what its clients lost, and compares texts with
-those of one server. Prints a table for docs/scaling.md.
+those of one server. Prints each figure as it comes, for docs/scaling.md.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -340,48 +340,66 @@ def cluster_of(folder: Path, mode: str, **args: Any) -> RayCluster:
     return RayCluster(settings, port=port, log=folder / f"ray_{mode}.log")
 
 
-async def _measure_one(folder: Path, bodies: list[dict[str, Any]]) -> tuple[dict[str, Any], Any]:
-    with one_server(folder) as url:
-        texts = await undisturbed(url, bodies)
-        report = await _measure_both(url)
-    return report, texts
+EXPERIMENTS = ("hits", "latency", "p1", "p0", "update", "scale")
 
 
-async def _measure_both(url: str) -> dict[str, Any]:
+class Report:
+    """What was measured, printed as it comes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.figures: dict[str, Any] = {}
+
+    def add(self, name: str, figure: Any) -> None:
+        """Add a figure."""
+        self.figures[name] = figure
+        print(f"{self.name}: {name}: {figure}", flush=True)
+
+
+async def _measure_both(url: str, report: Report, only: Sequence[str]) -> None:
     """Measure what one server and a cluster have alike."""
-    rates = [await hit_rates(url, seed=seed) for seed in (0, 1)]
-    times = {"text": await latencies(url), "picture": await latencies(url, pixels=210)}
-    return {
-        "processor": [round(one.processor, 3) for one in rates],
-        "prefix": [round(one.prefix, 3) for one in rates],
-        **{f"p50 {name}, ms": 1e3 * statistics.median(one) for name, one in times.items()},
-    }
+    if "hits" in only:
+        # Not 0: the streams' pictures are known already.
+        rates = [await hit_rates(url, seed=seed) for seed in (1, 2)]
+        report.add("processor", [round(one.processor, 3) for one in rates])
+        report.add("prefix", [round(one.prefix, 3) for one in rates])
+    if "latency" in only:
+        for name, pixels in (("text", None), ("picture", 210)):
+            times = await latencies(url, pixels=pixels)
+            report.add(f"p50 {name}, ms", round(1e3 * statistics.median(times), 1))
 
 
 def _told(losses: Losses) -> str:
     lost = f"{len(losses.lost)} of {losses.num_requests} lost"
-    return f"{lost}, {losses.num_different} other texts, {losses.seconds:.0f} s"
+    why = "".join(f"; {reason}" for reason in sorted(set(losses.lost))[:3])
+    return f"{lost}, {losses.num_different} other texts, {losses.seconds:.0f} s{why}"
 
 
 async def _measure_cluster(
-    folder: Path, mode: str, bodies: list[dict[str, Any]], texts: list[str]
-) -> dict[str, Any]:
-    report: dict[str, Any] = {}
-    with cluster_of(folder, mode) as cluster:
-        report |= await _measure_both(cluster.url)
-        for which in ("p1", "p0"):
-            losses = await kill_under_streams(cluster, which, bodies, texts)
-            report[f"SIGKILL of a {which.upper()}"] = _told(losses)
-            print(mode, which, losses.lost[:3], flush=True)
-            await asyncio.to_thread(cluster.wait_for_replicas, 2)
-        settings = {"mode": mode, "num_replicas": 2, **REPLICA_ARGS, "max_num_seqs": 8}
-        losses = await under_load(cluster.url, bodies, texts, lambda: update(cluster, settings))
-        report["rolling update"] = _told(losses)
-    scaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1.0}
-    args = {**scaling, "downscale_delay_s": 5.0, "max_num_seqs": 2, "target_num_waiting": 2.0}
-    with cluster_of(folder, mode, **args) as cluster:
-        report["1 to 2 to 1 replicas"] = _told(await scale(cluster, bodies, texts))
-    return report
+    folder: Path,
+    report: Report,
+    bodies: list[dict[str, Any]],
+    texts: list[str],
+    only: Sequence[str],
+) -> None:
+    mode = report.name
+    if set(only) - {"scale"}:
+        with cluster_of(folder, mode) as cluster:
+            for which in ("p1", "p0"):
+                if which in only:
+                    losses = await kill_under_streams(cluster, which, bodies, texts)
+                    report.add(f"SIGKILL of a {which.upper()}", _told(losses))
+                    await asyncio.to_thread(cluster.wait_for_replicas, 2)
+            await _measure_both(cluster.url, report, only)
+            if "update" in only:
+                args = {"mode": mode, "num_replicas": 2, **REPLICA_ARGS, "max_num_seqs": 8}
+                change = under_load(cluster.url, bodies, texts, lambda: update(cluster, args))
+                report.add("rolling update", _told(await change))
+    if "scale" in only:
+        scaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1.0}
+        args = {**scaling, "downscale_delay_s": 5.0, "max_num_seqs": 2, "target_num_waiting": 2.0}
+        with cluster_of(folder, mode, **args) as cluster:
+            report.add("1 to 2 to 1 replicas", _told(await scale(cluster, bodies, texts)))
 
 
 async def scale(cluster: RayCluster, bodies: list[dict[str, Any]], texts: list[str]) -> Losses:
@@ -407,21 +425,23 @@ async def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mode", nargs="+", default=["front", "header"])
+    parser.add_argument("--only", nargs="+", default=EXPERIMENTS, choices=EXPERIMENTS)
     parser.add_argument("--num-streams", type=int, default=16)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bodies = long_bodies(options.num_streams)
+    reports = [Report("one server"), *map(Report, options.mode)]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        report, texts = await _measure_one(folder, bodies)
-        reports = {"one server": report}
-        print(json.dumps(reports, indent=1), flush=True)
-        for mode in options.mode:
-            reports[mode] = await _measure_cluster(folder, mode, bodies, texts)
-            print(json.dumps({mode: reports[mode]}, indent=1), flush=True)
-    reports["machine"] = {"cpu": platform.processor() or platform.machine()}
+        with one_server(folder) as url:
+            texts = await undisturbed(url, bodies)
+            await _measure_both(url, reports[0], options.only)
+        for report in reports[1:]:
+            await _measure_cluster(folder, report, bodies, texts, options.only)
+    found: dict[str, Any] = {report.name: report.figures for report in reports}
+    found["machine"] = {"cpu": platform.processor() or platform.machine()}
     if options.out is not None:
-        options.out.write_text(json.dumps(reports, indent=1))
+        options.out.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
