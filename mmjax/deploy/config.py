@@ -9,20 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from mmjax.config import ParallelConfig, ServerConfig
 from mmjax.deploy.autoscaling import ScalingConfig
 from mmjax.deploy.routing import RoutingConfig
 from mmjax.errors import ConfigError
-from mmjax.server.flags import parse_mapping
+from mmjax.logger import configure_logging
+from mmjax.server.flags import parse_mapping, to_server_config
 from mmjax.settings import Setting, check_settings, setting, settings_of
 
 _PROXYS = ("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "root_path")
 """Settings of the server that Ray's proxy has instead."""
-_HOSTS = (
-    "distributed_coordinator",
-    "distributed_num_processes",
-    "distributed_process_id",
-)
-"""Of an engine over several hosts, which no replica is yet."""
+_PLACES = ("distributed_coordinator", "distributed_process_id")
+"""Where the processes of one replica meet, which each deployment finds by itself."""
+_UPDATES = ("allow_runtime_lora_updating",)
+"""What one replica is told by HTTP the others do not hear of."""
+_REASONS = {
+    **dict.fromkeys(_PROXYS, "Ray's proxy has it"),
+    **dict.fromkeys(_PLACES, "each replica finds its own; give `distributed_num_processes`"),
+    **dict.fromkeys(
+        _UPDATES, "an adapter that one replica loads is unknown to the others; give `lora_modules`"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +55,18 @@ class DeployConfig:
         600.0, "Seconds that a replica must be idle before it is taken away.", minimum=0
     )
     num_fronts: int = setting(1, "Fronts, in the mode `front`.", minimum=1)
-    num_cpus: float = setting(1.0, "CPUs that a replica reserves in Ray.", minimum=0)
-    num_gpus: float = setting(0.0, "GPUs that a replica reserves in Ray.", minimum=0)
+    max_front_body_bytes: int = setting(
+        2 * 2**30,
+        """Bytes of the bodies that a front keeps, of all requests together: until each is answered
+        it may have to be sent again. More get a 429.""",
+        minimum=1,
+    )
+    num_cpus: float = setting(
+        1.0, "CPUs that a replica, or each of its processes, reserves in Ray.", minimum=0
+    )
+    num_gpus: float = setting(
+        0.0, "GPUs that a replica, or each of its processes, reserves in Ray.", minimum=0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -101,9 +118,8 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
     others: dict[str, Any] = {}
     for key, value in args.items():
         name = key.replace("-", "_")
-        if name in (*_PROXYS, *_HOSTS):
-            whose = "Ray's proxy has it" if name in _PROXYS else "a replica is one host"
-            raise ConfigError(f"`{key}` is no setting of a replica: {whose}; leave it out")
+        if name in _REASONS:
+            raise ConfigError(f"`{key}` is no setting of a replica: {_REASONS[name]}; leave it out")
         if name not in known:
             others[key] = value
             continue
@@ -114,9 +130,36 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
         names = {one.name for one in settings_of(config_class)}
         return config_class(**{name: value for name, value in values.items() if name in names})
 
+    server = parse_mapping(others)
+    # As each replica will check it.
+    ParallelConfig(
+        tensor_parallel_size=server.tensor_parallel_size,
+        num_processes=server.distributed_num_processes,
+        coordinator_address="each replica's own",
+    )
     return Deployment(
         config=make(DeployConfig),
         routing=make(RoutingConfig),
         scaling=make(ScalingConfig),
-        server=parse_mapping(others),
+        server=server,
     )
+
+
+def settings_of_process(server: Namespace, *, coordinator: str, process_id: int) -> Namespace:
+    """Return the settings of one of a replica's several processes."""
+    place = {"distributed_coordinator": coordinator, "distributed_process_id": process_id}
+    return Namespace(**{**vars(server), **place})
+
+
+def read_again(args: Mapping[str, Any], has_keys: bool) -> tuple[Deployment, ServerConfig]:
+    """Return the settings in a process of Ray's; ConfigError if it lacks the API keys."""
+    deployment = read_deployment(args)
+    server = to_server_config(deployment.server)
+    if has_keys and not server.api_keys:
+        raise ConfigError(
+            "the deployment was made with API keys, but Ray's processes have none; set "
+            "`MMJAX_API_KEY` in their `runtime_env`"
+        )
+    flags = deployment.server
+    configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
+    return deployment, server

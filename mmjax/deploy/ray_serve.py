@@ -3,6 +3,7 @@
 Needs `pip install 'mmjax[ray]'`. docs/scaling.md says what is promised.
 """
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -14,22 +15,30 @@ from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]  # 
 from ray.serve.config import (  # pyright: ignore[reportMissingImports]  # an extra
     AutoscalingConfig,
     AutoscalingPolicy,
+    BackpressureConfig,
     RequestRouterConfig,
 )
 from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
     BackPressureError,
     DeploymentUnavailableError,
+    RayServeException,
 )
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
 
 from mmjax.config import ServerConfig
+from mmjax.deploy.affinity_keys import session_key
 from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
-from mmjax.deploy.config import Deployment, read_deployment
+from mmjax.deploy.config import (
+    Deployment,
+    read_again,
+    read_deployment,
+    settings_of_process,
+)
 from mmjax.deploy.front import create_front
+from mmjax.deploy.ray_gang import find_coordinator, make_members
 from mmjax.deploy.replica import ForwardedRequest, Replica, ReplicaLostError, ResponseItem
 from mmjax.deploy.routing import AffinityTable, RoutingConfig
-from mmjax.errors import CapacityError, ConfigError, EngineUnavailableError
-from mmjax.logger import configure_logging
+from mmjax.errors import CapacityError, EngineUnavailableError
 from mmjax.server.flags import to_engine_config, to_server_config
 from mmjax.server.shutdown import CLOSE_TIMEOUT_S
 
@@ -69,6 +78,9 @@ def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> An
         name="Replica",
         # The replica's own limit answers first, in OpenAI's shape.
         max_ongoing_requests=2 * _max_requests(deployment),
+        # Of Ray's proxy, while there is no replica; a front's own limit is lower.
+        max_queued_requests=config.most_replicas * _max_requests(deployment),
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1.0),
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="mmjax.deploy.ray_serve.AffinityRouter",
@@ -76,6 +88,7 @@ def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> An
         ),
         # New replicas are ready before old ones stop.
         max_surge_percent=100,
+        **_bundles(deployment),
         **(
             {"autoscaling_config": _autoscaling(deployment)}
             if config.is_scaling
@@ -83,6 +96,19 @@ def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> An
         ),
         **_lifecycle(server),
     )(replica)
+
+
+def _bundles(deployment: Deployment) -> dict[str, Any]:
+    """Return the places of a replica's processes, on hosts of their own where there are enough."""
+    num_processes = deployment.server.distributed_num_processes
+    if num_processes == 1:
+        return {}
+    needs = {"CPU": deployment.config.num_cpus, "GPU": deployment.config.num_gpus}
+    bundle = {name: number for name, number in needs.items() if number}
+    return {
+        "placement_group_bundles": [bundle] * num_processes,
+        "placement_group_strategy": "SPREAD",
+    }
 
 
 def _lifecycle(server: ServerConfig) -> dict[str, Any]:
@@ -120,20 +146,6 @@ def _fields(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def _read_again(args: Mapping[str, Any], has_keys: bool) -> tuple[Deployment, ServerConfig]:
-    """Return the settings in a process of Ray's; ConfigError if it lacks the API keys."""
-    deployment = read_deployment(args)
-    server = to_server_config(deployment.server)
-    if has_keys and not server.api_keys:
-        raise ConfigError(
-            "the deployment was made with API keys, but Ray's processes have none; set "
-            "`MMJAX_API_KEY` in their `runtime_env`"
-        )
-    flags = deployment.server
-    configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
-    return deployment, server
-
-
 class _ServedReplica:
     """A replica as Ray sees it: its health, its load."""
 
@@ -141,10 +153,14 @@ class _ServedReplica:
 
     async def start(self, args: Mapping[str, Any], has_keys: bool) -> Replica:
         """Start it, and wait until the engine is ready; Ray sends nothing before."""
-        deployment, server = _read_again(args, has_keys)
-        engine = to_engine_config(deployment.server)
+        deployment, server = read_again(args, has_keys)
+        members, flags = [], deployment.server
+        if flags.distributed_num_processes > 1:
+            place = find_coordinator()
+            members = make_members(deployment, (dict(args), has_keys, place))
+            flags = settings_of_process(flags, coordinator=place, process_id=0)
         name = serve.get_replica_context().replica_id.unique_id
-        self.replica = await Replica.start(name, engine, server)
+        self.replica = await Replica.start(name, to_engine_config(flags), server, members)
         return self.replica
 
     def check_health(self) -> None:
@@ -218,7 +234,14 @@ class RayReplicas:
             raise CapacityError("too many requests wait; send it again in a moment") from error
         except DeploymentUnavailableError as error:
             raise EngineUnavailableError("no replica could be started; see their log") from error
-        except RayError as error:
+        except (RayError, RayServeException) as error:
+            is_over = True
+            raise ReplicaLostError from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Not this call was cancelled, but its replica's end.
             is_over = True
             raise ReplicaLostError from error
         finally:
@@ -231,15 +254,21 @@ class Front:
     """The front, as Ray sees it."""
 
     def __init__(self, args: Mapping[str, Any], has_keys: bool, handle: Any) -> None:
-        deployment, self._server = _read_again(args, has_keys)
+        deployment, self._server = read_again(args, has_keys)
         self._handle = handle
         num_replicas = deployment.config.most_replicas / deployment.config.num_fronts
         self._max_requests = math.ceil(num_replicas * _max_requests(deployment))
+        self._max_body_bytes = deployment.config.max_front_body_bytes
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application."""
         replicas = RayReplicas(self._handle)
-        return create_front(replicas, self._server, max_requests=self._max_requests)
+        return create_front(
+            replicas,
+            self._server,
+            max_requests=self._max_requests,
+            max_body_bytes=self._max_body_bytes,
+        )
 
 
 class AffinityRouter(RequestRouter):
@@ -282,9 +311,11 @@ class AffinityRouter(RequestRouter):
 
 def _keys(pending_request: Any) -> list[str]:
     keys = pending_request.kwargs.get("keys")
-    if keys is None and pending_request.metadata.session_id:
-        return [f"session {pending_request.metadata.session_id}"]
-    return keys or []
+    if keys is not None:
+        return keys
+    # As long as a client likes.
+    key = session_key(pending_request.metadata.session_id)
+    return [] if key is None else [key]
 
 
 class ScaleByWaiting:

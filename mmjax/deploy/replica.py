@@ -1,7 +1,7 @@
 """One replica: an application with its engine process, called without HTTP in between."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from mmjax.config import EngineConfig, ServerConfig
+from mmjax.deploy.gang import Gang, Member
 from mmjax.logger import get_logger
 from mmjax.server import make_app
 from mmjax.server.openai.continuation import CONTINUATION, Continuation, EventMark, SentEvents
@@ -66,25 +67,39 @@ ResponseItem = ResponseHead | ResponsePart | ResponseEnd
 class Replica:
     """An application that serves, with its engine process."""
 
-    def __init__(self, name: str, app: FastAPI, supervisor: Any) -> None:
-        """`app`, `supervisor`: as `make_app` returns them."""
+    def __init__(self, name: str, app: FastAPI, supervisor: Any, gang: Gang | None = None) -> None:
+        """`app`, `supervisor`: as `make_app` returns them; `gang`: who follows its P1."""
         self.name = name
         self.app = app
         self.supervisor = supervisor
+        self._gang = gang
         self._stack = AsyncExitStack()
 
     @classmethod
-    async def start(cls, name: str, engine: EngineConfig, server: ServerConfig) -> "Replica":
-        """Start it, and wait until the engine is ready."""
+    async def start(
+        cls,
+        name: str,
+        engine: EngineConfig,
+        server: ServerConfig,
+        members: Sequence[Member] = (),
+    ) -> "Replica":
+        """Start it, and wait until the engine is ready.
+
+        `members`: the followers, if `engine` is process 0 of several.
+        """
         app, supervisor = await asyncio.to_thread(make_app, engine, server)
-        replica = cls(name, app, supervisor)
+        replica = cls(name, app, supervisor, Gang(supervisor, members) if members else None)
         await replica.open()
         return replica
 
     async def open(self) -> None:
         """Run the application's lifespan until `close`; wait until the engine is ready."""
-        await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
+        if self._gang is not None:
+            # Left last: P1 tells its followers that it ends.
+            self._gang.open()
+            self._stack.push_async_callback(self._gang.close)
         try:
+            await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
             await self.supervisor.wait_ready()
         except BaseException:
             await self.close()
@@ -100,12 +115,14 @@ class Replica:
         return self.app
 
     def check_health(self) -> None:
-        """Raise RuntimeError if the engine cannot be brought back.
+        """Raise RuntimeError if the engine cannot be brought back here.
 
         While it is restarted here, this replica is healthy: a new one would take longer.
         """
         if self.supervisor.state == "dead":
             raise RuntimeError("the engine process could not be brought back; see its log")
+        if self._gang is not None:
+            self._gang.check()
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[ResponseItem, None]:
         """Yield the response: a head, parts, and the end. Closing it ends the request."""

@@ -118,6 +118,11 @@ def follow_engine(config: EngineConfig) -> None:
     core.follow()
 
 
+def run_follower(config: EngineConfig, address_in: str, address_out: str) -> None:
+    """Follow, as a process that is spawned as P1 is; it has no messages."""
+    follow_engine(config)
+
+
 class EngineLoop:
     """Receive, step, reply, until a `Shutdown`."""
 

@@ -6,16 +6,18 @@ In the slow set, since Ray is not installed for the others: `make test-slow` ins
 
 import asyncio
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 
 from benchmarks import ray_serve
 from benchmarks.ray_cluster import RayCluster
+from mmjax.deploy.replica import ReplicaLostError
+from mmjax.errors import CapacityError
 from tests.test_examples import example_environment
 
 MODES = ["front", "header"]
@@ -110,6 +112,73 @@ def test_replicas_follow_the_load(tmp_path: Path, texts: Texts, mode: str) -> No
     with cluster(tmp_path, mode, **args) as growing:
         losses = asyncio.run(ray_serve.scale(growing, bodies, expected))
     assert (losses.lost, losses.num_different) == ([], 0)
+
+
+def test_a_replica_of_two_processes_outlives_either(tmp_path: Path) -> None:
+    """An actor for each; where P1 is killed, both engine processes start again and meet."""
+    sizes = {"num_replicas": 1, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    gang = {"tensor_parallel_size": 2, "distributed_num_processes": 2, "num_cpus": 1}
+    bodies = ray_serve.long_bodies(4, max_tokens=24)
+    with cluster(tmp_path, "front", **sizes, **gang) as one:
+        expected = asyncio.run(ray_serve.undisturbed(one.url, bodies))
+        losses = asyncio.run(ray_serve.kill_under_streams(one, "p1", bodies, expected))
+    assert (losses.lost, losses.num_different) == ([], 0)
+
+
+class Answering:
+    """A deployment's handle that answers an item, and then fails."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self.failure = failure
+        self.respond = self
+        self.num_cancelled = 0
+
+    def options(self, **_: Any) -> "Answering":
+        return self
+
+    def remote(self, *_: Any, **__: Any) -> "Answering":
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+        yield "item"
+        raise self.failure
+
+
+def test_every_end_of_a_replica_is_a_loss_and_no_end_of_the_front() -> None:
+    from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]  # an extra
+    from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
+        BackPressureError,
+        RayServeException,
+    )
+
+    from mmjax.deploy.ray_serve import RayReplicas
+
+    async def read(failure: BaseException) -> Answering:
+        handle = Answering(failure)
+        request: Any = None
+        items = RayReplicas(handle).respond(request, keys=[], avoided=[])
+        async with aclosing(items):
+            async for item in items:
+                assert item == "item"
+        return handle
+
+    async def leave(handle: Answering) -> None:
+        items = RayReplicas(handle).respond(cast(Any, None), keys=[], avoided=[])
+        assert await anext(items) == "item"
+        await items.aclose()
+
+    for failure in (RayActorError(), RayServeException("upstream"), asyncio.CancelledError()):
+        with pytest.raises(ReplicaLostError):
+            asyncio.run(read(failure))
+    with pytest.raises(CapacityError):
+        asyncio.run(read(BackPressureError(1, 1)))
+    # Of a client that leaves, the replica is told.
+    handle = Answering(RayActorError())
+    asyncio.run(leave(handle))
+    assert handle.num_cancelled == 1
 
 
 def test_errors_of_a_cluster_are_openais(tmp_path: Path) -> None:

@@ -189,6 +189,10 @@ class Supervisor:
         if self._engine.sender is not None and self.state != "dead":
             await self._engine.sender.send(message)
 
+    def replace(self, reason: str) -> None:
+        """Kill P1, by no request's fault, so that the next one starts."""
+        self._replace(Fault("bridge", reason))
+
     async def close(self) -> None:
         """End P1 by a `Shutdown`, then by SIGKILL: it blocks other signals."""
         if self._task is not None:
