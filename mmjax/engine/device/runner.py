@@ -184,12 +184,14 @@ class ModelRunner:
 
     def sample(self, in_flight: InFlight, late: Collection[str] = ()) -> InFlight:
         """Sample a step that awaited masks; the requests that are `late` get no token."""
+        rest = in_flight.drawn
         assert in_flight.tables is not None, "the step was sampled"
+        assert not isinstance(rest, SampleOutput), "the step was sampled"
         masks = in_flight.tables.masks
         for row, scheduled in enumerate(in_flight.sampled):
             if scheduled.awaits_mask and scheduled.request.request_id not in late:
                 masks[row] = scheduled.request.logit_rules.allowed_bits
-        drawn = self._run_sample(len(masks), False, in_flight.drawn, in_flight.tables)
+        drawn = self._run_sample(len(masks), False, rest, in_flight.tables)
         return in_flight._replace(drawn=drawn, tables=None, late=late)
 
     def wait_encoded(self, in_flight: InFlight) -> None:
