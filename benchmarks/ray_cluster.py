@@ -121,7 +121,11 @@ class RayCluster:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._file.close()
+        for file in (self._process.stdin, self._process.stdout, self._file):
+            if file is not None:
+                # What was not written yet has no reader any more.
+                with suppress(BrokenPipeError):
+                    file.close()
 
 
 def wait_until(
