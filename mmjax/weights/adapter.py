@@ -23,9 +23,11 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _MAX_CONFIG_BYTES = 2**20
 _MAX_PATTERNS, _MAX_WILDCARDS = 1000, 2
+_MAX_ALPHA = 1e30
+"""What float32 holds; NaN is not below it, and a longer integer would be no float at all."""
 _PATTERN = re.compile(r"\^?(?:[\w.]|\\\.|\\d\+|\.\*)*")
 _TENSOR = re.compile(
-    r"^base_model\.model\.(?P<layer>.+?)\.(?:base_layer\.)?(?P<kind>lora_A\.weight|lora_B\.weight"
+    r"^base_model\.model\.(?P<layer>.{1,500}?)\.(?:base_layer\.)?(?P<kind>lora_A\.weight|lora_B\.weight"
     r"|lora_B\.bias|lora_embedding_A|lora_embedding_B|bias|weight)$"
 )
 _KINDS = {
@@ -124,6 +126,8 @@ class AdapterReader:
             raise CheckpointError(f"the adapter's directory has no {WEIGHTS_FILE}")
         arrays: dict[str, np.ndarray] = {}
         with ExitStack() as stack:
+            # What overflows is not finite, and is refused as such.
+            stack.enter_context(np.errstate(all="ignore"))
             layers = _group(_open(stack, path / WEIGHTS_FILE))
             for layer, tensors in layers.items():
                 arrays |= self._read_layer(layer, tensors, config)
@@ -251,8 +255,7 @@ class AdapterReader:
                 f"the adapter's array for `{layer}` has shape {value.shape}; expected {expected}: "
                 "is it an adapter of another model?"
             )
-        with np.errstate(over="ignore"):
-            cast = np.ascontiguousarray(value, np.float32).astype(self.dtype)
+        cast = np.ascontiguousarray(value, np.float32).astype(self.dtype)
         if not np.isfinite(cast.astype(np.float32)).all():
             # Rows of a batch that have other adapters multiply them by zero, which gives NaN.
             raise CheckpointError(
@@ -289,13 +292,15 @@ def read_adapter_config(path: Path) -> tuple[AdapterConfig, bytes]:
     raw = file.read_bytes()
     try:
         values = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{CONFIG_FILE} is not valid JSON") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{CONFIG_FILE} holds a {type(values).__name__}, not an object")
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"`peft_type` of {CONFIG_FILE} is {kind!r}; mmjax serves LORA alone")
+        raise CheckpointError(
+            f"`peft_type` of {CONFIG_FILE} is {str(kind)[:80]!r}; mmjax serves LORA alone"
+        )
     for key, meaning in _UNSERVED.items():
         if values.get(key):
             raise CheckpointError(
@@ -304,8 +309,9 @@ def read_adapter_config(path: Path) -> tuple[AdapterConfig, bytes]:
     init = values.get("init_lora_weights", True)
     if init not in _INITS:
         raise CheckpointError(
-            f"`init_lora_weights` of {CONFIG_FILE} is {init!r}, by which PEFT changes the model's "
-            "own weights; save the adapter with `path_initial_model_for_weight_conversion`"
+            f"`init_lora_weights` of {CONFIG_FILE} is {str(init)[:80]!r}, by which PEFT changes "
+            "the model's own weights; save the adapter with "
+            "`path_initial_model_for_weight_conversion`"
         )
     return _parse_config(values), raw
 
@@ -315,12 +321,15 @@ def _parse_config(values: Mapping[str, Any]) -> AdapterConfig:
     alphas = {"lora_alpha": values.get("lora_alpha"), **_read_pattern(values, "alpha_pattern")}
     for key, rank in ranks.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise CheckpointError(f"`{key}` in `r` or `rank_pattern` is {rank!r}; expected 1 on")
+            raise CheckpointError(
+                f"`{key[:80]}` in `r` or `rank_pattern` is {str(rank)[:80]}; expected 1 on"
+            )
     for key, alpha in alphas.items():
         is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-        if not is_number or not math.isfinite(alpha):
+        if not is_number or not abs(alpha) <= _MAX_ALPHA:
             raise CheckpointError(
-                f"`{key}` in `lora_alpha` or `alpha_pattern` is {alpha!r}; expected a number"
+                f"`{key[:80]}` in `lora_alpha` or `alpha_pattern` is {str(alpha)[:80]}; expected "
+                "a number"
             )
     factors = {key: float(alpha) for key, alpha in alphas.items()}
     return AdapterConfig(

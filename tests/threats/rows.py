@@ -68,4 +68,7 @@ ROWS = (
     "CVE-2026-27893",
     "CVE-2026-41523",
     "log-injection",
+    # adapters
+    "adapter-paths",
+    "adapter-files",
 )
