@@ -4,6 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,12 @@ from mmjax.logger import get_logger
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
-from mmjax.transport.messages import EngineCoreRequest, Heartbeat, RequestOutputDelta
+from mmjax.transport.messages import (
+    MAX_LISTED_LORAS,
+    EngineCoreRequest,
+    Heartbeat,
+    RequestOutputDelta,
+)
 
 logger = get_logger(__name__)
 
@@ -408,7 +414,16 @@ class EngineCore:
             num_preemptions=self.num_preemptions,
             num_step_tokens=scheduler.num_step_tokens,
             step_token_counts=list(scheduler.step_token_counts),
+            running_loras=self._name_loras(list(scheduler.running)),
+            waiting_loras=self._name_loras(scheduler.waiting),
         )
+
+    def _name_loras(self, requests: Iterable[Request]) -> list[str]:
+        if not self.config.lora.enable_lora:
+            return []
+        adapters = (request.lora_request for request in requests)
+        names = dict.fromkeys(one.lora_name for one in adapters if one is not None)
+        return list(islice(names, MAX_LISTED_LORAS))
 
     def _to_item(
         self, feature: MultiModalFeatureSpec, adapter: RegisteredAdapter | None

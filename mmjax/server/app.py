@@ -76,7 +76,7 @@ def create_app(
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
 
-    metrics = Metrics(client)
+    metrics = Metrics(client, lora)
     if config.enable_log_requests:
         client.observe(RequestLog(config))
     tracer = _make_tracer(client, config.otlp_traces_endpoint)

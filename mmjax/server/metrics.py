@@ -1,6 +1,7 @@
 """`/metrics`: figures for Prometheus, under vLLM's names where vLLM has them, else as `mmjax:`.
 
-No label holds what a client sends, so that their number is bounded.
+No label holds what a client sends, so that their number is bounded; those that name adapters are
+of one series.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.cache import BaseMultiModalProcessorCache
+from mmjax.config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import ProcessedRequest
@@ -83,14 +85,15 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
 class Metrics:
     """The metrics of one server; a `RequestObserver`."""
 
-    def __init__(self, client: AsyncEngineClient) -> None:
-        """Observe `client`, from now on."""
+    def __init__(self, client: AsyncEngineClient, lora: LoRAConfig | None = None) -> None:
+        """Observe `client`, from now on; `lora`: of its engine."""
         # A second time series for each, of no use.
         disable_created_metrics()
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         model = client.input_processor.model_config.public_name
-        self._registry.register(_EngineCollector(client, model))
+        max_loras = lora.max_loras if lora is not None and lora.enable_lora else 0
+        self._registry.register(_EngineCollector(client, model, max_loras))
         self._make_counters(model)
         self._make_histograms(model)
         client.observe(self)
@@ -218,9 +221,11 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads P1's last heartbeat, and P0's processor cache, when they are asked for."""
 
-    def __init__(self, client: AsyncEngineClient, model: str) -> None:
+    def __init__(self, client: AsyncEngineClient, model: str, max_loras: int) -> None:
+        """`max_loras` 0: the engine has no adapters."""
         self._client = client
         self._model = model
+        self._max_loras = max_loras
         self._totals = _Totals()
 
     def describe(self) -> Iterator[Metric]:
@@ -271,10 +276,26 @@ class _EngineCollector(Collector):
         for name, (field, text) in _LAST_GAUGES.items():
             if heartbeat is not None:
                 yield self._gauge(name, text, getattr(heartbeat, field))
+        if heartbeat is not None and self._max_loras:
+            yield self._loras(heartbeat)
         totals = self._totals.update(heartbeat, supervisor.num_restarts)
         for name, (field, text) in _TOTALS.items():
             yield self._counter(name, text, totals[field])
         yield self._step_tokens(totals)
+
+    def _loras(self, heartbeat: Heartbeat) -> Metric:
+        """Return one series, as vLLM has it: routers read which adapters are where."""
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters that requests run with, and wait with; the value is the time.",
+            labels=("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        running, waiting = (
+            ",".join(sorted(names)) for names in (heartbeat.running_loras, heartbeat.waiting_loras)
+        )
+        labels = (self._model, str(self._max_loras), running, waiting)
+        family.add_metric(labels, time.time())
+        return family
 
     def _step_tokens(self, totals: Mapping[str, float]) -> Metric:
         bounds = [*map(float, STEP_TOKEN_BOUNDS), float("inf")]

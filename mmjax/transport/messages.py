@@ -159,6 +159,9 @@ class AdapterLoaded(msgspec.Struct, tag=True, kw_only=True, frozen=True):
 STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Upper bounds of `Heartbeat.step_token_counts`."""
 
+MAX_LISTED_LORAS = 64
+"""Names of adapters in a heartbeat."""
+
 
 class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """P1 accepts requests; programs that are left are compiled meanwhile."""
@@ -216,6 +219,10 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Tokens that all steps computed."""
     step_token_counts: list[int] = []
     """Steps of at most so many tokens as `STEP_TOKEN_BOUNDS` say, and larger ones; not summed."""
+    running_loras: list[str] = []
+    """Adapters that requests run with, at most `MAX_LISTED_LORAS`."""
+    waiting_loras: list[str] = []
+    """Those that requests wait with, as many of them."""
     loop: LoopState = LoopState()
 
 

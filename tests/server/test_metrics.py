@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from mmjax.config import LoRAConfig
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
 from mmjax.transport.messages import STEP_TOKEN_BOUNDS, Heartbeat, Ready
@@ -55,6 +56,8 @@ BUSY = Heartbeat(
     num_preemptions=6,
     num_step_tokens=71,
     step_token_counts=[1, 0, 0, 2] + [0] * (len(STEP_TOKEN_BOUNDS) - 3),
+    running_loras=["poet", "boxed"],
+    waiting_loras=["sql"],
 )
 
 
@@ -104,6 +107,24 @@ def test_the_board_asks_for_what_there_is(busy: Server) -> None:
     assert len(found) > 20
     assert found - names == set()
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_adapters_are_labels_of_one_series(make_server: MakeServer, busy: Server) -> None:
+    name = "vllm:lora_requests_info"
+    assert name not in {one for one, _ in samples(busy)}, "without adapters"
+    server = make_server(lora=LoRAConfig(enable_lora=True, max_loras=7))
+    server.supervisor.heartbeat = BUSY
+    found = [
+        (dict(labels), value) for (one, labels), value in samples(server).items() if one == name
+    ]
+    ((labels, at),) = found
+    assert labels == {
+        "model_name": "tiny",
+        "max_lora": "7",
+        "running_lora_adapters": "boxed,poet",
+        "waiting_lora_adapters": "sql",
+    }
+    assert abs(at - time.time()) < 60
 
 
 def test_the_engines_figures(busy: Server) -> None:
