@@ -16,8 +16,8 @@ Answer = Callable[[Sequence[dict[str, Any]]], Iterator[str]]
 """Yields the parts of the next message's text."""
 
 
-def _ask_server(client: ApiClient, fields: dict[str, Any]) -> Answer:
-    fields = {"model": client.find_model(), **fields}
+def _ask_server(client: ApiClient, lora: str | None, fields: dict[str, Any]) -> Answer:
+    fields = {"model": lora or client.find_model(), **fields}
 
     def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
         for event in client.stream_chat({**fields, "messages": list(messages)}):
@@ -27,16 +27,18 @@ def _ask_server(client: ApiClient, fields: dict[str, Any]) -> Answer:
     return answer
 
 
-def _ask_here(model: str | None, fields: dict[str, Any]) -> Answer:
+def _ask_here(model: str | None, lora: str | None, fields: dict[str, Any]) -> Answer:
     """Load the model into this process."""
     # Imported here: it loads jax.
-    from mmjax import LLM
+    from mmjax import LLM, LoRARequest
     from mmjax.sampling_params import SamplingParams
 
-    llm = LLM(model, max_num_seqs=1)
+    adapter = None if lora is None else LoRARequest("adapter", 1, lora)
+    settings = {} if lora is None else {"enable_lora": True, "max_loras": 1}
+    llm = LLM(model, max_num_seqs=1, **settings)
 
     def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-        for output in llm.stream_chat(messages, SamplingParams(**fields)):
+        for output in llm.stream_chat(messages, SamplingParams(**fields), lora_request=adapter):
             yield output.outputs[0].text
 
     return answer
@@ -61,8 +63,9 @@ def main(argv: Sequence[str], *, prog: str) -> int:
 
 def _choose(options: argparse.Namespace) -> Answer:
     if options.url is None:
-        return _ask_here(options.model, _sampling(options))
-    return _ask_server(ApiClient(options.url, options.api_key), _sampling(options))
+        return _ask_here(options.model, options.lora, _sampling(options))
+    client = ApiClient(options.url, options.api_key)
+    return _ask_server(client, options.lora, _sampling(options))
 
 
 class _Conversation:
@@ -134,6 +137,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--url", help="of a running server, as http://127.0.0.1:8000")
     add("--api-key", help="of that server; else $MMJAX_API_KEY")
     add("--model", help="without --url: a directory or a hub id; default: the embedded one")
+    add("--lora", help="an adapter: a directory or a hub id; with --url: its name there")
     add("--system", help="a system message")
     add("--max-tokens", type=int, default=512, help="of an answer (default: %(default)s)")
     add("--temperature", type=float, help="0: greedy; default: the checkpoint's")

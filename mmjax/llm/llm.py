@@ -197,13 +197,18 @@ class LLM:
         return self._run(jobs, use_tqdm=use_tqdm)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer one conversation, and yield what each step adds to it.
 
         Until it is exhausted or closed, nothing else can be asked.
         """
-        job = self._chat_job(partial(self._chat.parse, messages), sampling_params)
+        (adapter,) = self._load_adapters(lora_request, 1)
+        job = self._chat_job(partial(self._chat.parse, messages), sampling_params, adapter)
         yield from self._serve([job], is_stream=True)
 
     def _chat_job(

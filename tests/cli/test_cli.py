@@ -129,10 +129,10 @@ def test_chat_in_this_process_sends_the_same_messages(
 
     class Fake:
         def __init__(self, model: str | None, **settings: Any) -> None:
-            seen.append(model)
+            seen.append((model, settings))
 
-        def stream_chat(self, messages: Any, params: Any) -> Any:
-            seen.append((messages, params))
+        def stream_chat(self, messages: Any, params: Any, lora_request: Any) -> Any:
+            seen.append((messages, params, lora_request))
             for piece in ("a ", "circle"):
                 yield type("Output", (), {"outputs": [type("Text", (), {"text": piece})]})
                 # What came is shown before the next is asked for.
@@ -142,13 +142,25 @@ def test_chat_in_this_process_sends_the_same_messages(
     argv = ["--model", "some/model", "--temperature", "0", "--system", "Be brief."]
     assert main(["chat", *argv, "--image", picture, "what?"]) == 0
     assert capsys.readouterr().out == "\n"
-    model, (messages, params) = seen
+    (model, settings), (messages, params, adapter) = seen
+    assert (adapter, settings) == (None, {"max_num_seqs": 1})
     assert (model, params.temperature, params.max_tokens) == ("some/model", 0, 512)
     system, question = messages
     assert system == {"role": "system", "content": "Be brief."}
     image, text = question["content"]
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
     assert text == {"type": "text", "text": "what?"}
+    assert main(["chat", "--lora", "some/adapter", "what?"]) == 0
+    (_, settings), (*_, adapter) = seen[2:]
+    assert settings["enable_lora"]
+    assert adapter.lora_path == "some/adapter"
+
+
+def test_chat_names_a_servers_adapter(
+    ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask("chat", "--lora", "poet", "red") == 1
+    assert "`poet`" in capsys.readouterr().err
 
 
 # ---- explain, bench ------------------------------------------------------------------------------
