@@ -176,6 +176,18 @@ def test_requests_wait_for_an_adapter_that_is_being_read(
     assert [request_id for request_id, _ in failed] == ["bad"]
 
 
+def test_the_figures_name_the_adapters_in_use(tmp_path: Path) -> None:
+    core = make_engine(max_num_seqs=2, lora={"max_loras": 1})
+    load(core, tmp_path)
+    for name in ("a", "b", None, "b"):
+        core.add_request(ask(name, f"{name}{core.stats().num_waiting}"))
+    core.step()
+    stats = core.stats()
+    assert (stats.running_loras, stats.waiting_loras) == (["a"], ["b"])
+    drain(core)
+    assert (core.stats().running_loras, core.stats().waiting_loras) == ([], [])
+
+
 def test_a_failed_step_loses_no_adapter(
     lone_answers: dict[str | None, list[int]], tmp_path: Path
 ) -> None:

@@ -188,7 +188,8 @@ class Adapters:
         self._evict()
 
     def _evict(self) -> None:
-        idle = [one for one in self._kept.values() if one.is_idle]
+        # One that nobody was told of yet keeps what is to be told: that it was read, or why not.
+        idle = [one for one in self._kept.values() if one.is_idle and one not in self._loading]
         num_more = max(0, len(self._kept) - self._max_cpu_loras)
         for number, adapter in enumerate(idle):
             if adapter.is_removed or number < num_more:

@@ -1,0 +1,43 @@
+"""Host copies of adapters: each load is told of, however few copies are kept."""
+
+from pathlib import Path
+
+from mmjax.engine.scheduling.adapters import Adapters
+from mmjax.errors import CheckpointError
+from mmjax.weights.adapter import Adapter
+
+
+def read(path: Path) -> Adapter:
+    if path.name == "bad":
+        raise CheckpointError("it is bad")
+    return Adapter(arrays={}, digest=path.name.encode())
+
+
+def wait(adapters: Adapters) -> None:
+    while adapters.wait(10.0):
+        pass
+
+
+def test_all_loads_are_told_of_though_one_copy_is_kept() -> None:
+    adapters = Adapters(read, max_cpu_loras=1)
+    for name in ("a", "bad", "b", "c"):
+        adapters.load(name, Path(name))
+        wait(adapters)
+    told = dict(adapters.pop_loaded())
+    assert told.keys() == {"a", "bad", "b", "c"}
+    assert [name for name, error in told.items() if error is not None] == ["bad"]
+    assert not adapters.is_loading
+    assert [one.lora_name for one in adapters._kept.values()] == ["c"]
+    adapters.close()
+
+
+def test_one_that_is_unloaded_before_it_was_told_of_is_forgotten() -> None:
+    adapters = Adapters(read, max_cpu_loras=1)
+    for name in ("a", "bad"):
+        adapters.load(name, Path(name))
+        wait(adapters)
+        adapters.unload(name)
+    assert [name for name, _ in adapters.pop_loaded()] == ["a", "bad"]
+    assert not adapters.is_loading
+    assert not adapters._kept
+    adapters.close()
