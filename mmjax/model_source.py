@@ -15,6 +15,8 @@ from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
 """The checkpoint that is part of mmjax."""
+DEFAULT_ADAPTERS = {f"{DEFAULT_MODEL}/italian": "italian"}
+"""Its adapters -> their directories beside it."""
 
 DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
@@ -93,10 +95,12 @@ def resolve_model(
 
 
 def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
-    """Return the local directory of an adapter: a directory, or a hub id."""
+    """Return the local directory of an adapter: one of the default's, a directory, or a hub id."""
     path = Path(adapter).expanduser()
     if adapter.strip() and path.is_dir():
         return path.resolve()
+    if adapter in DEFAULT_ADAPTERS:
+        return _embedded_adapter(DEFAULT_ADAPTERS[adapter])
     if _looks_like_path(adapter):
         raise CheckpointError(
             f"the adapter's directory `{adapter}` does not exist; give one that holds "
@@ -246,14 +250,28 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def _embedded_default() -> Path:
+    packaged, checkout = _embedded_folders()
+    return _find_embedded((packaged, checkout / "model"), "config.json")
+
+
+def _embedded_adapter(name: str) -> Path:
+    paths = [folder / "adapters" / name for folder in _embedded_folders()]
+    return _find_embedded(paths, ADAPTER_FILES[0])
+
+
+def _embedded_folders() -> tuple[Path, Path]:
+    """Return where the default is in an installation, and in a checkout."""
     packaged = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL
-    checkout = Path(__file__).resolve().parents[1] / "checkpoints" / DEFAULT_MODEL / "model"
-    for path in (packaged, checkout):
-        if (path / "config.json").is_file():
+    return packaged, Path(__file__).resolve().parents[1] / "checkpoints" / DEFAULT_MODEL
+
+
+def _find_embedded(paths: Sequence[Path], file: str) -> Path:
+    for path in paths:
+        if (path / file).is_file():
             return path
     raise CheckpointError(
         f"the embedded checkpoint `{DEFAULT_MODEL}` is missing from this installation; "
-        "install mmjax again, or name a model directory"
+        "install mmjax again, or name a directory"
     )
 
 

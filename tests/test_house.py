@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
+from mmjax.model_source import ADAPTER_FILES
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmjax"
 CODE = ("mmjax", "tests", "checkpoints", "benchmarks", "docs", "examples")
@@ -359,7 +361,9 @@ def test_the_wheel_carries_the_default(tmp_path: Path, default_checkpoint: Path)
     (wheel,) = tmp_path.glob("mmjax-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    carried = {f"mmjax/_checkpoints/tiny_scenes/{f.name}" for f in default_checkpoint.iterdir()}
+    folder = "mmjax/_checkpoints/tiny_scenes"
+    carried = {f"{folder}/{f.name}" for f in default_checkpoint.iterdir()}
+    carried |= {f"{folder}/adapters/italian/{name}" for name in ADAPTER_FILES}
     assert carried <= names
     assert not {name for name in names if name.startswith(("tests/", "checkpoints/"))}
     files = [*PACKAGE.rglob("*.py"), *(PACKAGE / "server" / "page").iterdir()]

@@ -13,6 +13,7 @@ from mmjax.model_source import (
     load_engine_config,
     load_generation_defaults,
     load_model_config,
+    resolve_adapter,
     resolve_model,
 )
 
@@ -64,6 +65,13 @@ def test_the_default_is_found_in_a_wheel_and_in_a_checkout(
     packaged.mkdir(parents=True)
     (packaged / "config.json").touch()
     assert resolve_model(None) == packaged
+    with pytest.raises(CheckpointError, match="tiny_scenes"):
+        resolve_adapter("tiny_scenes/italian")
+    for folder in (checkout.parent, packaged):
+        adapter = folder / "adapters" / "italian"
+        adapter.mkdir(parents=True)
+        (adapter / "adapter_config.json").touch()
+        assert resolve_adapter("tiny_scenes/italian") == adapter
 
 
 def test_the_defaults_name(monkeypatch: pytest.MonkeyPatch, tiny_gemma3: Path) -> None:

@@ -9,8 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from labels import LABEL_CLASSES, label
 from packing import (
+    ROW_SIZE,
     PackedRows,
+    Reword,
     Row,
+    RowSize,
+    as_asked,
     one_question_source,
     pack_chats,
     pack_shared,
@@ -33,6 +37,8 @@ class BatchPlan:
     pair_rows: int = 12
     chat_rows: int = 4
     number_share: float = 0.65
+    row_size: RowSize = ROW_SIZE
+    reword: Reword = as_asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +166,8 @@ def sample_rows(rng: random.Random, plan: BatchPlan, scenes: list[Scene]) -> lis
     """Rows of one picture, then rows of pairs, those with two numbers first, then whole chats."""
     rows = []
     for i, scene in enumerate(scenes[: plan.single_rows]):
-        rows.append(pack_shared([i], one_question_source(scene, rng), tries=18))
+        source = one_question_source(scene, rng, plan.reword)
+        rows.append(pack_shared([i], source, tries=18, size=plan.row_size))
     numbered = [
         2 * k
         for k in range(len(scenes) // 2)
@@ -169,9 +176,9 @@ def sample_rows(rng: random.Random, plan: BatchPlan, scenes: list[Scene]) -> lis
     others = [2 * k for k in range(len(scenes) // 2) if 2 * k not in numbered]
     for i in sorted((numbered + others + numbered)[: plan.pair_rows]):
         pair = [i, i + 1] if rng.random() < 0.5 else [i + 1, i]
-        source = pair_question_source(scenes[pair[0]], scenes[pair[1]], rng)
-        rows.append(pack_shared(pair, source, tries=8))
-    rows += [pack_chats(scenes, rng) for _ in range(plan.chat_rows)]
+        source = pair_question_source(scenes[pair[0]], scenes[pair[1]], rng, plan.reword)
+        rows.append(pack_shared(pair, source, tries=8, size=plan.row_size))
+    rows += [pack_chats(scenes, rng, plan.reword, plan.row_size) for _ in range(plan.chat_rows)]
     return rows
 
 
@@ -184,7 +191,7 @@ def make_batch(
     every = [label(scene) for scene in scenes]
     batch = Batch(
         pixels=np.stack([to_native(draw(scene)) for scene in scenes]),
-        rows=to_arrays(rows, emphasis),
+        rows=to_arrays(rows, emphasis, plan.row_size),
         labels={name: np.stack([getattr(one, name) for one in every]) for name in LABEL_CLASSES},
     )
     return batch, rows

@@ -1,8 +1,9 @@
 """Ask the trained checkpoint about freshly drawn scenes, through mmjax's own serving path.
 
     python checkpoints/tiny_scenes/evaluate.py [--questions 2000] [--seed 1] [--model FOLDER]
-        [--quantization int8]
+        [--quantization int8] [--italian FOLDER]
 
+With --italian, answers are to be Italian, by the adapter of a folder (`train_lora.py` makes it).
 Every question has scenes of its own, and every kind is asked equally often, so the overall numbers
 are also means over kinds. Beside each accuracy stand what the most frequent answer to a question of
 that form would get, and what the model gets when the pictures are shuffled among the questions: the
@@ -10,6 +11,7 @@ picture must matter. Ends with status 1 if a target is missed.
 """
 
 import argparse
+import dataclasses
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from batches import relate_number
+from italian import reword
 from PIL import Image
 from questions import ONE_KINDS, PAIR_KINDS, Question, ask, ask_pair, is_right
 from scenes import EVALUATION, Scene, draw, sample_number, sample_scene
@@ -29,6 +32,8 @@ NONE_SHARE = 0.08
 LEAST = {"one": 98.5, "one kind": 97.0, "two": 95.0, "two kind": 90.0}
 """Targets in percent."""
 MOST_ABOVE_MAJORITY = 5.0
+MAX_TOKENS = 160
+"""Of an answer: words that the tokenizer does not have are spelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,11 @@ def _draw_numbers(kind: str, rng: random.Random) -> list[str | None]:
         return [number, relate_number(rng, number)]
     count = 2 if kind in PAIR_KINDS else 1
     return [sample_number(rng) if rng.random() < NUMBER_SHARE else None for _ in range(count)]
+
+
+def in_italian(item: Item) -> Item:
+    """Return the item with its answer in Italian."""
+    return dataclasses.replace(item, question=reword(item.question))
 
 
 def ask_items(
@@ -158,19 +168,22 @@ def find_misses(lines: Sequence[Line]) -> list[str]:
     return misses
 
 
-def serve_answers(model: Path | None, **settings: Any) -> Answerer:
-    """Answer through `mmjax.LLM`, greedily."""
-    from mmjax import LLM, SamplingParams
+def serve_answers(model: Path | None, *, lora: Path | None = None, **settings: Any) -> Answerer:
+    """Answer through `mmjax.LLM`, greedily; `lora`: of an adapter."""
+    from mmjax import LLM, LoRARequest, SamplingParams
 
+    adapter = None if lora is None else LoRARequest(lora.name, 1, str(lora))
+    settings |= {"enable_lora": True, "max_loras": 1} if adapter is not None else {}
     llm = LLM(model, max_model_len=512, use_tqdm_on_load=False, **settings)
-    params = SamplingParams(temperature=0.0, max_tokens=48)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
     def answer(prompts: Sequence[Prompt]) -> list[str]:
         chats: list[list[dict[str, Any]]] = []
         for pictures, text in prompts:
             parts = [{"type": "image_pil", "image_pil": picture} for picture in pictures]
             chats.append([{"role": "user", "content": [*parts, {"type": "text", "text": text}]}])
-        return [output.outputs[0].text for output in llm.chat(chats, params, use_tqdm=False)]
+        outputs = llm.chat(chats, params, use_tqdm=False, lora_request=adapter)
+        return [output.outputs[0].text for output in outputs]
 
     return answer
 
@@ -182,9 +195,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dtype", default="auto", help="as the server's flag")
     parser.add_argument("--quantization", default=None, help="as the server's flag")
+    parser.add_argument("--italian", type=Path, default=None, help="an adapter's folder")
     args = parser.parse_args()
     items = draw_items(args.questions, args.seed)
-    answer = serve_answers(args.model, dtype=args.dtype, quantization=args.quantization)
+    if args.italian is not None:
+        items = [in_italian(item) for item in items]
+    settings = {"dtype": args.dtype, "quantization": args.quantization}
+    answer = serve_answers(args.model, lora=args.italian, **settings)
     right = ask_items(answer, items, [item.scenes for item in items])
     shuffled = ask_items(answer, items, shuffle_scenes(items, args.seed))
     lines = report(items, right, shuffled)

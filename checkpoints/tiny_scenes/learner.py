@@ -109,10 +109,8 @@ class Learner:
         return LearnerState(params, average, optimizer, state.step + 1), losses
 
     def _loss(self, params: Any, arrays: Arrays) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits, patches, soft_tokens = self._forward(params["model"], arrays)
-        answers = _cross_entropy(logits, arrays.target_id.reshape(-1))
-        weight = arrays.target_weight.reshape(-1)
-        losses = {"answer": jnp.sum(answers * weight) / jnp.sum(weight)}
+        logits, patches, soft_tokens = forward(bind(self.graph, params["model"]), arrays)
+        losses = {"answer": answer_loss(logits, arrays)}
         for name, head in params["heads"].items():
             inputs = soft_tokens if name == "centre" else patches
             goals = arrays.labels[name].reshape(-1)
@@ -124,29 +122,38 @@ class Learner:
         return sum(losses.values(), jnp.zeros(())), losses
 
     def _predict(self, model_params: Any, arrays: Arrays) -> jax.Array:
-        """Whether each target is the model's first choice: bool[rows, MAX_TARGETS]."""
-        logits, _, _ = self._forward(model_params, arrays)
+        """Whether each target is the model's first choice: bool[rows, targets]."""
+        logits, _, _ = forward(bind(self.graph, model_params), arrays)
         return (logits.argmax(-1) == arrays.target_id.reshape(-1)).reshape(arrays.target_id.shape)
 
-    def _forward(self, params: Any, arrays: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Logits at the targets [rows * MAX_TARGETS, V], patches, soft tokens."""
-        model: Gemma3ForConditionalGeneration = bind(self.graph, params)
-        pixels = arrays.pixels.astype(jnp.float32).transpose(0, 3, 1, 2) / 127.5 - 1.0
-        patches, _ = model.vision_tower(pixels)
-        soft_tokens = model.multi_modal_projector(patches)
-        width = soft_tokens.shape[-1]
-        features = arrays.features.reshape(-1)
-        pictured = soft_tokens.reshape(-1, width)[jnp.maximum(features, 0)]
-        written = model.embed_input_ids(arrays.tokens.reshape(-1))
-        embeds = jnp.where((features >= 0)[:, None], pictured, written)
-        length = arrays.tokens.shape[1]
-        index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], arrays.tokens.shape)
-        metadata = DenseAttentionMetadata(token_index=index, mask=_visible(arrays))
-        positions = jnp.broadcast_to(arrays.positions.reshape(1, -1), (3, features.size))
-        hidden, _ = model(embeds, positions, None, metadata)
-        hidden = hidden.reshape(*arrays.tokens.shape, width)
-        chosen = jnp.take_along_axis(hidden, arrays.target_index[:, :, None], axis=1)
-        return model.compute_logits(chosen.reshape(-1, width)), patches, soft_tokens
+
+def forward(
+    model: Gemma3ForConditionalGeneration, arrays: Arrays
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits at the targets [rows * targets, V], patches, soft tokens."""
+    pixels = arrays.pixels.astype(jnp.float32).transpose(0, 3, 1, 2) / 127.5 - 1.0
+    patches, _ = model.vision_tower(pixels)
+    soft_tokens = model.multi_modal_projector(patches)
+    width = soft_tokens.shape[-1]
+    features = arrays.features.reshape(-1)
+    pictured = soft_tokens.reshape(-1, width)[jnp.maximum(features, 0)]
+    written = model.embed_input_ids(arrays.tokens.reshape(-1))
+    embeds = jnp.where((features >= 0)[:, None], pictured, written)
+    length = arrays.tokens.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], arrays.tokens.shape)
+    metadata = DenseAttentionMetadata(token_index=index, mask=_visible(arrays))
+    positions = jnp.broadcast_to(arrays.positions.reshape(1, -1), (3, features.size))
+    hidden, _ = model(embeds, positions, None, metadata)
+    hidden = hidden.reshape(*arrays.tokens.shape, width)
+    chosen = jnp.take_along_axis(hidden, arrays.target_index[:, :, None], axis=1)
+    return model.compute_logits(chosen.reshape(-1, width)), patches, soft_tokens
+
+
+def answer_loss(logits: jax.Array, arrays: Arrays) -> jax.Array:
+    """Return the mean loss of the answers' tokens, each with its weight."""
+    weight = arrays.target_weight.reshape(-1)
+    losses = _cross_entropy(logits, arrays.target_id.reshape(-1))
+    return jnp.sum(losses * weight) / jnp.sum(weight)
 
 
 def _visible(arrays: Arrays) -> jax.Array:

@@ -13,6 +13,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from build_checkpoint import SYSTEM_PROMPTS, build_tokenizer
@@ -35,6 +36,24 @@ ONE_WEIGHTS = {
 }
 """How often each kind is tried; numbers and descriptions go by shares of their own."""
 
+Reword = Callable[[Question], Question]
+"""Changes what is asked or answered, as an adapter is to answer it."""
+
+
+def as_asked(question: Question) -> Question:
+    """Return a question as it is."""
+    return question
+
+
+class RowSize(NamedTuple):
+    """What a row has room for."""
+
+    tokens: int = ROW_LENGTH
+    targets: int = MAX_TARGETS
+
+
+ROW_SIZE = RowSize()
+
 
 @functools.cache
 def _tokenizer() -> Tokenizer:
@@ -51,6 +70,7 @@ def encode(text: str) -> tuple[int, ...]:
 class Row:
     """One row while it is filled. `picture` is 1 + the picture's place in the batch, or 0."""
 
+    size: RowSize = ROW_SIZE
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     segment: list[int] = field(default_factory=list)
@@ -88,8 +108,8 @@ class Row:
 
     def has_room(self, num_tokens: int, num_targets: int) -> bool:
         return (
-            len(self.tokens) + num_tokens <= ROW_LENGTH
-            and len(self.targets) + num_targets <= MAX_TARGETS
+            len(self.tokens) + num_tokens <= self.size.tokens
+            and len(self.targets) + num_targets <= self.size.targets
         )
 
 
@@ -124,10 +144,13 @@ def _add_pieces(row: Row, pieces: Sequence[Piece], segment: int, position: int) 
 
 
 def pack_shared(
-    pictures: Sequence[int], next_question: Callable[[], Question | None], tries: int
+    pictures: Sequence[int],
+    next_question: Callable[[], Question | None],
+    tries: int,
+    size: RowSize = ROW_SIZE,
 ) -> Row:
     """A row of questions that share its pictures, which come first."""
-    row = Row()
+    row = Row(size)
     opening = chat_pieces(pictures)
     opening[-1] = str(opening[-1]).removesuffix("\n\n")
     start = _add_pieces(row, opening, 0, 0)
@@ -144,7 +167,9 @@ def pack_shared(
     return row
 
 
-def one_question_source(scene: Scene, rng: random.Random) -> Callable[[], Question | None]:
+def one_question_source(
+    scene: Scene, rng: random.Random, reword: Reword = as_asked
+) -> Callable[[], Question | None]:
     """Questions about one scene: at most one number and one description, the rest by weight."""
     firsts = []
     if rng.random() < (0.85 if scene.number is not None else 0.12):
@@ -160,29 +185,35 @@ def one_question_source(scene: Scene, rng: random.Random) -> Callable[[], Questi
         if question is None or question.text in asked:
             return None
         asked.add(question.text)
-        return question
+        return reword(question)
 
     return next_question
 
 
 def pair_question_source(
-    first: Scene, second: Scene, rng: random.Random
+    first: Scene, second: Scene, rng: random.Random, reword: Reword = as_asked
 ) -> Callable[[], Question | None]:
     """Questions about two scenes; two numbers are always compared."""
     firsts = ["same_number"] if first.number is not None and second.number is not None else []
 
     def next_question() -> Question | None:
         kind = firsts.pop() if firsts else rng.choices(PAIR_KINDS, (1.0, 0.35, 1.0))[0]
-        return ask_pair(kind, first, second, rng)
+        question = ask_pair(kind, first, second, rng)
+        return None if question is None else reword(question)
 
     return next_question
 
 
-def pack_chats(scenes: Sequence[Scene], rng: random.Random) -> Row:
+def pack_chats(
+    scenes: Sequence[Scene],
+    rng: random.Random,
+    reword: Reword = as_asked,
+    size: RowSize = ROW_SIZE,
+) -> Row:
     """Whole chats side by side: question first, a system prompt, follow-up questions."""
-    row, segment = Row(), 1
+    row, segment = Row(size), 1
     for _ in range(4):
-        chat = _sample_chat(scenes, rng)
+        chat = _sample_chat(scenes, rng, reword)
         if chat is None:
             continue
         trial = Row()
@@ -199,17 +230,17 @@ def pack_chats(scenes: Sequence[Scene], rng: random.Random) -> Row:
 
 
 def _sample_chat(
-    scenes: Sequence[Scene], rng: random.Random
+    scenes: Sequence[Scene], rng: random.Random, reword: Reword
 ) -> list[tuple[list[Piece], Question]] | None:
     """Turns of one chat in a layout other than "picture, then question"."""
     place = rng.randrange(len(scenes))
     if rng.random() < 0.12 and len(scenes) > 1:
         other = (place + 1) % len(scenes)
-        question = pair_question_source(scenes[place], scenes[other], rng)()
+        question = pair_question_source(scenes[place], scenes[other], rng, reword)()
         if question is None:
             return None
         return [(_closed(chat_pieces([question.text, place, other])), question)]
-    source = one_question_source(scenes[place], rng)
+    source = one_question_source(scenes[place], rng, reword)
     question, follow_up = source(), source()
     if question is None:
         return None
@@ -245,34 +276,36 @@ class PackedRows:
     """Rows as arrays; unused places are 0, with segment -1 and target weight 0."""
 
     tokens: np.ndarray
-    """int32[rows, ROW_LENGTH]"""
+    """int32[rows, tokens]"""
     positions: np.ndarray
     segment: np.ndarray
     run: np.ndarray
     features: np.ndarray
-    """int32[rows, ROW_LENGTH]; row of the batch's soft tokens to put there, or -1."""
+    """int32[rows, tokens]; row of the batch's soft tokens to put there, or -1."""
     target_index: np.ndarray
-    """int32[rows, MAX_TARGETS]"""
+    """int32[rows, targets]"""
     target_id: np.ndarray
     target_weight: np.ndarray
-    """float32[rows, MAX_TARGETS]; 0 where there is no target."""
+    """float32[rows, targets]; 0 where there is no target."""
 
 
-def to_arrays(rows: Sequence[Row], emphasis: Mapping[str, float]) -> PackedRows:
+def to_arrays(
+    rows: Sequence[Row], emphasis: Mapping[str, float], size: RowSize = ROW_SIZE
+) -> PackedRows:
     """Pad the rows and stack them; `emphasis` gives target weights other than 1, by kind."""
-    shape = (len(rows), ROW_LENGTH)
+    shape = (len(rows), size.tokens)
     names = ("tokens", "positions", "segment", "run", "features")
     arrays = {name: np.zeros(shape, np.int32) for name in names}
     arrays["segment"][:] = -1
-    index = np.zeros((len(rows), MAX_TARGETS), np.int32)
+    index = np.zeros((len(rows), size.targets), np.int32)
     goal, weight = np.zeros_like(index), np.zeros(index.shape, np.float32)
     for r, row in enumerate(rows):
-        size, num_targets = len(row.tokens), len(row.targets)
+        length, num_targets = len(row.tokens), len(row.targets)
         for name in ("tokens", "positions", "segment", "run"):
-            arrays[name][r, :size] = getattr(row, name)
-        picture = np.zeros(ROW_LENGTH, np.int32)
-        picture[:size] = row.picture
-        inside = np.zeros(ROW_LENGTH, np.int32)
+            arrays[name][r, :length] = getattr(row, name)
+        picture = np.zeros(size.tokens, np.int32)
+        picture[:length] = row.picture
+        inside = np.zeros(size.tokens, np.int32)
         for run in range(1, max(row.run, default=0) + 1):
             inside[arrays["run"][r] == run] = np.arange(TOKENS_PER_PICTURE)
         soft = (picture - 1) * TOKENS_PER_PICTURE + inside

@@ -100,7 +100,7 @@ class Reference:
         self.model, self.loading_info = loaded
         self.model.eval()
 
-    def answer(self, item: Item) -> str:
+    def answer(self, item: Item, max_tokens: int = 48) -> str:
         pictures = [draw(scene) for scene in item.scenes]
         parts: list[dict[str, str]] = [{"type": "image"}] * len(pictures)
         parts = [*parts, {"type": "text", "text": item.question.text}]
@@ -112,7 +112,7 @@ class Reference:
             text=text, images=[pictures], add_special_tokens=False, return_tensors="pt"
         )
         with self.torch.no_grad():
-            ids = self.model.generate(**inputs, max_new_tokens=48, do_sample=False)
+            ids = self.model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
         return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

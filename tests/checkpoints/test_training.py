@@ -1,6 +1,5 @@
 """Training: the step learns, a seed decides it, a snapshot brings it back, the export loads."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("lenient_promotion")
 
 PLAN = BatchPlan(pictures=4, single_rows=4, pair_rows=1, chat_rows=1)
 PHASES = (Phase(start=0, plan=PLAN, emphasis={}),)
-
-
-@pytest.fixture
-def lenient_promotion() -> Iterator[None]:
-    """What optax needs: its Adam raises a float to the power of an integer count."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def tiny_config() -> Any:

@@ -16,7 +16,7 @@ from tests.kit import draw
 
 NUM_QUESTIONS = 200
 SIZES = ((640, 480), (37, 211), (1, 1))
-TASK_MODULES = ("batches", "evaluate", "questions", "scenes")
+TASK_MODULES = ("batches", "evaluate", "italian", "questions", "scenes")
 
 
 @pytest.fixture(scope="module")
