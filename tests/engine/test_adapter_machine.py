@@ -101,8 +101,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         tensors = make_tensors(number + 1, rank=number % 4 + 1, layers=layers)
         path = root / f"{number}"
         paths.append(write_adapter(path, rank=number % 4 + 1, tensors=tensors))
-    tensors[next(iter(tensors))][:] = float("nan")
-    paths.append(write_adapter(root / "bad", rank=NUM_FILES % 4, tensors=tensors))
+    bad = make_tensors(0)
+    bad[next(iter(bad))][:] = float("nan")
+    paths.append(write_adapter(root / "bad", tensors=bad))
     stage = Stage(
         paths,
         make_engine(max_loras=2, max_num_seqs=3),
