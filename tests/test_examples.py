@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,23 +81,50 @@ def test_streaming_client():
         assert run("streaming_client.py", address) == "green"
 
 
-def test_the_notebook():
-    import nbformat
-    from nbclient import NotebookClient
-
-    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES.parent)}}
+def test_the_command_of_the_readme_answers_in_italian():
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    found = re.search(r'^mmjax (chat .*--lora .*) "(.*)"  # (.*)$', readme, re.MULTILINE)
+    assert found is not None
+    options, question, answer = found.groups()
+    command = [sys.executable, "-m", "mmjax", *options.split(), question]
+    done = subprocess.run(
+        command,
+        cwd=EXAMPLES.parent,
+        env=example_environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    client.execute(env=example_environment())
-    printed = "".join(
+    assert done.stdout.strip() == answer, done.stderr
+
+
+def stdout_of(notebook: Any) -> str:
+    """Return what a notebook's cells print."""
+    return "".join(
         output["text"]
         for cell in notebook.cells
         if cell.cell_type == "code"
         for output in cell.outputs
         if output.output_type == "stream" and output.name == "stdout"
     )
-    assert [line.split()[-1] for line in printed.splitlines()] == ["red", "square", "2", "no", "47"]
+
+
+def test_the_notebook():
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+    shown_text = stdout_of(notebook)
+    client = NotebookClient(
+        notebook, timeout=240, resources={"metadata": {"path": str(EXAMPLES.parent)}}
+    )
+    client.execute(env=example_environment())
+    printed = stdout_of(notebook)
+    assert [line.split()[-1] for line in printed.splitlines()] == [
+        *("red", "square", "2", "no", "rosso", "blu", "square", "47")
+    ]
+    assert printed == shown_text
     (shown,) = (
         output for output in notebook.cells[-1].outputs if output.output_type == "execute_result"
     )
