@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-from mmjax.config import CacheConfig, DtypeName, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.config import (
+    CacheConfig,
+    DtypeName,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
@@ -63,7 +70,11 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def make_engine(
-    text: Gemma3TextConfig, *, dtype: DtypeName = "float32", **scheduler: Any
+    text: Gemma3TextConfig,
+    *,
+    dtype: DtypeName = "float32",
+    lora: LoRAConfig | None = None,
+    **scheduler: Any,
 ) -> EngineCore:
     """Start an engine over the same weights, rounded to `dtype`; its tower is never used."""
     vision = SiglipVisionConfig(
@@ -94,6 +105,7 @@ def make_engine(
         ),
         cache=CacheConfig(),
         scheduler=SchedulerConfig(**scheduler),
+        lora=lora or LoRAConfig(),
         precompile="all",
         use_tqdm=False,
     )
