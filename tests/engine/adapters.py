@@ -12,9 +12,9 @@ from tests.engine.tiny import tiny_config
 PREFIX = "base_model.model.model."
 
 
-def text_layers() -> dict[str, tuple[int, int]]:
-    """Return the decoder's linear layers by their published names, each with (out, in)."""
-    text: Any = tiny_config().text_config
+def text_layers(config: Any = None) -> dict[str, tuple[int, int]]:
+    """Return a decoder's linear layers by their published names, each with (out, in)."""
+    text: Any = (config or tiny_config()).text_config
     width, inner, heads = text.hidden_size, text.intermediate_size, text.head_dim
     shapes = {
         "self_attn.q_proj": (text.num_attention_heads * heads, width),

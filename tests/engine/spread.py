@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from transformers import Gemma3Config
 
-from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig
+from mmjax.config import EngineConfig, LoRAConfig, MultiModalConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+from tests.engine.adapters import make_tensors, text_layers, write_adapter
 from tests.engine.tiny import (
     drain,
     engine_config,
@@ -71,6 +74,28 @@ def serve(core: EngineCore, **sampling: Any) -> list[list[int]]:
         core.add_request(message(str(number), parts, **sampling))
     news = drain(core)
     return [tokens_of(news[str(number)]) for number in range(len(PROMPTS))]
+
+
+def adapted_config(num_kv_heads: int, **parallel: Any) -> EngineConfig:
+    """Return the same with two slots for adapters."""
+    lora = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=4)
+    return replace(spread_config(num_kv_heads, **parallel), lora=lora)
+
+
+def serve_adapters(core: EngineCore, folder: Path, num_kv_heads: int) -> list[list[int]]:
+    """Serve prompts with three adapters, of which two fit, and with none; return their answers."""
+    layers = text_layers(config_with_heads(num_kv_heads))
+    names = ["a", "b", "c"]
+    for name in names:
+        tensors = make_tensors(ord(name), layers=layers)
+        core.load_adapter(name, write_adapter(folder / name, tensors=tensors))
+    core.wait_loaded()
+    for turn in range(2):
+        for number, name in enumerate([*names, None]):
+            request = message(f"{turn}{number}", PROMPTS[2 + turn])
+            core.add_request(msgspec.structs.replace(request, lora_name=name))
+    news = drain(core)
+    return [tokens_of(news[f"{turn}{number}"]) for turn in range(2) for number in range(4)]
 
 
 def serve_embeds(core: EngineCore) -> list[list[int]]:

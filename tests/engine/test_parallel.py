@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +24,15 @@ from mmjax.errors import ConfigError
 from mmjax.layers.module import flatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from tests.conftest import FOUR_DEVICES
-from tests.engine.spread import NUM_PROCESSES, params_with_heads, serve, serve_embeds, spread_config
+from tests.engine.spread import (
+    NUM_PROCESSES,
+    adapted_config,
+    params_with_heads,
+    serve,
+    serve_adapters,
+    serve_embeds,
+    spread_config,
+)
 from tests.engine.tiny import drain, message
 
 LAYERS = 3
@@ -199,8 +208,24 @@ def test_two_processes_answer_as_one():
     alone = engine(2, 4)
     expected = {"greedy": serve(alone), "drawn": serve(alone, temperature=1.0, seed=7)}
     expected["embeds"] = serve_embeds(alone)
+    assert _serve_together() == expected | {"again": expected["greedy"], "compilations": 0}
+
+
+@pytest.mark.slow
+def test_two_processes_answer_as_one_with_adapters(tmp_path: Path):
+    config = adapted_config(2, tensor_parallel_size=4)
+    params = params_with_heads(2)
+    alone = EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+    expected = serve_adapters(alone, tmp_path / "alone", 2)
+    assert len(set(map(tuple, expected))) == len(expected)
+    report = _serve_together(str(tmp_path / "together"))
+    assert report == {"adapters": expected, "compilations": 0}
+
+
+def _serve_together(*more: str) -> dict[str, Any]:
+    """Return what process 0 reports."""
     port = _free_port()
-    leader, follower = _start(0, port), _start(1, port)
+    leader, follower = _start(0, port, *more), _start(1, port, *more)
     try:
         said, _ = leader.communicate(timeout=300)
         heard, _ = follower.communicate(timeout=60)
@@ -208,17 +233,16 @@ def test_two_processes_answer_as_one():
         for process in (leader, follower):
             process.kill()
     assert (leader.returncode, follower.returncode) == (0, 0)
-    report = json.loads(said.splitlines()[-1])
-    assert report == expected | {"again": expected["greedy"], "compilations": 0}
     assert heard.splitlines()[-1] == "let go"
+    return json.loads(said.splitlines()[-1])
 
 
-def _start(process_id: int, port: int) -> "subprocess.Popen[str]":
+def _start(process_id: int, port: int, *more: str) -> "subprocess.Popen[str]":
     devices = 4 // NUM_PROCESSES
     flags = os.environ["XLA_FLAGS"].replace(FOUR_DEVICES, FOUR_DEVICES[:-1] + str(devices))
     environment = {**os.environ, "XLA_FLAGS": flags}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.engine.one_of_two", str(process_id), str(port)],
+        [sys.executable, "-m", "tests.engine.one_of_two", str(process_id), str(port), *more],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

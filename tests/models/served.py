@@ -5,7 +5,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from mmjax.config import MultiModalConfig, ParallelConfig
+from mmjax.config import LoRAConfig, MultiModalConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.parity.arrays import Sample
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
@@ -35,6 +35,7 @@ def start_model(
     num_blocks: int | None = None,
     size: int = 1,
     mm: MultiModalConfig | None = None,
+    lora: LoRAConfig | None = None,
     **settings: Any,
 ) -> EngineCore:
     """Start an engine of three requests at a time, with room for the largest item.
@@ -59,6 +60,7 @@ def start_model(
             kv_cache_memory_bytes=None if num_blocks is None else num_blocks * block_bytes,
         ),
         parallel=ParallelConfig(tensor_parallel_size=size),
+        lora=lora or LoRAConfig(),
         max_embeds_per_item=dict(max_embeds),
     )
     if mm is not None:

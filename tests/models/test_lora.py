@@ -1,14 +1,21 @@
 """Adapters of every kind that is served, against PEFT on torch; and engines with many of them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from mmjax.config import LoRAConfig
+from mmjax.engine.core import EngineCore
+from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference, run_reference
+from mmjax.transport.messages import EngineCoreRequest
 from tests.models.adapters import TEXT, TOWERS, make_adapter
 from tests.models.families import TINY_FAMILIES
 from tests.models.families.family import TinyModel
+from tests.models.served import count_least_blocks, make_request, serve, start_engine
 from tests.oracle import assert_close
 
 pytestmark = pytest.mark.filterwarnings(
@@ -56,3 +63,92 @@ def test_logits_and_tokens_are_pefts(name: str, kind: str, tmp_path: Path):
         tokens = model.paged.generate(sample, 32)
         assert tokens == generate_reference(module, inputs, 32)
         assert tokens != plain.generate(sample, 32), "the adapter changes nothing"
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "one": {"r": 1},
+    "eight": {"r": 8, "seed": 1},
+    "sixty-four": {"r": 64, "use_rslora": True, "seed": 2},
+    "towers": {**KINDS["towers"], "seed": 3},
+}
+MAX_TOKENS = 16
+ENGINES: dict[str, dict[str, Any]] = {
+    "together": {"max_num_seqs": 5},
+    "two slots": {"max_num_seqs": 5, "max_loras": 2},
+    "chunked, preempted": {"max_num_seqs": 5, "max_num_batched_tokens": 24, "is_cramped": True},
+    "two devices": {"max_num_seqs": 5, "size": 2},
+}
+
+
+class AdaptedModel:
+    """A family's tiny model, four adapters of it, and what PEFT answers with each, and without."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        family = TINY_FAMILIES[name]
+        self.model = TinyModel(family, **family.served)
+        self.samples = [self.model.draw_sample(parts) for parts in family.workload[:3]]
+        references: dict[str | None, Any] = {None: self.model.reference}
+        self.paths = {one: path / one for one in ADAPTERS}
+        for one, settings in ADAPTERS.items():
+            references[one] = make_adapter(
+                self.model.reference, self.paths[one], **settings
+            ).reference
+        self.answers = {
+            (one, place): generate_reference(*family.torch_call(module, sample), MAX_TOKENS)
+            for one, module in references.items()
+            for place, sample in enumerate(self.samples)
+        }
+
+    def start(self, *, max_loras: int = 4, is_cramped: bool = False, **settings: Any) -> EngineCore:
+        """Start an engine with all adapters."""
+        lora = LoRAConfig(
+            enable_lora=True,
+            max_loras=max_loras,
+            max_lora_rank=64,
+            enable_tower_connector_lora=True,
+        )
+        if is_cramped:
+            settings["num_blocks"] = count_least_blocks(self.model, self.model.family.max_model_len)
+        core = start_engine(self.model, lora=lora, **settings)
+        for one, path in self.paths.items():
+            core.load_adapter(one, path)
+        core.wait_loaded()
+        return core
+
+
+def make_adapted_request(name: str | None, place: int, sample: Sample) -> EngineCoreRequest:
+    """Return a request as P0 sends it: an image is another one for each adapter."""
+    request = make_request(f"{name} {place}", sample, max_tokens=MAX_TOKENS)
+    if name is None:
+        return request
+    features = [replace(one, identifier=f"{name}:{one.mm_hash}") for one in request.mm_features]
+    return msgspec.structs.replace(request, lora_name=name, mm_features=features)
+
+
+@pytest.fixture(scope="module")
+def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AdaptedModel(request.param, tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "adapted",
+    [pytest.param(name, marks=() if name == "qwen2_vl" else pytest.mark.slow) for name in NAMES],
+    indirect=True,
+)
+def test_one_batch_has_pefts_answers_of_four_adapters_and_of_none(
+    adapted: AdaptedModel, engine: str
+) -> None:
+    core = adapted.start(**ENGINES[engine])
+    names = [*adapted.paths, None]
+    keys = [(one, place) for place in range(len(adapted.samples)) for one in names]
+    batch = [make_adapted_request(one, place, adapted.samples[place]) for one, place in keys]
+    expected = [adapted.answers[key] for key in keys]
+    assert len(set(map(tuple, expected[: len(names)]))) == len(names)
+    assert serve(core, batch) == expected
+    assert serve(core, batch) == expected, "out of the cache"
+    assert core.stats().prefix_cache_hits > 0
+    assert core.num_preemptions > 0 or engine != "chunked, preempted"
+    assert core._scheduler.adapter_slots.num_running == 0
+    core.close()
