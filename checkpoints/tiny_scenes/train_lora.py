@@ -28,7 +28,7 @@ from safetensors.numpy import load_file, save_file
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from mmjax.engine.device.programs import AdaptedModel
+from mmjax.engine.device.functions import AdaptedModel
 from mmjax.layers.module import build_abstract
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.interface import AdapterSizes, build_model
