@@ -6,21 +6,11 @@ decoded.
 """
 
 from collections.abc import Sequence
+from typing import Union, get_args
 
 import msgspec
 
-from mmjax.transport.messages import (
-    AbortRequests,
-    CacheMiss,
-    EngineCoreRequest,
-    EngineMessage,
-    FrontendMessage,
-    Heartbeat,
-    Ready,
-    RequestFailed,
-    Shutdown,
-    StepOutput,
-)
+from mmjax.transport.messages import EngineCoreRequest, EngineMessage, FrontendMessage
 from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, WireError
 
 __all__ = ["VERSION", "Buffer", "Message", "WireError", "decode", "encode"]
@@ -31,16 +21,8 @@ VERSION = 7
 Message = EngineMessage | FrontendMessage
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(
-    REQUEST.type
-    | AbortRequests
-    | Shutdown
-    | StepOutput
-    | RequestFailed
-    | CacheMiss
-    | Ready
-    | Heartbeat
-)
+_PLAIN = [kind for kind in get_args(Message) if kind is not EngineCoreRequest]
+_DECODER = msgspec.msgpack.Decoder(Union[(REQUEST.type, *_PLAIN)])
 
 
 def encode(message: Message) -> list[Buffer]:

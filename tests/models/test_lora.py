@@ -144,11 +144,13 @@ def test_one_batch_has_pefts_answers_of_four_adapters_and_of_none(
     names = [*adapted.paths, None]
     keys = [(one, place) for place in range(len(adapted.samples)) for one in names]
     batch = [make_adapted_request(one, place, adapted.samples[place]) for one, place in keys]
-    expected = [adapted.answers[key] for key in keys]
+    expected = [list(adapted.answers[key]) for key in keys]
     assert len(set(map(tuple, expected[: len(names)]))) == len(names)
     assert serve(core, batch) == expected
     assert serve(core, batch) == expected, "out of the cache"
-    assert core.stats().prefix_cache_hits > 0
-    assert core.num_preemptions > 0 or engine != "chunked, preempted"
+    if engine == "chunked, preempted":  # in so few blocks that none keeps a prefix
+        assert core.stats().num_preemptions > 0
+    else:
+        assert core.stats().prefix_cache_hits > 0
     assert core._scheduler.adapter_slots.num_running == 0
     core.close()

@@ -1,5 +1,7 @@
 """Messages survive the wire, and nothing else does."""
 
+from typing import get_args
+
 import ml_dtypes
 import msgspec
 import numpy as np
@@ -23,15 +25,18 @@ from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
+    AdapterLoaded,
     CacheMiss,
     EngineCoreRequest,
     Heartbeat,
+    LoadAdapter,
     Ready,
     RequestFailed,
     RequestOutputDelta,
     Shutdown,
     StepOutput,
     TokenLogprobs,
+    UnloadAdapter,
 )
 
 # beartype checks one random element of a list: hypothesis sees that, and it changes nothing here.
@@ -114,34 +119,44 @@ def _fields_of(feature: MultiModalFeatureSpec) -> dict[str, object]:
     return {key: elem.field for key, elem in (feature.tensors or {}).items()}
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        AbortRequests(request_ids=["a", "b"]),
-        Shutdown(),
-        StepOutput(
-            deltas=[
-                RequestOutputDelta(
-                    request_id="a",
-                    new_token_ids=[1],
-                    new_logprobs=[
-                        TokenLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], sampled_rank=1)
-                    ],
-                    finish_reason="stop",
-                    stop_reason=7,
-                    num_cached_tokens=3,
-                )
-            ]
-        ),
-        RequestFailed(request_id="a", message="no", param="prompt", status=400),
-        CacheMiss(request_id="a", mm_hashes=["b", "c"]),
-        Ready(num_kv_blocks=3, num_programs=4, startup_seconds={"load": 0.5}),
-        Heartbeat(num_running=1, num_waiting=2, kv_cache_usage=0.5, num_compilations=0),
-    ],
-    ids=lambda message: type(message).__name__,
-)
+MESSAGES: list[Message] = [
+    LoadAdapter(lora_name="poet", lora_path="/adapters/poet"),
+    UnloadAdapter(lora_name="poet"),
+    AdapterLoaded(lora_name="poet"),
+    AdapterLoaded(
+        lora_name="poet", error=RequestFailed(request_id="poet", message="its file is damaged")
+    ),
+    AbortRequests(request_ids=["a", "b"]),
+    Shutdown(),
+    StepOutput(
+        deltas=[
+            RequestOutputDelta(
+                request_id="a",
+                new_token_ids=[1],
+                new_logprobs=[
+                    TokenLogprobs(token_ids=[1, 2], logprobs=[-0.5, -1.0], sampled_rank=1)
+                ],
+                finish_reason="stop",
+                stop_reason=7,
+                num_cached_tokens=3,
+            )
+        ]
+    ),
+    RequestFailed(request_id="a", message="no", param="prompt", status=400),
+    CacheMiss(request_id="a", mm_hashes=["b", "c"]),
+    Ready(num_kv_blocks=3, num_programs=4, startup_seconds={"load": 0.5}),
+    Heartbeat(num_running=1, num_waiting=2, kv_cache_usage=0.5, num_compilations=0),
+]
+"""At least one of every kind."""
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_other_messages_come_back_equal(message: Message) -> None:
     assert over_the_wire(message) == message
+
+
+def test_every_kind_of_message_was_tried() -> None:
+    assert {*map(type, MESSAGES), EngineCoreRequest} == set(get_args(Message))
 
 
 def _request(array: np.ndarray) -> EngineCoreRequest:
