@@ -227,26 +227,45 @@ def test_accepted_connections_have_no_delay() -> None:
             assert asyncio.run(nodelay_of_accepted(listener)) == 1
 
 
+NUM_STREAMS, MAX_TOKENS = 32, 32
+
+
+def count_streamed(address: str) -> int:
+    """Stream an answer to its end; return the tokens that it is said to have."""
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        chunks = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "red"}],
+            max_tokens=MAX_TOKENS,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        usage = list(chunks)[-1].usage
+    assert usage is not None
+    return usage.completion_tokens
+
+
+def unfinished(address: str) -> tuple[int, int]:
+    """Return how many requests run, and how many wait."""
+    state = httpx2.get(f"{address}/ready").json()
+    return state["num_running"], state["num_waiting"]
+
+
 def test_sigterm_drains_also_where_all_processes_get_it(tiny_gemma3: Path) -> None:
-    """Service managers send it to all; P1 goes on until P0 is done."""
-    server = Served(str(tiny_gemma3), *SMALL, is_group=True)
+    """Service managers send it to all; P1 goes on until P0 is done with every stream."""
+    # Time enough for a slow machine; a second signal would end it.
+    server = Served(str(tiny_gemma3), *SMALL, "--shutdown-timeout", "200", is_group=True)
     try:
         address = server.wait_for(r"mmjax serving tiny at (\S+)\n").group(1)
         pid = int(server.wait_for(r"engine process \(pid (\d+)\)").group(1))
-        with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-            chunks = client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "red"}],
-                max_tokens=200,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={"ignore_eos": True},
-            )
-            next(iter(chunks))
+        with ThreadPoolExecutor(NUM_STREAMS) as clients:
+            counts = [clients.submit(count_streamed, address) for _ in range(NUM_STREAMS)]
+            deadline = time.monotonic() + START_S
+            while sum(unfinished(address)) < NUM_STREAMS:
+                assert time.monotonic() < deadline
             os.killpg(server.process.pid, signal.SIGTERM)
-            usage = list(chunks)[-1].usage
-        assert usage is not None
-        assert usage.completion_tokens == 200
+            assert [count.result() for count in counts] == [MAX_TOKENS] * NUM_STREAMS
         assert server.process.wait(30) == 0
         assert not Path(f"/proc/{pid}").exists()
         for mark in ("ERROR", "Traceback", "leaked", "Warning"):
