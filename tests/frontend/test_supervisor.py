@@ -346,6 +346,17 @@ def test_an_engine_that_cannot_be_spawned_again_is_dead(
     assert "no more processes" in caplog.text
 
 
+def test_a_p1_that_is_stopped_before_it_connects_is_ended() -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        async with asyncio.timeout(10.0):
+            await supervisor.close()
+        assert not is_alive(supervisor.pid)
+
+    with_supervisor("", body)
+
+
 @pytest.mark.parametrize("mood", ["", "dies at start"])
 def test_the_start_ends_with_an_event(mood: str) -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:

@@ -4,6 +4,7 @@ Knows nothing of requests: a listener is called when P1 ends and when it is read
 """
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -204,10 +205,13 @@ class Supervisor:
             standby.process.kill()
             await asyncio.to_thread(standby.end, 1.0)
             standby.close()
-        if engine.sender is not None and engine.process.is_alive():
-            await engine.sender.send(Shutdown())
         # One that got no sockets never starts to serve.
         timeout_s = 0.0 if engine.sender is None else self._shutdown_timeout_s
+        if engine.sender is not None and engine.process.is_alive():
+            # Waits for a connection, which a P1 that hangs while it starts never makes.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await engine.sender.send(Shutdown())
         await asyncio.to_thread(engine.end, timeout_s)
         engine.close()
 
