@@ -252,6 +252,15 @@ def unfinished(address: str) -> tuple[int, int]:
     return state["num_running"], state["num_waiting"]
 
 
+def is_listening(address: str) -> bool:
+    """Return whether the server takes a new connection."""
+    try:
+        httpx2.get(f"{address}/health")
+    except httpx2.TransportError:
+        return False
+    return True
+
+
 def test_sigterm_drains_also_where_all_processes_get_it(tiny_gemma3: Path) -> None:
     """Service managers send it to all; P1 goes on until P0 is done with every stream."""
     # Time enough for a slow machine; a second signal would end it.
@@ -265,6 +274,8 @@ def test_sigterm_drains_also_where_all_processes_get_it(tiny_gemma3: Path) -> No
             while sum(unfinished(address)) < NUM_STREAMS:
                 assert time.monotonic() < deadline
             os.killpg(server.process.pid, signal.SIGTERM)
+            while is_listening(address):
+                assert time.monotonic() < deadline
             assert [count.result() for count in counts] == [MAX_TOKENS] * NUM_STREAMS
         assert server.process.wait(30) == 0
         assert not Path(f"/proc/{pid}").exists()

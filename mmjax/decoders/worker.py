@@ -20,11 +20,11 @@ from mmjax.decoders.image_file import decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.video_file import VideoSampling, decode_video, read_video_header
 from mmjax.errors import MediaError, RequestError
+from mmjax.niceness import give_way
 
 MAX_MESSAGE_BYTES = 128 * 2**10
 """The places of a video's frames are in one."""
 
-_NICENESS = 5
 _MAX_OPEN_FILES = 64
 _MAX_ERROR_CHARS = 1000
 _PAGES_OF_DATA = 5
@@ -35,8 +35,7 @@ def main(argv: list[str]) -> None:
     """Serve one request after another until the server closes the socket."""
     # Of a service manager, which sends it to all processes: the server ends this one.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The server answers first.
-    os.nice(_NICENESS)
+    give_way()
     channel = socket.socket(fileno=int(argv[0]))
     memory = int(argv[1])
     limit_resources(int(argv[2]))

@@ -1,7 +1,6 @@
 """The main of P1, the engine process: messages in, steps, messages out. Only P1 uses devices."""
 
 import contextlib
-import os
 import threading
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mmjax.errors import (
     RequestTimeoutError,
 )
 from mmjax.logger import configure_logging, get_logger
+from mmjax.niceness import give_way
 from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
 from mmjax.transport.codec import Message
 from mmjax.transport.messages import (
@@ -42,8 +42,6 @@ from mmjax.transport.step_record import StepRecord
 logger = get_logger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.5
-_NICENESS = 5
-"""Of a P1 that computes on the cores that P0 needs: who answers clients goes first."""
 _LOADING_INTERVAL_S = 0.01
 """Between looks at adapters that a thread reads."""
 
@@ -64,7 +62,8 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
     try:
         core = _start(config)
         if core.platform == "cpu":
-            _give_way()
+            # It computes on the cores that P0 needs.
+            give_way()
         sender.send(
             Ready(
                 num_kv_blocks=core.num_kv_blocks,
@@ -96,17 +95,6 @@ def _start(config: EngineConfig) -> EngineCore:
     except MMJaxError as error:
         logger.error("the engine cannot start: %s", error)
         raise SystemExit(1) from error
-
-
-def _give_way() -> None:
-    """Raise the niceness of this process: on Linux each thread has its own."""
-    niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, 19)
-    tasks = Path("/proc/self/task")
-    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]
-    for thread in threads:
-        # One may have ended meanwhile.
-        with contextlib.suppress(ProcessLookupError):
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def follow_engine(config: EngineConfig) -> None:

@@ -252,12 +252,10 @@ class EngineStart:
         config, mesh = self.config, self._placement.mesh
         path, left_out = config.model.path, self._left_out
         if is_snapshot(path):
+            agree = self._placement.agree
             try:
-                return load_snapshot(path, abstract, mesh=mesh, left_out=left_out)
+                return load_snapshot(path, abstract, mesh=mesh, left_out=left_out, agree=agree)
             except SnapshotDamagedError as error:
-                if self._placement.is_shared:
-                    # Others may read it still, and would wait for this process.
-                    raise
                 path = _find_source(error, config.model.download_dir)
         return load_params(
             path,

@@ -3,6 +3,7 @@
 Imports nothing slow, since it is installed first of all.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -86,8 +87,11 @@ def leave(status: int) -> NoReturn:
 
 
 def _end_now(number: int, reason: str) -> None:
+    # Whatever became of stderr: nobody may read it any more, and the signal may have interrupted
+    # a write to `sys.stderr`, which then takes no other one.
+    with contextlib.suppress(OSError):
+        os.write(2, f"mmjax.serve: {reason}; ended at once\n".encode())
     # The interpreter would wait for threads, which cannot be ended.
-    print(f"mmjax.serve: {reason}; ended at once", file=sys.stderr, flush=True)
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(_exit_status(number))

@@ -4,7 +4,7 @@ A snapshot can be restored onto another mesh than it was saved from, or none, an
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,7 @@ def load_snapshot(
     *,
     mesh: Mesh | None = None,
     left_out: Sequence[str] = (),
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[Any, Any]:
     """Restore a snapshot into a tree, sharded over `mesh`, in the tree's dtypes.
 
@@ -87,14 +88,16 @@ def load_snapshot(
         abstract_params: The tree of `ShapeDtypeStruct`s.
         mesh: As for `load_params`; None: everything on the first device.
         left_out: Attributes of the model that the tree lacks, whose arrays are not read.
+        agree: Returns whether all processes that restore it say true, which wait for each other.
 
     Raises:
-        SnapshotDamagedError: If files of it are not as they were written.
+        SnapshotDamagedError: If files of it are not as they were written, here or where another
+            process reads them.
         CheckpointError: If it is no snapshot, or has other tensors than the tree; lists them all.
     """
     path = Path(path).absolute()
     metadata, shapes, digests = _read(path)
-    _check_files(path, metadata, digests)
+    _check_files(path, metadata, digests, agree)
     shapes = {n: shape for n, shape in shapes.items() if n.partition(".")[0] not in left_out}
     expected = flatten_params(abstract_params)
     _check_quantization(path, shapes, expected)
@@ -161,7 +164,12 @@ def _digest(file: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(file).hexdigest()
 
 
-def _check_files(path: Path, metadata: SnapshotMetadata, digests: dict[str, str]) -> None:
+def _check_files(
+    path: Path,
+    metadata: SnapshotMetadata,
+    digests: dict[str, str],
+    agree: Callable[[bool], bool],
+) -> None:
     """Raise SnapshotDamagedError if a file is missing, cut or changed: Orbax may not notice it."""
     damaged: list[str] = []
     for name, digest in digests.items():
@@ -170,9 +178,11 @@ def _check_files(path: Path, metadata: SnapshotMetadata, digests: dict[str, str]
                 damaged.append(f"`{name}` has other bytes than were written")
         except OSError as error:
             damaged.append(f"`{name}` cannot be read ({error.strerror})")
-    if damaged:
+    if not agree(not damaged):
+        elsewhere = "not here, but where another process reads it, whose log names the files"
+        damage = "; ".join(damaged) or elsewhere
         raise SnapshotDamagedError(
-            f"snapshot `{path}` is damaged: {'; '.join(damaged)}; remove it, and make it again by "
+            f"snapshot `{path}` is damaged: {damage}; remove it, and make it again by "
             f"`python -m mmjax.convert {metadata.source} {path}`",
             source=metadata.source,
             revision=metadata.revision,

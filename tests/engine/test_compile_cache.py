@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src import distributed
 from jax.experimental.compilation_cache import compilation_cache
 
 from mmjax.engine.device.compilation import Program, compile_programs
@@ -140,6 +141,16 @@ def test_a_damaged_entry_is_found_and_made_again(
     assert "damaged, and is made again" in warnings()[0]
     assert compile_one(caplog) == "fetched"
     assert warnings() == []
+
+
+@pytest.mark.usefixtures("folder", "logged")
+def test_each_of_several_processes_keeps_its_programs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host has a folder of its own, and on a CPU another process has other keys."""
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    assert compile_one(caplog) == "compiled"
+    assert compile_one(caplog) == "fetched"
 
 
 @pytest.mark.usefixtures("logged")

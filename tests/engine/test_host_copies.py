@@ -41,3 +41,18 @@ def test_one_that_is_unloaded_before_it_was_told_of_is_forgotten() -> None:
     assert not adapters.is_loading
     assert not adapters._kept
     adapters.close()
+
+
+def test_the_copy_that_a_request_is_about_to_use_stays() -> None:
+    """Else nobody would read it again, and its request would wait for ever."""
+    adapters = Adapters(read, max_cpu_loras=1)
+    for name in ("a", "b"):
+        adapters.load(name, Path(name))
+        wait(adapters)
+    adapters.pop_loaded()
+    for name in ("a", "b"):
+        adapters.use(name).num_users += 1
+        wait(adapters)
+    adapters.find("b").num_users -= 1
+    assert adapters.use("b").is_ready
+    adapters.close()

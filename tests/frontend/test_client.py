@@ -18,7 +18,8 @@ from mmjax.errors import (
     RequestTypeError,
 )
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.request_stream import RequestStream
+from mmjax.frontend.engine_client.committer import CommittedMessage
+from mmjax.frontend.engine_client.request_stream import PendingRequest, RequestStream
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -485,6 +486,26 @@ def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
             assert caught.value.retry_after_s == 9.0
 
     with_client(input_processor, body, delay_s=1000.0)
+
+
+def test_a_request_that_a_pause_refused_in_part_is_refused(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause ends between the commits of its two sequences."""
+
+    async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
+        on_committed = client._on_committed
+
+        def change(pending: PendingRequest, committed: CommittedMessage) -> None:
+            supervisor.state = "restarting" if committed.index else "paused"
+            on_committed(pending, committed)
+
+        monkeypatch.setattr(client, "_on_committed", change)
+        with pytest.raises(EngineUnavailableError):
+            await client.add_request("r", "red", SamplingParams(n=2, max_tokens=2))
+        assert client.num_requests == 0
+
+    with_client(input_processor, body)
 
 
 def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:

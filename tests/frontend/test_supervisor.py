@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from mmjax.config import EngineConfig, ModelConfig
-from mmjax.frontend.engine_client.engine_process import EngineProcess
+from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions
 from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.sampling_params import SamplingParams
@@ -325,25 +325,65 @@ def test_a_pipe_that_cannot_be_read_ends_that_life(monkeypatch: pytest.MonkeyPat
     with_supervisor("", body)
 
 
-def test_an_engine_that_cannot_be_spawned_again_is_dead(
+def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: object) -> None:
+    """A machine that is out of memory may be short of processes, too, for a while."""
+    monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.FIRST_PAUSE_S", 0.5)
+    spawn, num_failures = EngineProcess.spawn, 0
+
+    def spawn_later(options: SpawnOptions) -> EngineProcess:
+        nonlocal num_failures
+        if num_failures == 2:
+            return spawn(options)
+        num_failures += 1
         raise OSError("no more processes")
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
-        monkeypatch.setattr(EngineProcess, "spawn", fail)
+        monkeypatch.setattr(EngineProcess, "spawn", spawn_later)
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGKILL)
-        await until(lambda: supervisor.state == "dead")
-        # Once that it will come again, and once that it will not: nobody waits for ever.
-        await until(lambda: listener.num_deaths == 2)
-        with pytest.raises(EngineStartError):
-            await supervisor.wait_ready()
+        await until(lambda: supervisor.state == "paused")
+        assert supervisor.retry_after_s is not None
+        # Once that it will come again, and once that it will not soon: nobody waits for ever.
+        assert listener.num_deaths == 2
+        await supervisor.send(echo_request())
+        await until(lambda: listener.num_ready == 2)
+        assert supervisor.retry_after_s is None
+        await supervisor.send(echo_request())
+        await until(lambda: len(listener.token_ids) == 3)
 
     with_supervisor("", body)
+    assert caplog.text.count("no more processes") == 2
+
+
+def test_without_a_standby_p1_serves_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(options: SpawnOptions) -> EngineProcess:
+        raise OSError("no more processes")
+
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        monkeypatch.setattr(EngineProcess, "spawn", fail)
+        await supervisor.wait_ready()
+        await supervisor.send(echo_request())
+        await until(lambda: len(listener.token_ids) == 3)
+        assert listener.num_deaths == 0
+
+    with_supervisor("", body, has_standby=True)
     assert "no more processes" in caplog.text
+
+
+def test_a_p1_that_is_stopped_before_it_connects_is_ended() -> None:
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        assert supervisor.pid is not None
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        async with asyncio.timeout(10.0):
+            await supervisor.close()
+        assert not is_alive(supervisor.pid)
+
+    with_supervisor("", body)
 
 
 @pytest.mark.parametrize("mood", ["", "dies at start"])

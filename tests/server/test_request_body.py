@@ -14,7 +14,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestValueError, ShuttingDownError
 from mmjax.server.openai import request_body
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 from mmjax.server.openai.request_body import JsonScan, RequestReader, parse
@@ -329,3 +329,26 @@ def test_the_schema_names_the_bodies(server: Server) -> None:
     text = json.dumps(schema)
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in schema["components"]["schemas"]
+
+
+def test_a_body_whose_time_is_over_does_not_hold_up_the_end() -> None:
+    async def run() -> None:
+        reader, is_over, may_end = RequestReader(0.01), asyncio.Event(), asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                is_over.set()
+                await may_end.wait()
+            return {}
+
+        reading = asyncio.create_task(reader.receive(Request({"type": "http"}, receive)))
+        await is_over.wait()
+        reader.stop()
+        may_end.set()
+        with pytest.raises(ShuttingDownError):
+            await reading
+        reader.close()
+
+    asyncio.run(run())

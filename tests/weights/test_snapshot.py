@@ -131,6 +131,23 @@ def test_damage_to_any_file_is_found(tmp_path: Path, how: str):
     load_snapshot(path, abstract_tree())
 
 
+def test_processes_that_wait_for_each_other_agree_on_damage(tmp_path: Path):
+    """Else those whose files are whole would wait for the others while they restore."""
+    path, said = tmp_path / "one", []
+    save_snapshot(path, make_params(None), source="a/b", architecture="A")
+
+    def differ(is_whole: bool) -> bool:
+        said.append(is_whole)
+        return False
+
+    with pytest.raises(SnapshotDamagedError, match=r"another process .*mmjax\.convert a/b"):
+        load_snapshot(path, abstract_tree(), agree=differ)
+    damage(next(file for file in files_of(path) if file.stat().st_size), "a bit")
+    with pytest.raises(SnapshotDamagedError, match="has other bytes than were written"):
+        load_snapshot(path, abstract_tree(), agree=differ)
+    assert said == [True, False]
+
+
 def test_one_of_an_earlier_version_is_read_unchecked(tmp_path: Path):
     path = tmp_path / "one"
     save_snapshot(path, make_params(None), source="a/b", architecture="A")

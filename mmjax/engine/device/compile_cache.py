@@ -11,15 +11,17 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 from blake3 import blake3
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler
 
 from mmjax.logger import get_logger
 
 logger = get_logger(__name__)
 
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _ENTRY, _DIGEST, _UNFINISHED = "-cache", "-blake3", "-new"
 
 
@@ -58,7 +60,7 @@ def enable_persistent_cache(directory: Path | None) -> None:
         )
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update(_MIN_SECONDS, 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
@@ -67,6 +69,30 @@ def _check_entries() -> None:
     # NOTE: JAX has no public way to give it a cache; without this function it uses its own.
     if hasattr(compilation_cache, "get_file_cache"):
         compilation_cache.get_file_cache = _make_cache
+    # As JAX has it, process 0 alone writes, for all: but the directory may be of one host, and on a
+    # CPU each process has keys of its own. So the others would compile all at every start.
+    if hasattr(compiler, "_cache_write"):
+        compiler._cache_write = _write_entry
+
+
+def _write_entry(
+    cache_key: str,
+    compile_time_secs: float,
+    module_name: str,
+    backend: Any,
+    executable: Any,
+    host_callbacks: Any,
+) -> None:
+    """Write what this process has compiled, whichever it is of several."""
+    # Callbacks are addresses of this process.
+    if compile_time_secs < jax.config.values[_MIN_SECONDS] or host_callbacks:
+        return
+    try:
+        compilation_cache.put_executable_and_time(
+            cache_key, module_name, executable, backend, int(compile_time_secs)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("`%s` cannot be kept in the compile cache: %s", module_name, error)
 
 
 def _make_cache(path: str) -> "tuple[CheckedCache, str]":

@@ -177,6 +177,10 @@ class Placement:
             return value
         return int(multihost_utils.process_allgather(np.int32(min(value, 2**31 - 1))).min())
 
+    def agree(self, is_so: bool) -> bool:
+        """Return whether it is so in all processes."""
+        return bool(self.least(is_so))
+
     def _sharding(self, *spec: Any) -> Sharding:
         if self.mesh is None:
             return SingleDeviceSharding(jax.local_devices()[0])

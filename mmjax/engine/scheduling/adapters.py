@@ -185,11 +185,15 @@ class Adapters:
     def _keep(self, adapter: RegisteredAdapter) -> None:
         self._kept[adapter.lora_version] = adapter
         self._kept.move_to_end(adapter.lora_version)
-        self._evict()
+        self._evict(but=adapter)
 
-    def _evict(self) -> None:
-        # One that nobody was told of yet keeps what is to be told: that it was read, or why not.
-        idle = [one for one in self._kept.values() if one.is_idle and one not in self._loading]
+    def _evict(self, *, but: RegisteredAdapter | None = None) -> None:
+        """Drop host copies that are too many; not that of `but`, which a request is about to name.
+
+        One that nobody was told of yet keeps what is to be told: that it was read, or why not.
+        """
+        spared = [*self._loading, but]
+        idle = [one for one in self._kept.values() if one.is_idle and one not in spared]
         num_more = max(0, len(self._kept) - self._max_cpu_loras)
         for number, adapter in enumerate(idle):
             if adapter.is_removed or number < num_more:

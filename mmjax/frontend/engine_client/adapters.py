@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from mmjax.errors import EngineUnavailableError, ModelNotFoundError, RequestValueError
@@ -35,14 +36,10 @@ class AdapterClient:
                 param="lora_name",
             )
         loaded = self._loading[lora_name] = asyncio.get_running_loop().create_future()
+        # Also if the client leaves meanwhile: P1 goes on.
+        loaded.add_done_callback(partial(self._note_loaded, lora_name, str(path)))
         self._put(LoadAdapter(lora_name=lora_name, lora_path=str(path)))
-        try:
-            # P1 goes on if the client leaves meanwhile.
-            await asyncio.shield(loaded)
-        finally:
-            if loaded.done():
-                self._loading.pop(lora_name, None)
-        self._paths[lora_name] = str(path)
+        await asyncio.shield(loaded)
 
     def unload(self, lora_name: str) -> None:
         """Forget an adapter; requests that name it go on. ModelNotFoundError if it is unknown."""
@@ -52,6 +49,11 @@ class AdapterClient:
                 param="lora_name",
             )
         self._put(UnloadAdapter(lora_name=lora_name))
+
+    def _note_loaded(self, lora_name: str, path: str, loaded: "asyncio.Future[None]") -> None:
+        del self._loading[lora_name]
+        if loaded.exception() is None:
+            self._paths[lora_name] = path
 
     # ---- events of P1 ---------------------------------------------------------------------------
 

@@ -375,9 +375,12 @@ class AsyncEngineClient:
                 )
 
     def _on_committed(self, pending: PendingRequest, committed: CommittedMessage) -> None:
-        """Queue a message from a thread; the first one registers the request."""
+        """Queue a message from a thread; the first one registers the request.
+
+        No later one: without its first sequence a request would never end.
+        """
         can_serve = self.supervisor.state not in ("paused", "dead")
-        if pending.handle is None and not pending.is_cancelled and can_serve:
+        if committed.index == 0 and not pending.is_cancelled and can_serve:
             pending.handle = self._register(committed.request, is_stream=pending.is_stream)
             self.capacity.leave(pending.num_seqs)
         self._resend_queue.put_committed(committed)

@@ -90,6 +90,14 @@ class EngineProcess:
     def spawn(cls, options: SpawnOptions) -> "EngineProcess":
         """Start a process, which imports what it needs and waits for `configure`."""
         directory = IpcDirectory()
+        try:
+            return cls._spawn_in(directory, options)
+        except BaseException:
+            directory.close()
+            raise
+
+    @classmethod
+    def _spawn_in(cls, directory: IpcDirectory, options: SpawnOptions) -> "EngineProcess":
         create_step_record(directory.step_record_path)
         theirs, ours = multiprocessing.Pipe(duplex=False)
         reading, writing = (None, None) if os.isatty(2) else multiprocessing.Pipe(duplex=False)

@@ -4,6 +4,7 @@ Knows nothing of requests: a listener is called when P1 ends and when it is read
 """
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from mmjax.config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
 from mmjax.frontend.engine_client.liveness import EngineWatch, Fault
-from mmjax.frontend.engine_client.restarts import RestartBreaker
+from mmjax.frontend.engine_client.restarts import FIRST_PAUSE_S, RestartBreaker
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
 from mmjax.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
@@ -204,10 +205,13 @@ class Supervisor:
             standby.process.kill()
             await asyncio.to_thread(standby.end, 1.0)
             standby.close()
-        if engine.sender is not None and engine.process.is_alive():
-            await engine.sender.send(Shutdown())
         # One that got no sockets never starts to serve.
         timeout_s = 0.0 if engine.sender is None else self._shutdown_timeout_s
+        if engine.sender is not None and engine.process.is_alive():
+            # Waits for a connection, which a P1 that hangs while it starts never makes.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await engine.sender.send(Shutdown())
         await asyncio.to_thread(engine.end, timeout_s)
         engine.close()
 
@@ -220,8 +224,8 @@ class Supervisor:
                 if not self._may_restart():
                     break
                 await self._pause(engine_exit)
+                self._engine = await self._next_engine()
                 self.num_restarts += 1
-                self._engine = self._take_standby()
                 assert self._config is not None, "a P1 that was configured had one"
                 self._engine.configure(self._config)
         except Exception:
@@ -243,22 +247,38 @@ class Supervisor:
         """Tell of P1's end, and wait where it ends again and again."""
         pause_s = self._breaker.note_exit()
         if pause_s:
-            self._retry_at = time.monotonic() + pause_s
-            self._close_engine("paused" if self._was_ready else "starting", engine_exit)
             logger.error("the engine process ends too often; the next one in %.0f s", pause_s)
-            await asyncio.sleep(pause_s)
-            self._retry_at = None
-            self.state = "restarting" if self._was_ready else "starting"
+            await self._close_for(pause_s, engine_exit)
         else:
             self._close_engine("restarting" if self._was_ready else "starting", engine_exit)
 
-    def _take_standby(self) -> EngineProcess:
+    async def _close_for(self, pause_s: float, engine_exit: EngineExit) -> None:
+        """Tell that no P1 comes soon, and wait."""
+        self._retry_at = time.monotonic() + pause_s
+        self._close_engine("paused" if self._was_ready else "starting", engine_exit)
+        await asyncio.sleep(pause_s)
+        self._retry_at = None
+        self.state = "restarting" if self._was_ready else "starting"
+
+    async def _next_engine(self) -> EngineProcess:
+        """Return the standby, or a new process, as soon as the system has room for one."""
         standby, self._standby = self._standby, None
         if standby is not None and standby.process.is_alive():
             return standby
         if standby is not None:
             standby.close()
-        return EngineProcess.spawn(self._options)
+        while (engine := self._spawn()) is None:
+            # The end was told of before: it is nobody's fault a second time.
+            await self._close_for(FIRST_PAUSE_S, EngineExit(cause="bridge"))
+        return engine
+
+    def _spawn(self) -> EngineProcess | None:
+        """Return a new process; None if the system has no room for one at present."""
+        try:
+            return EngineProcess.spawn(self._options)
+        except OSError as error:
+            logger.error("no engine process can be spawned (%s)", error)
+            return None
 
     async def _run_engine(self) -> EngineExit:
         """Relay messages until P1 ends."""
@@ -364,7 +384,7 @@ class Supervisor:
         self._has_started.set()
         self._is_ready.set()
         if self._has_standby and self._standby is None:
-            self._standby = EngineProcess.spawn(self._options)
+            self._standby = self._spawn()
         if self._listener is not None:
             _notify(self._listener.on_ready)
 

@@ -95,7 +95,9 @@ class RequestReader:
         """Refuse incomplete bodies from now on."""
         self._is_stopping = True
         for timeout in self._open:
-            timeout.reschedule(asyncio.get_running_loop().time())
+            # One whose time is over, but whose task has not run since, takes no other.
+            if not timeout.expired():
+                timeout.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         """End the thread."""

@@ -1,0 +1,35 @@
+"""P0's view of adapters, whoever waits until one is loaded."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mmjax.errors import RequestValueError
+from mmjax.frontend.engine_client.adapters import AdapterClient
+from mmjax.transport.messages import AdapterLoaded, EngineMessage, RequestFailed
+
+
+@pytest.mark.parametrize("is_good", [True, False])
+def test_who_leaves_while_one_is_loaded_leaves_no_name_behind(is_good: bool) -> None:
+    error = RequestFailed.from_error("a", RequestValueError("it is bad", param="lora_path"))
+
+    async def run() -> None:
+        sent: list[EngineMessage] = []
+        client = AdapterClient({}, put=sent.append)
+        leaving = asyncio.create_task(client.load("a", Path("/a")))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        client.on_loaded(AdapterLoaded(lora_name="a", error=None if is_good else error))
+        await asyncio.sleep(0)
+        assert client.names == (["a"] if is_good else [])
+        if is_good:
+            client.unload("a")
+        again = asyncio.create_task(client.load("a", Path("/a")))
+        await asyncio.sleep(0)
+        client.on_loaded(AdapterLoaded(lora_name="a"))
+        await again
+        assert client.names == ["a"]
+
+    asyncio.run(run())
