@@ -20,7 +20,8 @@ Written by `docs/make_configuration.py` from the dataclasses that
 A setting has one name, and up to three places:
 
 - a flag of `python -m mmjax.serve`: `--max-num-seqs 8`. Booleans are set by
-  `--enable-prefix-caching` and `--no-enable-prefix-caching`; mappings are JSON;
+  `--enable-prefix-caching` and `--no-enable-prefix-caching`; mappings are JSON; integers may have
+  a unit, `4k` for 4,000 and `4K` for 4,096 (also m, g, t and M, G, T);
 - a key of the file of `--config FILE.yaml`, in either spelling. A flag overrides the file, which
   overrides the default:
 

@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from decimal import Decimal
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -263,6 +264,25 @@ def _to_int(value: object) -> int:
     return operator.index(value)  # type: ignore[arg-type]
 
 
+_UNITS: Mapping[str, int] = {
+    **{name: 10**power for name, power in (("k", 3), ("m", 6), ("g", 9), ("t", 12))},
+    **{name: 2**power for name, power in (("K", 10), ("M", 20), ("G", 30), ("T", 40))},
+}
+
+
+def _read_int(text: str) -> int:
+    """Read `25.6k` as 25600 and `4K` as 4096, as vLLM does; ValueError if it is no integer."""
+    unit = _UNITS.get(text[-1:])
+    if unit is None:
+        return int(text)
+    if not text[:-1].replace(".", "", 1).isdecimal():
+        raise ValueError(text)
+    number = Decimal(text[:-1]) * unit
+    if number != number.to_integral_value():
+        raise ValueError(text)
+    return int(number)
+
+
 def _to_float(value: object) -> float:
     if isinstance(value, bool | str):
         raise TypeError
@@ -306,7 +326,7 @@ class _Kind:
 
 _KINDS: dict[Any, _Kind] = {
     bool: _Kind("true or false", _to_bool),
-    int: _Kind("an integer", _to_int, int),
+    int: _Kind("an integer", _to_int, _read_int),
     float: _Kind("a number", _to_float, float),
     str: _Kind("a text", _to_text),
     Path: _Kind("a path", _to_path),

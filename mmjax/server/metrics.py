@@ -144,7 +144,9 @@ class Metrics:
         times = sequence.request.times
         decode_s = sequence.last_token_at - sequence.first_token_at
         self._success[sequence.finish_reason].inc()
-        self._cached_tokens.inc(sequence.num_cached_tokens)
+        # Once, as its prompt: the other sequences find what the first computed.
+        if sequence.request_id == sequence.request.messages[0].request_id:
+            self._cached_tokens.inc(sequence.num_cached_tokens)
         self._request_generation_tokens.observe(sequence.num_tokens)
         self._e2e.observe(sequence.last_token_at - times.arrived_at)
         self._decode.observe(decode_s)

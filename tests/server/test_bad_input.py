@@ -30,6 +30,7 @@ def error_of(response: Any, status: int = 400) -> dict[str, Any]:
     return body["error"]
 
 
+PART = "messages[0].content[0]"
 CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "red"}, "messages"),
@@ -37,6 +38,9 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a", "colour": 1}]}, "messages[0].colour"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, PART + ".image_url"),
+    ({"messages": [{"role": "user", "content": [["a"]]}]}, "messages[0].content[0]"),
+    ({"messages": [["a"]]}, "messages[0]"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "red " * 300}]}, "messages"),
@@ -161,6 +165,22 @@ def test_chat_mistakes_name_their_field(server: Server, fields: dict, param: str
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert server.chat().status_code == 200, "the others are served on"
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([["a"]], "`messages[0]`: input should be an object"),
+        ([{"role": "user", "content": [["a"]]}], f"`{PART}`: input should be an object or a text"),
+        ([{"role": "user", "content": [None]}], f"`{PART}`: input should be an object or a text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "is missing; give a URL, such as"),
+        ([{"role": "user", "content": [{"type": "file"}]}], "refusal, image_url, input_image"),
+    ],
+)
+def test_messages_say_what_is_expected(server: Server, messages: Any, says: str) -> None:
+    message = error_of(server.chat(messages=messages))["message"]
+    assert says in message
+    assert not re.search("instance of|NoneType|image_pil|video_url|image_embeds", message)
 
 
 def _post_raw(server: Server, path: str, fields: dict[str, Any]) -> Any:
@@ -366,6 +386,8 @@ def test_neutral_values_are_taken(server: Server) -> None:
         "user": "me",
         "metadata": {"a": "b"},
         "parallel_tool_calls": True,
+        "logprobs": False,
+        "top_logprobs": 0,
         "store": False,
         "service_tier": "auto",
         "stream_options": None,

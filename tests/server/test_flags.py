@@ -13,6 +13,7 @@ from mmjax.server.flags import (
     _build_parser,
     dump_config,
     parse_flags,
+    parse_mapping,
     to_engine_config,
     to_server_config,
 )
@@ -202,6 +203,10 @@ SECONDS = "expected a number of at least 0"
         (["--max-num-seqs", "0"], "`--max-num-seqs` is 0; expected an integer of at least 1"),
         (["--max-num-seqs", "x"], "`--max-num-seqs` is 'x'; expected an integer of at least 1"),
         (["--max-num-seqs", "1.5"], "`--max-num-seqs` is '1.5'; expected an integer of at least 1"),
+        *(
+            (["--max-model-len", text], f"`--max-model-len` is '{text}'; expected an integer")
+            for text in ("k", "4kk", "1.2345k", "-1k", "nank", "0x1k", "4 k", "1e3")
+        ),
         (["--max-num-seqs", "9" * 9999], "9'; expected an integer of at least 1"),
         (["--block-size", "24"], "`--block-size` is 24; expected a power of two"),
         (
@@ -280,6 +285,15 @@ def test_vllms_spelling_with_underscores() -> None:
     flags = parse_flags(["--max_num_seqs", "3", "--served_model_name=a_b", "--no_async_scheduling"])
     assert (flags.max_num_seqs, flags.served_model_name) == (3, "a_b")
     assert not flags.async_scheduling
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4k", 4000), ("4K", 4096), ("25.6k", 25600), ("1.001k", 1001), ("2G", 2**31), ("8", 8)],
+)
+def test_vllms_units_of_integers(text: str, number: int) -> None:
+    assert parse_flags(["--max-model-len", text]).max_model_len == number
+    assert parse_mapping({"max_model_len": text}).max_model_len == number
 
 
 def test_help_is_whole(capsys: pytest.CaptureFixture[str]) -> None:

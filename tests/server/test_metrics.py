@@ -156,6 +156,8 @@ def test_requests_are_counted_as_they_are(server: Server) -> None:
     assert server.chat(max_tokens=4, ignore_eos=True).status_code == 200
     usage = server.chat(max_tokens=3, n=2, ignore_eos=True).json()["usage"]
     assert value(server, "vllm:prompt_tokens_total") == 2 * usage["prompt_tokens"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert value(server, "vllm:prompt_tokens_cached_total") == 2 * cached > 0
     assert value(server, "vllm:generation_tokens_total") == 4 + 2 * 3
     assert value(server, "vllm:request_success_total", finished_reason="length") == 3
     assert value(server, "vllm:request_success_total", finished_reason="stop") == 0

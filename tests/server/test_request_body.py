@@ -16,8 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 
 from mmjax.errors import RequestValueError, ShuttingDownError
 from mmjax.server.openai import request_body
-from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
+from mmjax.server.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    StreamOptions,
+)
 from mmjax.server.openai.request_body import JsonScan, RequestReader, parse
+from mmjax.server.openai.responses_api.protocol import ResponsesRequest
+from mmjax.server.openai.tokenization import TokenizeRequest
 from tests.server.conftest import Server
 
 MANY = 30_000
@@ -297,10 +303,30 @@ def test_openais_fields_are_known(model: type[BaseModel], name: str, is_nullable
         assert not neutral or value in neutral
 
 
-def test_null_is_the_default(server: Server) -> None:
-    assert len(server.chat(n=None, stream=None, max_tokens=2).json()["choices"]) == 1
-    body = {"prompt": "a", "n": None, "echo": None, "suffix": None, "best_of": None}
-    assert server.http.post("/v1/completions", json=body).status_code == 200
+@pytest.mark.parametrize(
+    ("model", "required"),
+    [
+        (ChatCompletionRequest, {"messages": MESSAGES}),
+        (CompletionRequest, {"prompt": "a"}),
+        (ResponsesRequest, {"input": "a"}),
+        (TokenizeRequest, {}),
+        (StreamOptions, {}),
+    ],
+)
+def test_null_is_absent(model: type[BaseModel], required: dict[str, Any]) -> None:
+    nulls = dict.fromkeys(model.model_fields.keys() - required.keys())
+    assert model.model_validate({**nulls, **required}) == model.model_validate(required)
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_p", "min_p", "presence_penalty", "repetition_penalty", "timeout"]
+)
+@pytest.mark.parametrize("value", [True, "1", "NaN"])
+def test_what_is_no_number_is_none(server: Server, field: str, value: Any) -> None:
+    response = server.chat(**{field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert server.chat(**{field: 1}, max_tokens=2).status_code == 200, "an integer is a number"
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,11 @@ def test_what_is_refused(module_servers: dict[str, Server], fields: Any, param: 
     assert caught.value.param == param, caught.value.message
 
 
+def test_null_in_an_object_is_absent(server: Server) -> None:
+    body = {"input": "a", "reasoning": {"effort": None, "summary": None}}
+    assert server.http.post("/v1/responses", json=body).status_code == 200
+
+
 # ---- what is kept ------------------------------------------------------------------------------
 
 

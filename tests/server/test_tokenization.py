@@ -61,6 +61,8 @@ def test_what_is_too_long_is_counted_all_the_same(server: Server) -> None:
         ({"prompt": "a", "colour": 1}, "colour"),
         ({"prompt": "a", "model": "gpt"}, "model"),
         ({"prompt": "a", "tools": []}, "tools"),
+        ({"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"prompt": "a", "continue_final_message": True}, "continue_final_message"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
         ({"messages": [3]}, "messages[0]"),

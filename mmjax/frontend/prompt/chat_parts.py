@@ -117,7 +117,7 @@ class PartReader:
                 f"`{place}` has the unknown field `{unknown[0]}`; remove it",
                 param=f"{place}.{unknown[0]}",
             )
-        kind = _part_type(part, place)
+        kind = _part_type(part, place, self._offered_types)
         if kind in _TEXT_TYPES:
             _refuse_fields(part, (*_MEDIA_TYPES, "detail", "uuid"), place)
             text = part.get("refusal" if kind == "refusal" else "text")
@@ -133,6 +133,16 @@ class PartReader:
         media.append("image", read(part, kind, place, has_uuid=uuid is not None), uuid)
         media.are_embeds = is_embeds
         return {"type": "image"}
+
+    @property
+    def _offered_types(self) -> list[str]:
+        """Return the types that a part may have here, of this model."""
+        refused = {
+            "image_pil": not self.are_objects_allowed,
+            _EMBEDS_TYPE: not (self.embeds_fields and self.mm.enable_mm_embeds),
+            _VIDEO_TYPE: not self.takes_videos,
+        }
+        return [name for name in _PART_TYPES if not refused.get(name)]
 
     def _admit_image(self, place: str, media: ConversationMedia, *, is_embeds: bool) -> None:
         if is_embeds:
@@ -172,9 +182,9 @@ class PartReader:
         if value is None and has_uuid:
             return None
         if not isinstance(value, str):
+            found = "is missing" if value is None else f"is no text but {type(value).__name__}"
             raise RequestTypeError(
-                f"`{place}` must be a URL, not {type(value).__name__}; write "
-                "`data:video/mp4;base64,...`",
+                f"`{place}` {found}; give a URL, such as `data:video/mp4;base64,...`",
                 param=place,
             )
         return self.connector.open_video(value, place, media.video_options)
@@ -201,9 +211,9 @@ class PartReader:
         if value is None and has_uuid:
             return None
         if not isinstance(value, str):
+            found = "is missing" if value is None else f"is no text but {type(value).__name__}"
             raise RequestTypeError(
-                f"`{place}` must be a data URL, not {type(value).__name__}; "
-                "write `data:image/png;base64,...`",
+                f"`{place}` {found}; give a URL, such as `data:image/png;base64,...`",
                 param=place,
             )
         return self.connector.open_image(value, place, pixel_range)
@@ -347,14 +357,14 @@ def text_part(text: Any, place: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _part_type(part: Mapping[str, Any], place: str) -> str:
+def _part_type(part: Mapping[str, Any], place: str, offered: Sequence[str]) -> str:
     kind = part.get("type")
     if kind is None:
         kind = next((name for name in _PART_TYPES if name in part), None)
         if kind is None:
             raise RequestValueError(
                 f"Missing 'type' field in multimodal part `{place}`; give one of "
-                f"{', '.join(_PART_TYPES)}",
+                f"{', '.join(offered)}",
                 param=f"{place}.type",
             )
     if not isinstance(kind, str):
@@ -362,7 +372,7 @@ def _part_type(part: Mapping[str, Any], place: str) -> str:
     if kind not in _PART_TYPES:
         raise RequestValueError(
             f"`{place}` has the type {kind[:64]!r}, which is not supported; supported are "
-            f"{', '.join(_PART_TYPES)}",
+            f"{', '.join(offered)}",
             param=f"{place}.type",
         )
     return kind

@@ -15,6 +15,7 @@ from pydantic import (
     Discriminator,
     Field,
     StrictBool,
+    StrictFloat,
     StrictInt,
     Tag,
     model_validator,
@@ -51,14 +52,15 @@ TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
 Labels = Annotated[list[Label], Field(fail_fast=True)]
 Object = Annotated[dict[str, Any], Field(fail_fast=True)]
 Objects = Annotated[list[Object], Field(fail_fast=True)]
-Part = str | Annotated[dict[Label, Any], Field(fail_fast=True)]
 
 
 def tag_of(value: Any) -> str | None:
-    """Return the union member of `value`: a text, or a list."""
+    """Return the union member of `value`: a text, a list or an object."""
     if isinstance(value, str):
         return "<text>"
-    return "<list>" if isinstance(value, list) else None
+    if isinstance(value, list):
+        return "<list>"
+    return "<object>" if isinstance(value, dict) else None
 
 
 def _prompt_tag(value: Any) -> str | None:
@@ -79,6 +81,15 @@ Stop = Annotated[
         tag_of,
         custom_error_type="text_or_texts",
         custom_error_message="input should be a text or a list of texts",
+    ),
+]
+Part = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[dict[Label, Any], Field(fail_fast=True), Tag("<object>")],
+    Discriminator(
+        tag_of,
+        custom_error_type="text_or_object",
+        custom_error_message="input should be an object or a text",
     ),
 ]
 Content = Annotated[
@@ -106,24 +117,27 @@ Prompt = Annotated[
 
 
 class Strict(BaseModel):
-    """An object without other fields than its own."""
+    """An object without other fields than its own; a field that is null is one that is absent."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset()
-    """Fields whose null means the default."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        """Refuse unknown fields with one error for all of them; pydantic makes one for each."""
+        """Refuse unknown fields with one error for all of them; pydantic makes one for each.
+
+        Clients write null for what they leave to the server.
+        """
         if not isinstance(data, dict):
             return data
         known = cls.__pydantic_fields__
         if not data.keys() <= known.keys():
             raise unknown_fields_error([name for name in data if name not in known])
-        nulls = [name for name in cls.NULL_IS_DEFAULT if name in data and data[name] is None]
-        return {k: v for k, v in data.items() if k not in nulls} if nulls else data
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None or known[name].is_required()
+        }
 
 
 class StreamOptions(Strict):
@@ -146,17 +160,17 @@ class GenerationRequest(Strict):
 
     model: Label | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
     top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: Annotated[StrictFloat, Field(ge=0, le=1)] | None = None
     no_repeat_ngram_size: Annotated[StrictInt, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = None
     """HF's; neither OpenAI nor vLLM has it."""
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    frequency_penalty: Annotated[StrictFloat, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[StrictFloat, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[StrictFloat, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
-        Annotated[dict[Label, float], Field(max_length=MAX_BIASES, fail_fast=True)] | None
+        Annotated[dict[Label, StrictFloat], Field(max_length=MAX_BIASES, fail_fast=True)] | None
     ) = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
@@ -195,19 +209,17 @@ class GenerationRequest(Strict):
     media_io_kwargs: Annotated[dict[Label, Object], Field(max_length=64, fail_fast=True)] | None = (
         None
     )
-    timeout: Annotated[float, Field(gt=0, le=86400)] | None = None
+    timeout: Annotated[StrictFloat, Field(gt=0, le=86400)] | None = None
     """Seconds after which the request ends with 408, or an error event; the server's own limit
     holds as well."""
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
     """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
     # Not supported: only the value without effect is allowed.
-    length_penalty: float | None = 1.0
+    length_penalty: StrictFloat | None = 1.0
     spaces_between_special_tokens: StrictBool = True
     best_of: StrictInt | None = None
     use_beam_search: StrictBool = False
-
-    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = frozenset({"n"})
 
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "length_penalty": (1.0, None),
@@ -353,7 +365,7 @@ class ChatCompletionRequest(GenerationRequest):
                 "set `add_generation_prompt` to false",
                 param="continue_final_message",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestValueError(
                 "`top_logprobs` needs `logprobs`: true; set it, or leave it out",
                 param="top_logprobs",
@@ -384,7 +396,6 @@ class CompletionRequest(GenerationRequest):
         "suffix": (None, ""),
         "media_io_kwargs": (None, {}),
     }
-    NULL_IS_DEFAULT: ClassVar[frozenset[str]] = GenerationRequest.NULL_IS_DEFAULT | {"echo"}
 
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support, and too many completions."""

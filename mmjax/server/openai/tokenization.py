@@ -24,6 +24,11 @@ from mmjax.server.openai.protocol import (
 from mmjax.server.openai.streaming import while_connected
 from mmjax.server.openai.validation import validated
 
+_FIELDS_OF_CHATS = (
+    *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),
+    *("tools", "mm_processor_kwargs"),
+)
+
 
 class TokenizeRequest(Strict):
     """POST /tokenize: a text, or a conversation with its pictures.
@@ -102,7 +107,7 @@ class TokenizationService:
 
     async def _tokenize_text(self, request: Request, body: TokenizeRequest) -> list[int]:
         self._generation.check_model(body.model)
-        for name in ("chat_template", "chat_template_kwargs", "tools", "mm_processor_kwargs"):
+        for name in _FIELDS_OF_CHATS:
             if getattr(body, name) is not None:
                 raise RequestValueError(
                     f"`{name}` belongs to `messages`; leave it out, or send messages", param=name

@@ -76,6 +76,7 @@ def field_path(loc: Sequence[str | int]) -> str:
     return path[:_MAX_PATH_CHARS]
 
 
+_OBJECT = "input should be an object"
 _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dict", "none"})
 """Steps of pydantic's location that name a union's member."""
 
@@ -83,5 +84,6 @@ _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dic
 def _message(path: str, error: Mapping[str, Any]) -> str:
     if error["type"] == "missing":
         return f"`{path}` is missing; give it"
-    text = error["msg"]
+    # Python's words for it would name classes of ours.
+    text = _OBJECT if error["type"] in ("dict_type", "model_type") else error["msg"]
     return f"`{path}`: {text[:1].lower()}{text[1:]}"

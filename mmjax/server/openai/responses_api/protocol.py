@@ -133,7 +133,10 @@ class ResponsesRequest(Strict):
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support."""
         for name, neutral in self.NEUTRAL.items():
-            if getattr(self, name) not in neutral:
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                value = {key: one for key, one in value.items() if one is not None}
+            if value not in neutral:
                 raise RequestValueError(f"`{name}` is not supported; leave it out", param=name)
         other = next((one for one in self.include or () if one != LOGPROBS), None)
         if other is not None:
