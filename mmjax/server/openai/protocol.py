@@ -14,11 +14,14 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     StrictBool,
     StrictInt,
     Tag,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
 from mmjax.sampling_params import (
@@ -124,6 +127,17 @@ class Strict(BaseModel):
             raise unknown_fields_error([name for name in data if name not in known])
         nulls = [name for name in cls.NULL_IS_DEFAULT if name in data and data[name] is None]
         return {k: v for k, v in data.items() if k not in nulls} if nulls else data
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in cls.NULL_IS_DEFAULT & fields.keys():
+            default = {"default": fields[name].pop("default")} if "default" in fields[name] else {}
+            fields[name] = {"anyOf": [fields[name], {"type": "null"}], **default}
+        return schema
 
 
 class StreamOptions(Strict):
