@@ -4,7 +4,8 @@
 
 - how often its loop was late by more than 20 ms, by its own `/metrics`, while 64 clients send a
   photograph each, again and again;
-- the times of `/health` meanwhile, asked for by another process;
+- the times of `/health` meanwhile, asked for by another process, with and without the time in which
+  the loop's thread was ready to run and had no core: 64 clients and an engine share the cores;
 - how much longer a client waits for one token of a text than the engine takes for it.
 """
 
@@ -14,6 +15,7 @@ import base64
 import http.client
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 import urllib.request
@@ -21,7 +23,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -29,9 +31,18 @@ from benchmarks.hostile import exchange
 from benchmarks.pictures import photographs
 from benchmarks.servers import Server, start_mmjax
 
-_LATE_S = "0.02"
+_LATE_S = 0.02
+_LATE_BUCKET = str(_LATE_S)
 _TIMEOUT_S = 600.0
 _TEXT = {"prompt": "What color is the circle?", "max_tokens": 1, "temperature": 0}
+
+
+class Look(NamedTuple):
+    """One request for `/health`."""
+
+    seconds: float
+    coreless_s: float
+    """Of them, those in which the loop's thread, or the one who asked, waited for a core."""
 
 
 def main() -> int:
@@ -53,7 +64,7 @@ def _pictures(server: Server, options: argparse.Namespace) -> None:
     before = _figures(server)
     ours, theirs = multiprocessing.Pipe()
     prober = multiprocessing.get_context("spawn").Process(
-        target=_probe, args=(server.port, theirs), daemon=True
+        target=_probe, args=(server.port, server.process.pid, theirs), daemon=True
     )
     prober.start()
     ours.recv()
@@ -61,17 +72,27 @@ def _pictures(server: Server, options: argparse.Namespace) -> None:
     statuses = asyncio.run(_send_all(server.port, bodies, options.clients))
     seconds = time.perf_counter() - start
     ours.send("stop")
-    health_s = ours.recv()
+    looks_at_health: list[Look] = ours.recv()
     prober.join()
     after = _figures(server)
     name = "mmjax:event_loop_lag_seconds"
     looks = after[f"{name}_count", ""] - before[f"{name}_count", ""]
-    punctual = after[f"{name}_bucket", _LATE_S] - before[f"{name}_bucket", _LATE_S]
+    punctual = after[f"{name}_bucket", _LATE_BUCKET] - before[f"{name}_bucket", _LATE_BUCKET]
     mean_ms = 1e3 * (after[f"{name}_sum", ""] - before[f"{name}_sum", ""]) / max(1, looks)
     print(f"{len(bodies)} pictures from {options.clients} clients in {seconds:.1f} s: {statuses}")
     print(f"event loop: late by over 20 ms at {looks - punctual:.0f} of {looks:.0f} looks,")
     print(f"            by {mean_ms:.2f} ms on average")
-    print(f"/health:    {_describe(health_s)}")
+    _print_health(looks_at_health)
+
+
+def _print_health(looks: Sequence[Look]) -> None:
+    """Print the times of `/health`, and what is left of them beside the waits for a core."""
+    for seconds, name in (
+        ([look.seconds for look in looks], "in all"),
+        ([look.seconds - look.coreless_s for look in looks], "without waits for a core"),
+    ):
+        late = sum(one > _LATE_S for one in seconds)
+        print(f"/health:    {_describe(seconds)}, {late} of {len(looks)} over 20 ms, {name}")
 
 
 def _one_token(server: Server, number: int) -> None:
@@ -125,18 +146,27 @@ async def _send_all(port: int, bodies: Sequence[bytes], num_at_once: int) -> dic
     return statuses
 
 
-def _probe(port: int, pipe: Connection) -> None:
+def _probe(port: int, server_pid: int, pipe: Connection) -> None:
     """Ask for /health every 20 ms, on one connection, until told to stop."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
-    seconds = []
+    looks = []
+    # The event loop's thread is the server's main one, whose id is its process's.
+    pids = (server_pid, os.getpid())
     pipe.send("ready")
     while not pipe.poll(0.02):
-        start = time.perf_counter()
+        start, waited_s = time.perf_counter(), sum(map(_read_coreless_s, pids))
         connection.request("GET", "/health")
         connection.getresponse().read()
-        seconds.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        looks.append(Look(seconds, sum(map(_read_coreless_s, pids)) - waited_s))
     pipe.recv()
-    pipe.send(seconds)
+    pipe.send(looks)
+
+
+def _read_coreless_s(pid: int) -> float:
+    """Return for how long a process's main thread was ready to run and had no core."""
+    path = Path(f"/proc/{pid}/task/{pid}/schedstat")
+    return int(path.read_text().split()[1]) * 1e-9
 
 
 def _figures(server: Server) -> dict[tuple[str, str], float]:

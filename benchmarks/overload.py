@@ -1,10 +1,11 @@
 """What a server does when ten times as many ask as it can answer.
 
-`python -m benchmarks.overload [--times 10] [--seconds 60]`: starts the server with the embedded
-default, measures its peak (as many clients as it runs sequences, each with a request about a new
-picture as soon as its last one is answered), and then sends requests at ten times that rate, at
-random times, from another process. Prints how fast the excess is refused, how much is answered
-meanwhile, and a verdict; exits with 1 if it is not as docs/reliability.md promises.
+`python -m benchmarks.overload [--times 10] [--seconds 60] [server arguments]`: starts the server
+with the embedded default, or as the server's arguments say (a model first, then its flags),
+measures its peak (as many clients as it runs sequences, each with a request about a new picture as
+soon as its last one is answered), and then sends requests at ten times that rate, at random times,
+from another process. Prints how fast the excess is refused, how much is answered meanwhile, and a
+verdict; exits with 1 if it is not as docs/reliability.md promises.
 """
 
 import argparse
@@ -189,7 +190,14 @@ def report(
 
 def main() -> int:
     """Measure, and judge."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s [--times N] [--seconds S] [--peak-seconds S] [server arguments]",
+        epilog="All other arguments go to `python -m mmjax.serve`: a model, and any of its flags.",
+        # Else a shortened flag of the server's would be taken for one of these.
+        allow_abbrev=False,
+    )
     parser.add_argument("--times", type=float, default=10.0, help="the peak")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--peak-seconds", type=float, default=30.0)

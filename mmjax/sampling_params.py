@@ -158,6 +158,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _to_number(name: str, value: Any) -> float:
+    # What a number mostly is: its abstract classes take longer to ask than all else here.
+    if type(value) is float and math.isfinite(value):
+        return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise RequestTypeError(f"`{name}` is {value!r}; give a number", param=name)
     try:
@@ -170,6 +173,8 @@ def _to_number(name: str, value: Any) -> float:
 
 
 def _to_integer(name: str, value: Any) -> int:
+    if type(value) is int:
+        return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
         raise RequestTypeError(f"`{name}` is {value!r}; give an integer", param=name)
     return operator.index(value)
@@ -318,25 +323,28 @@ _STRUCTURE_TYPES: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, 64),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    # Beyond them logits could overflow float32.
+    "repetition_penalty": (0.01, 100.0),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "no_repeat_ngram_size": (0, MAX_NGRAM_SIZE),
+}
+"""Least and greatest value of each field."""
+
+
 def _check_ranges(params: SamplingParams) -> None:
-    limits: dict[str, tuple[float, float]] = {
-        "n": (1, 64),
-        "presence_penalty": (-2.0, 2.0),
-        "frequency_penalty": (-2.0, 2.0),
-        # Beyond them logits could overflow float32.
-        "repetition_penalty": (0.01, 100.0),
-        "temperature": (0.0, 100.0),
-        "top_p": (0.0, 1.0),
-        "top_k": (-1, 2**31 - 1),
-        "min_p": (0.0, 1.0),
-        "seed": (-(2**63), 2**63 - 1),
-        "max_tokens": (1, 2**31 - 1),
-        "min_tokens": (0, 2**31 - 1),
-        "logprobs": (0, MAX_LOGPROBS),
-        "prompt_logprobs": (0, MAX_LOGPROBS),
-        "no_repeat_ngram_size": (0, MAX_NGRAM_SIZE),
-    }
-    for name, (low, high) in limits.items():
+    for name, (low, high) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
             raise RequestValueError(

@@ -86,6 +86,10 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
 
     requires_tokenizer: ClassVar[bool] = True
 
+    only_tokenizes_text: ClassVar[bool] = False
+    """Whether the HF processor only tokenizes a text without media. Then the tokenizer is called:
+    the processor would check and merge kwargs for longer than it tokenizes."""
+
     def __init__(
         self,
         info: InfoT,
@@ -553,12 +557,13 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         An HF processor that refuses placeholders without media, or writes something for media
         that are not there, is mended in `_call_hf_processor`, where `mm_data` is empty.
         """
+        mm_kwargs = hf_processor_mm_kwargs or {}
         with measuring("tokenize"):
+            if self.only_tokenizes_text and not self.info.ctx.merge_mm_kwargs(mm_kwargs):
+                tokenizer = self.info.get_tokenizer()
+                return list(tokenizer.encode(prompt_text, **tokenization_kwargs))
             token_ids, _ = self._apply_hf_processor_text_mm(
-                prompt_text,
-                MultiModalDataItems(),
-                hf_processor_mm_kwargs or {},
-                tokenization_kwargs,
+                prompt_text, MultiModalDataItems(), mm_kwargs, tokenization_kwargs
             )
         return token_ids
 

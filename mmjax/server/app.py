@@ -7,10 +7,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from msgspec.structs import replace
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -22,6 +20,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_page import api_page
+from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.connections import HeaderLimitMiddleware
 from mmjax.server.metrics import CONTENT_TYPE, Metrics, ResponseCountMiddleware
 from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
@@ -51,7 +50,6 @@ _BODIES: tuple[type[BaseModel], ...] = (
     *(ChatCompletionRequest, CompletionRequest, ResponsesRequest),
     *(TokenizeRequest, DetokenizeRequest, LoadAdapterRequest, UnloadAdapterRequest),
 )
-_SCHEMAS = "#/components/schemas/"
 
 
 def create_app(
@@ -93,6 +91,7 @@ def create_app(
         openapi_url=None if config.disable_fastapi_docs else "/openapi.json",
         # A redirect would contain the Host header, which the client chooses.
         redirect_slashes=False,
+        responses=error_responses(),
     )
     app.state.request_reader = reader
     app.state.model_name = client.input_processor.model_config.public_name
@@ -100,7 +99,7 @@ def create_app(
     _add_generation_routes(app, chats, CompletionService(client, generation), reader)
     _add_responses_routes(app, ResponsesService(chats, generation, config), reader)
     _add_tokenization_routes(app, TokenizationService(client, chats, generation), reader)
-    _describe_bodies(app)
+    describe(app, _BODIES)
     if not config.disable_fastapi_docs:
         _add_docs_route(app)
     _add_model_routes(app, client, _model_card(client, chat))
@@ -149,25 +148,31 @@ def _add_generation_routes(
     app: FastAPI, chats: ChatService, texts: CompletionService, reader: RequestReader
 ) -> None:
     # Bodies are read by `reader`: FastAPI would decode and validate them without limits.
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatCompletionRequest))
+    @app.post(
+        "/v1/chat/completions",
+        openapi_extra=takes(ChatCompletionRequest),
+        responses=stream_responses(),
+    )
     async def chat_completions(request: Request) -> Response:
         return await chats.chat(request, await reader.read(request, ChatCompletionRequest))
 
-    @app.post("/v1/chat/completions/render", openapi_extra=_takes(ChatCompletionRequest))
+    @app.post("/v1/chat/completions/render", openapi_extra=takes(ChatCompletionRequest))
     async def render(request: Request) -> Response:
         return await chats.render(request, await reader.read(request, ChatCompletionRequest))
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    @app.post(
+        "/v1/completions", openapi_extra=takes(CompletionRequest), responses=stream_responses()
+    )
     async def completions(request: Request) -> Response:
         return await texts.complete(request, await reader.read(request, CompletionRequest))
 
 
 def _add_responses_routes(app: FastAPI, service: ResponsesService, reader: RequestReader) -> None:
-    @app.post("/v1/responses", openapi_extra=_takes(ResponsesRequest))
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=stream_responses())
     async def responses(request: Request) -> Response:
         return await service.create(request, await reader.read(request, ResponsesRequest))
 
-    @app.post("/v1/responses/input_tokens", openapi_extra=_takes(ResponsesRequest))
+    @app.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesRequest))
     async def input_tokens(request: Request) -> Response:
         return await service.count(request, await reader.read(request, ResponsesRequest))
 
@@ -191,11 +196,11 @@ def _add_responses_routes(app: FastAPI, service: ResponsesService, reader: Reque
 def _add_tokenization_routes(
     app: FastAPI, service: TokenizationService, reader: RequestReader
 ) -> None:
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         return await service.tokenize(request, await reader.read(request, TokenizeRequest))
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         return await service.detokenize(request, await reader.read(request, DetokenizeRequest))
 
@@ -204,29 +209,6 @@ def _add_docs_route(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return api_page(app.openapi(), app.root_path)
-
-
-def _describe_bodies(app: FastAPI) -> None:
-    """Let OpenAPI's schema hold the bodies that FastAPI does not read."""
-
-    def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, definitions = models_json_schema(
-                [(body, "validation") for body in _BODIES], ref_template=f"{_SCHEMAS}{{model}}"
-            )
-            components = schema.setdefault("components", {})
-            components.setdefault("schemas", {}).update(definitions["$defs"])
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    app.openapi = describe
-
-
-def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI schema of a body that FastAPI does not read."""
-    schema = {"$ref": f"{_SCHEMAS}{model.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:
@@ -249,11 +231,11 @@ def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) 
 
 
 def _add_adapter_routes(app: FastAPI, service: AdapterService, reader: RequestReader) -> None:
-    @app.post("/v1/load_lora_adapter", openapi_extra=_takes(LoadAdapterRequest))
+    @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterRequest))
     async def load_lora_adapter(request: Request) -> Response:
         return await service.load(await reader.read(request, LoadAdapterRequest))
 
-    @app.post("/v1/unload_lora_adapter", openapi_extra=_takes(UnloadAdapterRequest))
+    @app.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterRequest))
     async def unload_lora_adapter(request: Request) -> Response:
         return service.unload(await reader.read(request, UnloadAdapterRequest))
 

@@ -151,7 +151,7 @@ IN_PARTS = """{% for message in messages %}{% for part in message.content -%}
 
 @pytest.mark.parametrize("name", ["internvl", "internvl, original"])
 def test_a_placeholder_that_a_user_types_binds_no_picture(name: str, tmp_path: Path):
-    """InternVL's `<image>` is no special token; as the placeholder, one more is refused."""
+    """InternVL's `<image>` is no special token; where it is the placeholder, it is refused."""
     path = write(name, tmp_path)
     placeholder = "<image>\n" if name.endswith("original") else "<IMG_CONTEXT>\n"
     template = IN_PARTS.replace("PLACEHOLDER", placeholder.replace("\n", "{{ '\\n' }}"))
@@ -161,16 +161,39 @@ def test_a_placeholder_that_a_user_types_binds_no_picture(name: str, tmp_path: P
         picture = {"type": "image_pil", "image_pil": draw(40, 30)}
         typed = {"type": "text", "text": "is <image> red? "}
         for content in ([typed, picture], [picture, typed]):
-            prompt = parser.parse([{"role": "user", "content": content}])
+            message = {"role": "user", "content": content}
             if placeholder == "<image>\n":
-                with pytest.raises(RequestError, match="placeholders"):
-                    processor.explain(prompt)
+                with pytest.raises(RequestError, match="cannot be told from them") as caught:
+                    parser.parse([message])
+                assert caught.value.param == "messages[0]"
                 continue
+            prompt = parser.parse([message])
             said = processor.explain(prompt)
             (item,) = said.items
             before = processor.tokenizer.decode(said.prompt_token_ids[: item.offset])
             after = processor.tokenizer.decode(said.prompt_token_ids[item.offset + item.length :])
             assert ("<image>" in before) == (content[0] is typed)
             assert ("<image>" in after) == (content[1] is typed)
+    finally:
+        processor.close()
+
+
+def test_a_placeholder_that_is_no_special_token_stays_where_one_text_is_wanted(tmp_path: Path):
+    """As in vLLM: who types it says where the message's own picture stands; one more is refused."""
+    parser, processor = make_parser(write("internvl, original", tmp_path))
+    picture = {"type": "image_pil", "image_pil": draw(40, 30)}
+    try:
+        assert parser.template.content_format == "string"
+        typed = "is <image> red?"
+        content = [picture, {"type": "text", "text": typed}]
+        said = processor.explain(parser.parse([{"role": "user", "content": content}]))
+        (item,) = said.items
+        before = processor.tokenizer.decode(said.prompt_token_ids[: item.offset])
+        assert before.rstrip().endswith("is")
+        for wrong in (typed, [*content, {"type": "text", "text": "<image>"}]):
+            with pytest.raises(RequestError, match="Found more '<image>' placeholders"):
+                parser.parse([{"role": "user", "content": wrong}])
+        with pytest.raises(RequestError, match="cannot be told from them"):
+            parser.parse([{"role": "user", "content": [picture], "name": "<image>"}])
     finally:
         processor.close()

@@ -61,3 +61,55 @@ def test_results_and_errors_come_through() -> None:
             await while_connected(connection.request, fail())
 
     run(body())
+
+
+def test_whoever_cancels_the_caller_cancels_the_work() -> None:
+    async def body() -> None:
+        for also_leaves in (False, True):
+            connection, began = Connection(), asyncio.Event()
+
+            async def work(began: asyncio.Event = began) -> None:
+                began.set()
+                await asyncio.Event().wait()
+
+            calling = asyncio.create_task(while_connected(connection.request, work()))
+            await began.wait()
+            if also_leaves:
+                connection.is_left.set()
+                await asyncio.sleep(0)
+            calling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calling
+
+    run(body())
+
+
+def test_a_caller_goes_on_after_its_client_has_left() -> None:
+    async def body() -> None:
+        connection = Connection()
+        connection.is_left.set()
+        for _ in range(2):
+            with pytest.raises(RequestCancelledError):
+                await while_connected(connection.request, asyncio.sleep(10))
+        calling = asyncio.current_task()
+        assert calling is not None
+        assert calling.cancelling() == 0
+        async with asyncio.timeout(10):
+            await asyncio.sleep(0)
+
+    run(body())
+
+
+def test_a_result_of_the_moment_in_which_the_client_leaves_is_no_cancellation_later() -> None:
+    async def body() -> None:
+        connection = Connection()
+
+        async def work() -> int:
+            connection.is_left.set()
+            return 7
+
+        assert await while_connected(connection.request, work()) == 7
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    run(body())

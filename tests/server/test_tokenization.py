@@ -1,10 +1,13 @@
 """/tokenize, /detokenize, /docs and the schema."""
 
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import jsonschema
 import pytest
 
+from mmjax.errors import RequestError
 from tests.kit import IMAGE_SOFT
 from tests.server.conftest import TOOLS_TEMPLATE, MakeServer, Server
 from tests.server.test_app import image_message
@@ -129,3 +132,44 @@ def test_the_schema_describes_every_route(server: Server) -> None:
     text = server.http.get("/openapi.json").text
     names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= schema["components"]["schemas"].keys()
+
+
+def every_error(kind: type[RequestError] = RequestError) -> Iterator[type[RequestError]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from every_error(one)
+
+
+def test_the_schema_describes_every_error(server: Server) -> None:
+    schema = server.http.get("/openapi.json").json()
+    # 499 is for the log: nobody is there to read it.
+    statuses = {*(str(one.status) for one in every_error()), "401", "413", "431"} - {"499"}
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            assert statuses <= operation["responses"].keys()
+    response = server.http.post("/tokenize", json={})
+    assert response.status_code == 400
+    components = {"components": schema["components"]}
+    jsonschema.validate(response.json(), {"$ref": "#/components/schemas/ErrorBody", **components})
+
+
+def test_the_schema_says_where_null_is_the_default(server: Server) -> None:
+    fields = server.http.get("/openapi.json").json()["components"]["schemas"]
+    echo, number = (fields["CompletionRequest"]["properties"][name] for name in ("echo", "n"))
+    assert {"type": "null"} in echo["anyOf"]
+    assert {"type": "null"} in number["anyOf"]
+    assert (echo["default"], number["default"]) == (False, 1)
+
+
+def test_the_schema_describes_streams(server: Server) -> None:
+    paths = server.http.get("/openapi.json").json()["paths"]
+    for route in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        content = paths[route]["post"]["responses"]["200"]["content"]
+        assert {"application/json", "text/event-stream"} == content.keys()
+
+
+def test_a_wrong_method_is_told_all_that_an_address_takes(server: Server) -> None:
+    response = server.http.put("/v1/responses/0")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "DELETE, GET"
+    assert response.headers["content-type"] == "application/json"

@@ -54,6 +54,8 @@ class IncrementalDetokenizer:
         return text
 
     def _new_text(self) -> str:
+        if self._num_read == len(self._ids):
+            return ""
         before = self._decode(self._ids[: self._num_read])
         return self._decode(self._ids)[len(before) :]
 

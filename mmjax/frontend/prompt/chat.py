@@ -302,7 +302,9 @@ class ChatParser:
                 param=place,
             )
         if self.tokenize_pieces is not None:
-            return talk.literals.mark(text, self.control_tokens, allowed=allowed)
+            marked = talk.literals.mark(text, self.control_tokens, allowed=allowed)
+            self._refuse_plain_placeholders(marked, place, allowed)
+            return marked
         found = self.control_tokens.find(text, allowed=allowed)
         if found is not None:
             raise RequestValueError(
@@ -311,6 +313,22 @@ class ChatParser:
                 param=place,
             )
         return text
+
+    def _refuse_plain_placeholders(self, text: str, place: str, allowed: Collection[str]) -> None:
+        """Refuse a placeholder that is no control token, as InternVL's: it has no mark.
+
+        The prompt's own could not be told from it, and one of them would bind the wrong words.
+        """
+        for modality in self._modalities:
+            placeholder = self.placeholder(modality, 1)
+            if placeholder is None or placeholder in allowed or placeholder not in text:
+                continue
+            raise RequestValueError(
+                f"`{place}` holds '{placeholder}', which is where this model's prompts have their "
+                f"{modality}s, and no control token, so that it cannot be told from them; put a "
+                "space into it",
+                param=place,
+            )
 
     def _check_seams(self, texts: Sequence[str], place: str, allowed: Collection[str]) -> None:
         """Refuse control tokens split over texts, which templates concatenate, trimmed or not."""

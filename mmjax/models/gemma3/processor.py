@@ -208,6 +208,8 @@ class Gemma3DummyInputsBuilder(ImageDummyInputsBuilder[Gemma3ProcessingInfo]):
 
 
 class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
+    only_tokenizes_text = True
+
     def _call_hf_processor(
         self,
         prompt: str,

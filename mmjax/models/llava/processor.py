@@ -147,6 +147,8 @@ class LlavaDummyInputsBuilder(ImageDummyInputsBuilder[LlavaProcessingInfo]):
 
 
 class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
+    only_tokenizes_text = True
+
     def _call_hf_processor(
         self,
         prompt: str,

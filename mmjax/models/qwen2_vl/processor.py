@@ -289,6 +289,8 @@ class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo])
 
 
 class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
+    only_tokenizes_text = True
+
     def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
         return False
 

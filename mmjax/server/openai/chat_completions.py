@@ -115,7 +115,7 @@ class ChatService:
         """Check a chat and give it to the engine; RequestError if it is refused."""
         self._generation.check(request, body)
         tools = self._tool_use(body)
-        params = body.sampling_params(self._generation.default_params())
+        params = body.sampling_params(self._generation.default_params)
         if tools is not None:
             params = tools.sampling_params(params)
         prompt = await self._prompt_source(request, body)

@@ -38,7 +38,7 @@ class CompletionService:
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """Serve /v1/completions."""
         self._generation.check(request, body)
-        params = body.sampling_params(self._generation.default_params())
+        params = body.sampling_params(self._generation.default_params)
         request_id = f"cmpl-{new_hex()}"
         answer_id = request_id if body.request_id is None else f"cmpl-{body.request_id}"
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]

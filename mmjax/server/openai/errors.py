@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from mmjax.errors import (
@@ -168,9 +169,18 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> Response:
         status = error.status_code
         message = _HTTP_MESSAGES.get(status, "this request cannot be served")
-        return plain_error_response(
-            status, message, code=f"http_{status}", headers=error.headers or {}
-        )
+        headers = dict(error.headers or {})
+        if status == 405:
+            # Starlette names those of the first route alone.
+            headers["Allow"] = ", ".join(_methods_at(request))
+        return plain_error_response(status, message, code=f"http_{status}", headers=headers)
+
+
+def _methods_at(request: Request) -> list[str]:
+    """Return the methods that an address takes, by all its routes."""
+    routes = request.app.routes
+    matching = [one for one in routes if one.matches(request.scope)[0] is not Match.NONE]
+    return sorted({name for one in matching for name in getattr(one, "methods", None) or ()})
 
 
 def _without_values(message: str) -> str:

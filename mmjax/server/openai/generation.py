@@ -43,6 +43,8 @@ class GenerationService:
         self.model_name = model_config.public_name
         self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
         self._are_media_ids_trusted = model_config.mm.trust_media_ids
+        self.default_params = client.input_processor.default_sampling_params()
+        """What a request has that says nothing of sampling."""
 
     def check_model(self, name: str | None) -> str | None:
         """Return the adapter that a request names as its model; None: it wants the model itself.
@@ -111,10 +113,6 @@ class GenerationService:
         if self._are_media_ids_trusted:
             return None
         return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
-
-    def default_params(self) -> SamplingParams:
-        """Return what a request has that says nothing of sampling."""
-        return self._client.input_processor.default_sampling_params()
 
     def _limits(self, body: GenerationRequest) -> Mapping[str, Any]:
         """Return the request's priority and timeout."""
@@ -216,6 +214,12 @@ async def _add_all(
     adding: Sequence[Coroutine[Any, Any, RequestStream]],
 ) -> list[RequestStream | BaseException]:
     """Return each request's stream or exception; if cancelled, abort all."""
+    if len(adding) == 1:
+        # Without a task, whose start and end are turns of the event loop.
+        try:
+            return [await adding[0]]
+        except Exception as error:
+            return [error]
     tasks = [asyncio.create_task(one) for one in adding]
     try:
         return await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,12 +14,15 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    GetJsonSchemaHandler,
     StrictBool,
     StrictFloat,
     StrictInt,
     Tag,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
 from mmjax.sampling_params import (
@@ -138,6 +141,17 @@ class Strict(BaseModel):
             for name, value in data.items()
             if value is not None or known[name].is_required()
         }
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        fields = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in cls.NULL_IS_DEFAULT & fields.keys():
+            default = {"default": fields[name].pop("default")} if "default" in fields[name] else {}
+            fields[name] = {"anyOf": [fields[name], {"type": "null"}], **default}
+        return schema
 
 
 class StreamOptions(Strict):

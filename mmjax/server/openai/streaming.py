@@ -233,18 +233,37 @@ async def _join(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; on disconnect cancel it: RequestCancelledError."""
-    working = asyncio.create_task(work)
+    """Await `work`; on disconnect cancel it: RequestCancelledError.
+
+    As `asyncio.timeout` does, in this task: a task of its own would be turns of the event loop.
+    """
+    working = asyncio.current_task()
+    assert working is not None, "called in a task"
+    num_cancels = working.cancelling()
     leaving = asyncio.create_task(_wait_for_disconnect(request))
+    is_over = has_left = False
+
+    def stop(left: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not left.cancelled():
+            left.exception()
+            has_left = not is_over
+        if has_left:
+            working.cancel()
+
+    leaving.add_done_callback(stop)
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise RequestCancelledError
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if has_left and working.cancelling() <= num_cancels + 1:
+            raise RequestCancelledError from None
+        # Somebody else has cancelled this task, too.
+        raise
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        is_over = True
+        leaving.cancel()
+        if has_left:
+            working.uncancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:
