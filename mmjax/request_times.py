@@ -24,7 +24,8 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     fetch: float = 0.0
-    """Get the media's bytes: download them, or decode their base64."""
+    """Get the media's bytes: download them, or decode their base64. Images that are decoded while
+    others arrive are in it."""
     tokenize: float = 0.0
     """Render the chat template, and tokenize."""
     decode: float = 0.0

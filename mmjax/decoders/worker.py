@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
-from mmjax.decoders.image_file import decode_image, read_image_header
+from mmjax.decoders.image_file import BYTES_PER_PIXEL, decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
+from mmjax.decoders.shared_memory import SharedMemory
 from mmjax.decoders.video_file import VideoSampling, decode_video, read_video_header
 from mmjax.errors import MediaError, RequestError
 from mmjax.niceness import give_way
 
 MAX_MESSAGE_BYTES = 128 * 2**10
 """The places of a video's frames are in one."""
+
+SHARED_MODE = "RGBX"
+"""Of an image in the shared memory."""
 
 _MAX_OPEN_FILES = 64
 _MAX_ERROR_CHARS = 1000
@@ -37,7 +42,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     give_way()
     channel = socket.socket(fileno=int(argv[0]))
-    memory = int(argv[1])
+    memory = SharedMemory(int(argv[1]))
     limit_resources(int(argv[2]))
     channel.send(b"{}")
     while request := channel.recv(MAX_MESSAGE_BYTES):
@@ -56,8 +61,8 @@ def limit_resources(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, _MAX_OPEN_FILES))
 
 
-def _answer(request: Mapping[str, Any], memory: int) -> dict[str, Any]:
-    data = _read(memory, request["num_bytes"])
+def _answer(request: Mapping[str, Any], memory: SharedMemory) -> dict[str, Any]:
+    data = _read(memory.descriptor, request["num_bytes"])
     limits = MediaLimits(**request["limits"])
     try:
         return _OPERATIONS[request["operation"]](data, limits, memory, **request["options"])
@@ -78,29 +83,31 @@ def _read(memory: int, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _read_header(data: bytes, limits: MediaLimits, memory: int) -> dict[str, Any]:
+def _read_header(data: bytes, limits: MediaLimits, memory: SharedMemory) -> dict[str, Any]:
     return {"header": read_image_header(data, limits)}
 
 
-def _decode_image(data: bytes, limits: MediaLimits, memory: int) -> dict[str, Any]:
+def _decode_image(data: bytes, limits: MediaLimits, memory: SharedMemory) -> dict[str, Any]:
     image, header = decode_image(data, limits)
-    os.lseek(memory, 0, os.SEEK_SET)
-    with open(memory, "wb", buffering=0, closefd=False) as file:
-        # A short header, then rows of RGB: Pillow writes it in pieces, without a copy of the whole.
-        image.save(file, "PPM")
-    num_pixel_bytes = image.width * image.height * 3
-    end = os.lseek(memory, 0, os.SEEK_CUR)
-    return {"header": header, "size": image.size, "place": end - num_pixel_bytes}
+    num_bytes = image.width * image.height * BYTES_PER_PIXEL
+    memory.grow(num_bytes)
+    with memory.view(num_bytes) as shared:
+        # As they lie in Pillow's memory: one copy, a quarter of the time that packing them takes.
+        pixels = Image.frombuffer(SHARED_MODE, image.size, shared, "raw", SHARED_MODE, 0, 1)
+        # Not `Image.paste`, which writes to a copy of what was a buffer.
+        pixels.im.paste(image.im, (0, 0, *image.size))
+        del pixels
+    return {"header": header, "size": image.size}
 
 
 def _read_video_header(
-    data: bytes, limits: MediaLimits, memory: int, sampling: list[float]
+    data: bytes, limits: MediaLimits, memory: SharedMemory, sampling: list[float]
 ) -> dict[str, Any]:
     return {"header": read_video_header(data, limits, _sampling(sampling))}
 
 
 def _decode_video(
-    data: bytes, limits: MediaLimits, memory: int, sampling: list[float]
+    data: bytes, limits: MediaLimits, memory: SharedMemory, sampling: list[float]
 ) -> dict[str, Any]:
     sizes: list[tuple[int, int]] = []
 
@@ -108,11 +115,11 @@ def _decode_video(
         sizes.append((pixels.shape[1], pixels.shape[0]))
         view, start = pixels.reshape(-1).data, place * pixels.nbytes
         while view:
-            count = os.pwrite(memory, view, start)
+            count = os.pwrite(memory.descriptor, view, start)
             view, start = view[count:], start + count
 
     header, indices = decode_video(data, limits, _sampling(sampling), put=put)
-    return {"header": header, "size": sizes[0], "place": 0, "indices": indices}
+    return {"header": header, "size": sizes[0], "indices": indices}
 
 
 def _sampling(values: list[float]) -> VideoSampling:

@@ -1,7 +1,8 @@
 """Processes that decode media for the server: a decoder's fault costs one request, not the server.
 
 A thread that needs a file decoded takes an idle process, puts the file into the memory that both
-share, waits, and copies the pixels out. What the process says is not trusted: sizes are checked.
+share, waits, and copies the pixels out. What the process says is not trusted: sizes are checked,
+and the memory cannot shrink while it is mapped.
 """
 
 import json
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmjax.decoders.image_file import ImageHeader
+from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader
 from mmjax.decoders.limits import (
     MediaLimits,
     check_image_bytes,
@@ -28,16 +29,17 @@ from mmjax.decoders.limits import (
     check_video_bytes,
     check_video_size,
 )
+from mmjax.decoders.shared_memory import create_shared_memory
 from mmjax.decoders.video_file import VideoHeader, VideoSampling
-from mmjax.decoders.worker import MAX_MESSAGE_BYTES
+from mmjax.decoders.worker import MAX_MESSAGE_BYTES, SHARED_MODE
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.logger import get_logger
 
 logger = get_logger(__name__)
 
 _KEPT_BYTES = 32 * 2**20
-"""Shared memory, and a buffer beside it, that an idle process keeps; new pages cost a quarter of
-the time that a JPEG of two megapixels takes."""
+"""Shared memory that an idle process keeps; new pages cost a quarter of the time that a JPEG of two
+megapixels takes."""
 
 _START_TIMEOUT_S = 60.0
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
@@ -84,9 +86,8 @@ class DecodeWorkers:
             header = _checked_header(reply, limits)
             width, height = _integers(reply["size"], 2)
             check_image_size((width, height), limits, param=param)
-            (place,) = _integers([reply["place"]], 1)
-            pixels = worker.read(place, width * height * 3)
-            return Image.frombytes("RGB", (width, height), pixels), header
+            with worker.view(width * height * BYTES_PER_PIXEL) as pixels:
+                return Image.frombytes("RGB", (width, height), pixels, "raw", SHARED_MODE), header
 
     def read_video_header(
         self, data: bytes, limits: MediaLimits, sampling: VideoSampling, *, param: str | None
@@ -206,8 +207,7 @@ class _Worker:
 
     def __init__(self, memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
-        self._memory = os.memfd_create("mmjax-decode", os.MFD_CLOEXEC)
-        self._buffer = bytearray()
+        self._memory = create_shared_memory()
         self._channel: socket.socket | None = None
         self._is_closed = False
         self._is_ready = False
@@ -217,7 +217,7 @@ class _Worker:
         """Start a process, which says when it is ready; return the socket to it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            descriptors = (theirs.fileno(), self._memory)
+            descriptors = (theirs.fileno(), self._memory.descriptor)
             arguments = [str(number) for number in (*descriptors, self._memory_bytes)]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mmjax.decoders.worker", *arguments],
@@ -242,36 +242,33 @@ class _Worker:
             self._is_ready = True
         place = 0
         while place < len(data):
-            place += os.pwrite(self._memory, memoryview(data)[place:], place)
+            place += os.pwrite(self._memory.descriptor, memoryview(data)[place:], place)
         channel.send(json.dumps(request).encode())
         return _receive(channel, timeout_s)
 
-    def read(self, place: int, num_bytes: int) -> memoryview:
-        """Return part of the shared memory; valid until the next call.
-
-        NOTE: copied, not mapped: the process could shrink what is mapped.
-        """
-        if len(self._buffer) < num_bytes:
-            self._buffer = bytearray(num_bytes)
-        view = memoryview(self._buffer)[:num_bytes]
-        self.read_into(view, place)
-        return view
+    def view(self, num_bytes: int) -> memoryview:
+        """Return the beginning of the shared memory; to be released before the next call."""
+        return self._memory.view(num_bytes)
 
     def read_into(self, view: memoryview, place: int) -> None:
         """Fill `view` with the shared memory from `place` on."""
         num_read = 0
         while num_read < len(view):
-            count = os.preadv(self._memory, [view[num_read:]], place + num_read)
+            count = os.preadv(self._memory.descriptor, [view[num_read:]], place + num_read)
             if count == 0:
                 raise ValueError("a decoding process gave too few pixels")
             num_read += count
 
     def drop_memory(self) -> None:
         """Free what a large file took."""
-        if len(self._buffer) > _KEPT_BYTES:
-            self._buffer = bytearray()
-        if not self._is_closed and os.fstat(self._memory).st_size > _KEPT_BYTES:
-            os.truncate(self._memory, 0)
+        if self._is_closed or self._memory.num_used_bytes <= _KEPT_BYTES:
+            return
+        try:
+            self._memory.free()
+        except (OSError, ValueError):
+            self.stop()
+            self._memory.close()
+            self._memory = create_shared_memory()
 
     def stop(self) -> int | None:
         """Kill the process, if there is one; the next call starts another."""
@@ -290,7 +287,7 @@ class _Worker:
         if not self._is_closed:
             self._is_closed = True
             self.stop()
-            os.close(self._memory)
+            self._memory.close()
 
 
 def _receive(channel: socket.socket, timeout_s: float) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def process_in_batches(
     fresh: dict[str, ProcessedItem] = {}
     for batch, num_bytes in split_by_bytes(zip(first_rows.values(), sizes, strict=True)):
         cancellation.check()
-        with budget.hold(num_bytes, cancellation):
+        with budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
             selected = _select(mm_items, batch)
             fresh |= name_items(batch, process(selected), owns_arrays=True)
             selected.drop_decoded()

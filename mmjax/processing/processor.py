@@ -431,7 +431,8 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         num_bytes = sum(admit_items(rows, mm_data_items, self._max_request_bytes))
         if num_bytes > MAX_BATCH_BYTES:
             return self._apply_in_batches(*arguments, mm_uuids, cache=None)
-        with self.decode_budget.hold(num_bytes, mm_data_items.control.cancellation):
+        cancellation = mm_data_items.control.cancellation
+        with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_data_items.drop_decoded):
             token_ids, hf_inputs, may_be_updated = self._apply_hf_processor_main(
                 *arguments, enable_hf_prompt_update=True
             )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from transformers.image_transforms import normalize, rescale
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -15,7 +16,12 @@ from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.errors import ProcessingError, RequestError
 from mmjax.models.host_inputs import AFFINE, EncoderSpec, HostInputs, byte_pixels
 from mmjax.parity.reference import make_pixels
-from mmjax.processing.image_processors.affine import apply_affine, keep_bytes, make_affine
+from mmjax.processing.image_processors.affine import (
+    _Unresized,
+    apply_affine,
+    keep_bytes,
+    make_affine,
+)
 from mmjax.processing.tensors.fields import MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 from mmjax.sampling_params import SamplingParams
@@ -229,3 +235,12 @@ def test_bytes_are_what_hf_has_before_it_rescales(width: int, height: int, crops
     wanted = CLIPImageProcessorPil()([image], **settings_, **plain)["pixel_values"]
     assert ours["pixel_values"].dtype == wanted.dtype == np.uint8
     np.testing.assert_array_equal(ours["pixel_values"], wanted)
+
+
+def test_a_resized_image_is_pillows_with_its_colours_one_after_the_other():
+    """HF puts the colours first: of an array that has them beside each other it makes a copy."""
+    pixels = np.random.default_rng(0).integers(0, 256, (37, 61, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    resized = np.array(_Unresized(image).resize((23, 19), resample=Image.Resampling.BICUBIC))
+    assert np.array_equal(resized, np.asarray(image.resize((23, 19), Image.Resampling.BICUBIC)))
+    assert np.moveaxis(resized, -1, 0).flags.c_contiguous

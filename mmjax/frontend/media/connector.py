@@ -18,6 +18,7 @@ from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_byt
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
+from mmjax.frontend.media.ahead import DecodeAhead, RequestAhead
 from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
@@ -64,6 +65,8 @@ class MediaConnector:
         self._limits = MediaLimits.of(mm)
         self._fetcher = HttpFetcher(self._policy)
         self._turns = asyncio.Semaphore(mm.media_fetch_concurrency)
+        self.ahead: DecodeAhead | None = None
+        """What decodes images as they arrive; None: they wait until all have."""
         self.num_held_bytes = 0
         """Fetched, of requests that are not processed yet."""
 
@@ -149,6 +152,8 @@ class MediaConnector:
             yield await self._fetch(prompt, download)
         finally:
             self.num_held_bytes -= download.num_bytes
+            if download.ahead is not None:
+                download.ahead.end()
 
     def fetch_now(self, prompt: PromptType) -> PromptType:
         """Return the prompt with all of its media, from a thread of any kind."""
@@ -170,6 +175,8 @@ class MediaConnector:
     def close(self) -> None:
         """End the threads and the processes."""
         self._fetcher.close()
+        if self.ahead is not None:
+            self.ahead.close()
         if self._workers is not None:
             self._workers.close()
 
@@ -177,6 +184,9 @@ class MediaConnector:
 
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
+        if self.ahead is not None and len(pending) > 1 and isinstance(prompt, Mapping):
+            is_salted = prompt.get("cache_salt") is not None
+            download.ahead = RequestAhead(self.ahead, is_salted=is_salted)
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
         tasks: dict[PendingMedia, asyncio.Task[EncodedMedium]] = {}
         failure: BaseException | None = None
@@ -197,7 +207,10 @@ class MediaConnector:
     ) -> EncodedMedium:
         async with turns, self._turns:
             data = await self._read(medium, download)
-        return self._encoded(data, medium)
+        item = self._encoded(data, medium)
+        if download.ahead is not None and isinstance(item, EncodedImage):
+            await download.ahead.decode(item)
+        return item
 
     async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
         limits, is_image = self._limits, medium.sampling is None
@@ -240,6 +253,7 @@ class _Download:
         self._max_request_bytes = mm.max_media_request_download_bytes
         self._max_bytes = mm.max_media_download_bytes
         self.num_bytes = 0
+        self.ahead: RequestAhead | None = None
 
     def take(self, num_bytes: int, *, param: str) -> None:
         """Count bytes before they are kept; RequestError where they are too many."""

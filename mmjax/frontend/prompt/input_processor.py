@@ -7,6 +7,7 @@ Knows nothing of HTTP, of chat or of the engine.
 """
 
 import copy
+import os
 import random
 import threading
 import time
@@ -22,6 +23,7 @@ from mmjax.config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.media.ahead import DecodeAhead
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.grammars import GrammarReader
@@ -65,6 +67,12 @@ class InputProcessor:
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
         self.connector = connector or MediaConnector(model_config.mm)
         self._pool = ProcessorPool(model_config, self.cache)
+        self.connector.ahead = DecodeAhead(
+            self._pool.first.decode_budget,
+            self._pool.first.item_hasher,
+            max_request_bytes=model_config.mm.max_media_request_decode_bytes,
+            num_threads=os.cpu_count() or 1,
+        )
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
         self.grammars = GrammarReader()

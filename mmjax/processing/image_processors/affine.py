@@ -99,8 +99,26 @@ class _Unresized(Image.Image):
     def shape(self) -> tuple[int, int, int]:
         return 3, self.pixels.height, self.pixels.width
 
-    def resize(self, *args: Any, **kwargs: Any) -> Image.Image:
-        return self.pixels.resize(*args, **kwargs)
+    def resize(self, *args: Any, **kwargs: Any) -> "_Resized":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _Resized(self.pixels.resize(*args, **kwargs))
+
+
+class _Resized:
+    """An RGB image of which HF's functions make an array, and put its colours first.
+
+    They lie one after the other from the start: Pillow's own array has them beside each other, and
+    is copied once more to be reordered.
+    """
+
+    def __init__(self, pixels: Image.Image) -> None:
+        self.pixels = pixels
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return uint8[height, width, 3]."""
+        width, height = self.pixels.size
+        colours = bytearray().join(self.pixels.tobytes("raw", band) for band in "RGB")
+        planes = np.frombuffer(colours, np.uint8).reshape(3, height, width)
+        return np.moveaxis(planes, 0, -1)
 
 
 class _KeepsBytes:

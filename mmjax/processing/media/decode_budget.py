@@ -78,24 +78,46 @@ class DecodeBudget:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def try_take(self, num_bytes: int, share: float = 1.0) -> bool:
+        """Take bytes if nobody waits, and no more than `share` of all are then in use."""
+        with self._changed:
+            if self._waiting or self.num_bytes + num_bytes > self.max_bytes * share:
+                return False
+            self.num_bytes += num_bytes
+            return True
+
+    def give_back(self, num_bytes: int) -> None:
+        """Let others have what was taken."""
+        with self._changed:
+            self.num_bytes -= num_bytes
+            self._changed.notify_all()
+
     @contextmanager
-    def hold(self, num_bytes: int, cancellation: Cancellation) -> Iterator[None]:
+    def hold(
+        self,
+        num_bytes: int,
+        cancellation: Cancellation,
+        *,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
         """Wait for `num_bytes` (for all there is, where it is less), and give them back at the end.
 
-        RequestCancelledError as soon as the request is cancelled.
+        RequestCancelledError as soon as the request is cancelled. `on_wait` is called before a
+        wait: it must give back what the request has taken already, or two wait for each other.
         """
         if num_bytes == 0:  # nothing to decode: no turn to wait for
             yield
             return
         taken = min(num_bytes, self.max_bytes)
         with measuring("queue"):
-            self._take(taken, cancellation)
+            cancellation.check()
+            if not self.try_take(taken):
+                on_wait()
+                self._take(taken, cancellation)
         try:
             yield
         finally:
-            with self._changed:
-                self.num_bytes -= taken
-                self._changed.notify_all()
+            self.give_back(taken)
 
     def _take(self, num_bytes: int, cancellation: Cancellation) -> None:
         turn = object()

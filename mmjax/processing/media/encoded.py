@@ -6,6 +6,7 @@ Most of them that come again are never decoded: their bytes say what they are.
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,11 @@ from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames,
 from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+from mmjax.processing.media.decode_budget import DecodeBudget
 from mmjax.processing.media.parallel import map_in_threads
+
+_SHARE_AHEAD = 0.5
+"""Of the decode budget: the rest is for those whose turn has come."""
 
 
 class PixelRange(NamedTuple):
@@ -49,6 +54,7 @@ class EncodedImage:
 
     __slots__ = (
         "_explain",
+        "_give_back",
         "_header",
         "_lock",
         "_media",
@@ -87,6 +93,8 @@ class EncodedImage:
         self._workers = workers
         self._lock = threading.Lock()
         self._media: MediaWithBytes | None = None
+        self._give_back: Callable[[], None] | None = None
+        """Frees what `decode_ahead` took of a budget."""
         self._header: ImageHeader | None = None
         try:
             check_image_bytes(len(original_bytes), limits, param=param)
@@ -109,8 +117,11 @@ class EncodedImage:
 
     @property
     def num_bytes_to_decode(self) -> int:
-        """Return the memory that decoding takes; 0 while the pixels are there."""
-        if self._media is not None:
+        """Return the memory that decoding takes; 0 while the pixels are there.
+
+        Those that were decoded ahead count as if they were not there.
+        """
+        if self._media is not None and self._give_back is None:
             return 0
         least = 0 if self.pixel_range is None else self.pixel_range.least * BYTES_PER_PIXEL
         return max(self.read_header().num_decoded_bytes, least)
@@ -131,17 +142,42 @@ class EncodedImage:
         Again after `drop_pixels`.
         """
         with self._lock:
-            if self._media is None:
-                try:
-                    self._media = self._load()
-                except RequestError as error:
-                    raise self._explained(error) from error
-            return self._media
+            return self._decode()
+
+    def decode_ahead(self, budget: DecodeBudget) -> None:
+        """Decode it before its turn, if half of `budget` is free; its bytes count there meanwhile.
+
+        Until `drop_pixels`. MediaError where it is no image.
+        """
+        num_bytes = self.num_bytes_to_decode
+        with self._lock:
+            if self._media is not None or not budget.try_take(num_bytes, _SHARE_AHEAD):
+                return
+            self._give_back = partial(budget.give_back, num_bytes)
+            try:
+                self._decode()
+            finally:
+                if self._media is None:
+                    self._drop()
 
     def drop_pixels(self) -> None:
         """Forget what was decoded: a request that waits then holds no more than the file."""
         with self._lock:
-            self._media = None
+            self._drop()
+
+    def _decode(self) -> MediaWithBytes:
+        if self._media is None:
+            try:
+                self._media = self._load()
+            except RequestError as error:
+                raise self._explained(error) from error
+        return self._media
+
+    def _drop(self) -> None:
+        self._media = None
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
 
     def _load(self) -> MediaWithBytes:
         if self._workers is None:
