@@ -64,6 +64,29 @@ def test_one_or_many_prompts(llm: LLM) -> None:
     assert generate(llm, []) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "says"),
+    [
+        (3, GREEDY, "`prompts` is a int; give a text, a dict"),
+        (None, GREEDY, "`prompts` is a NoneType; give a text, a dict"),
+        ("a", {"temperature": 0}, "`sampling_params` is a dict; give a SamplingParams"),
+        (["a"], [{"temperature": 0}], "`sampling_params` is a list; give a SamplingParams"),
+        ("a", 0.5, "`sampling_params` is a float; give a SamplingParams"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(
+    llm: LLM, prompts: Any, params: Any, says: str
+) -> None:
+    with pytest.raises(TypeError, match=says):
+        generate(llm, prompts, params)
+
+
+@pytest.mark.parametrize("messages", ["a", {"role": "user", "content": "a"}])
+def test_what_is_no_conversation_is_refused_by_name(llm: LLM, messages: Any) -> None:
+    with pytest.raises(TypeError, match="give a list of messages, as in"):
+        llm.chat(messages, GREEDY, use_tqdm=False)
+
+
 def test_more_prompts_than_the_engine_holds(llm: LLM) -> None:
     prompts = [f"red {i} circle" for i in range(12)]
     together = [output.outputs[0].token_ids for output in generate(llm, prompts)]
@@ -325,6 +348,8 @@ def test_every_cache_gives_the_same_answers(
         for _ in range(2):
             assert tokens(other, prompts) == tokens(llm, prompts)
         other.close()
+        with pytest.raises(RuntimeError, match="this LLM is closed; make another one"):
+            tokens(other, prompts)
 
 
 def test_an_output_tells_its_times_and_what_each_cache_had(llm: LLM) -> None:
