@@ -92,7 +92,8 @@ class MultiModalConfig:
     max_media_request_decode_bytes: int = setting(
         715_827_880,
         """Bytes of one request's decoded images and frames, at 4 per pixel; a request with more is
-        refused before its turn to be decoded. (vLLM's default: Pillow's limit against decompression bombs.)""",
+        refused before its turn to be decoded. (vLLM's default: Pillow's limit against decompression
+        bombs.)""",
         minimum=1,
     )
     max_media_decode_bytes: int = setting(
