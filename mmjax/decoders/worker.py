@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from PIL import Image
@@ -93,7 +93,9 @@ def _decode_image(data: bytes, limits: MediaLimits, memory: SharedMemory) -> dic
     memory.grow(num_bytes)
     with memory.view(num_bytes) as shared:
         # As they lie in Pillow's memory: one copy, a quarter of the time that packing them takes.
-        pixels = Image.frombuffer(SHARED_MODE, image.size, shared, "raw", SHARED_MODE, 0, 1)
+        pixels = Image.frombuffer(
+            SHARED_MODE, image.size, cast(Any, shared), "raw", SHARED_MODE, 0, 1
+        )
         # Not `Image.paste`, which writes to a copy of what was a buffer.
         pixels.im.paste(image.im, (0, 0, *image.size))
         del pixels

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import ray  # pyright: ignore[reportMissingImports]  # an extra
 from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]  # an extra
@@ -29,7 +29,7 @@ def find_coordinator() -> str:
 
 def make_members(deployment: Deployment, given: tuple[Any, ...]) -> list["RayMember"]:
     """Return the followers of this replica's P1, in the other places of its placement group."""
-    config, group = deployment.config, ray.util.get_current_placement_group()
+    config, group = deployment.config, cast(Any, ray.util.get_current_placement_group())
     return [
         RayMember(
             ray.remote(FollowerActor)

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 from ray import serve  # pyright: ignore[reportMissingImports]  # an extra
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]  # an extra
@@ -83,7 +83,8 @@ def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> An
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1.0),
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
         request_router_config=RequestRouterConfig(
-            request_router_class="mmjax.deploy.ray_serve.AffinityRouter",
+            # Ray takes a name as well; its types say otherwise.
+            request_router_class=cast(Any, "mmjax.deploy.ray_serve.AffinityRouter"),
             request_router_kwargs=_fields(deployment.routing),
         ),
         # New replicas are ready before old ones stop.
@@ -122,8 +123,8 @@ def _lifecycle(server: ServerConfig) -> dict[str, Any]:
 def _autoscaling(deployment: Deployment) -> Any:
     config = deployment.config
     return AutoscalingConfig(
-        min_replicas=config.min_replicas,
-        max_replicas=config.max_replicas,
+        min_replicas=cast(int, config.min_replicas),
+        max_replicas=cast(int, config.max_replicas),
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
         metrics_interval_s=_METRICS_INTERVAL_S,

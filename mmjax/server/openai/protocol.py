@@ -119,6 +119,9 @@ Prompt = Annotated[
 ]
 
 
+_NULL: Mapping[str, str] = {"type": "null"}
+
+
 class Strict(BaseModel):
     """An object without other fields than its own; a field that is null is one that is absent."""
 
@@ -148,9 +151,12 @@ class Strict(BaseModel):
     ) -> JsonSchemaValue:
         schema = handler(core_schema)
         fields = handler.resolve_ref_schema(schema).get("properties", {})
-        for name in cls.NULL_IS_DEFAULT & fields.keys():
+        required = {name for name, field in cls.__pydantic_fields__.items() if field.is_required()}
+        for name in fields.keys() - required:
+            if _NULL in fields[name].get("anyOf", ()):
+                continue
             default = {"default": fields[name].pop("default")} if "default" in fields[name] else {}
-            fields[name] = {"anyOf": [fields[name], {"type": "null"}], **default}
+            fields[name] = {"anyOf": [fields[name], _NULL], **default}
         return schema
 
 
