@@ -1,5 +1,6 @@
 """`LLM`: vLLM's calls, one or many of each, in one process."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError, RequestValueError
+from mmjax.llm.arguments import as_conversations, as_prompts, params_for
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
@@ -62,6 +64,24 @@ def test_one_or_many_prompts(llm: LLM) -> None:
     assert many[0].prompt_token_ids == llm.get_tokenizer().encode("a red circle")
     assert all(output.finished for output in many)
     assert generate(llm, []) == []
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "says"),
+    [
+        (as_prompts, (3,), "`prompts` is a int; give a text, a dict"),
+        (as_prompts, (None,), "`prompts` is a NoneType; give a text, a dict"),
+        (params_for, ({"temperature": 0}, 1), "is a dict; give a SamplingParams"),
+        (params_for, ([{"temperature": 0}], 1), "is a list; give a SamplingParams"),
+        (params_for, (0.5, 1), "is a float; give a SamplingParams"),
+        (as_conversations, ("a",), "`messages` is a str; give a list of messages, as in"),
+        (as_conversations, ({"role": "user"},), "is a dict; give a list of messages, as in"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(read: Any, given: tuple[Any, ...], says: str) -> None:
+    # In the tests alone a call's types are checked before.
+    with pytest.raises(TypeError, match=says):
+        inspect.unwrap(read)(*given)
 
 
 def test_more_prompts_than_the_engine_holds(llm: LLM) -> None:
@@ -325,6 +345,8 @@ def test_every_cache_gives_the_same_answers(
         for _ in range(2):
             assert tokens(other, prompts) == tokens(llm, prompts)
         other.close()
+        with pytest.raises(RuntimeError, match="this LLM is closed; make another one"):
+            tokens(other, prompts)
 
 
 def test_an_output_tells_its_times_and_what_each_cache_had(llm: LLM) -> None:

@@ -171,6 +171,8 @@ def test_llms_signature_shows_every_setting() -> None:
     [
         ("max_num_sequences", "no setting `max_num_sequences`; do you mean `max_num_seqs`?"),
         ("colour", "no setting `colour`; docs/configuration.md lists all"),
+        ("trust_remote_code", "`trust_remote_code` is a setting of vLLM's .* code is never run"),
+        ("enforce_eager", "is a setting of vLLM's .* compiled programs; give `--precompile none`"),
         ("port", "`port` is a setting of `mmjax.serve` alone"),
         ("trust_media_ids", "`trust_media_ids` is a setting of `mmjax.serve` alone"),
     ],

@@ -1,13 +1,14 @@
 """What callers give to `LLM`, as lists of one entry a prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from mmjax.config import SchedulerConfig, llm_settings, serve_settings
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.refused_flags import REFUSED_FLAGS
 from mmjax.sampling_params import SamplingParams
 from mmjax.settings import nearest_name
 
@@ -41,6 +42,9 @@ def parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dic
     for name in keywords:
         if name not in known and name in serve_settings():
             raise TypeError(f"`{name}` is a setting of `mmjax.serve` alone; LLM does not take it")
+        reason = REFUSED_FLAGS.get(f"--{name.replace('_', '-')}")
+        if name not in known and reason is not None:
+            raise TypeError(f"`{name}` is a setting of vLLM's that LLM does not take: {reason}")
         if name not in known:
             raise TypeError(f"LLM has no setting `{name}`; {nearest_name(name, known)}")
     given = {"model": None if model is None else str(model), **keywords}
@@ -53,6 +57,14 @@ def params_for(
     """Return the parameters of each prompt; None: the checkpoint's defaults."""
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params] * number
+    if not isinstance(sampling_params, Sequence) or not all(
+        isinstance(one, SamplingParams) for one in sampling_params
+    ):
+        raise RequestTypeError(
+            f"`sampling_params` is a {type(sampling_params).__name__}; give a SamplingParams, as "
+            "in SamplingParams(temperature=0), or a list of them",
+            param="sampling_params",
+        )
     if len(sampling_params) != number:
         raise RequestValueError(
             f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
@@ -86,6 +98,12 @@ def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
     """Return one or several prompts as a list."""
     if isinstance(prompts, str | Mapping):
         return [cast(PromptType, prompts)]
+    if not isinstance(prompts, Iterable):
+        raise RequestTypeError(
+            f"`prompts` is a {type(prompts).__name__}; give a text, a dict with `prompt`, or a "
+            "list of them",
+            param="prompts",
+        )
     if prompts and all(isinstance(item, int) for item in prompts):
         return [cast(list[int], list(prompts))]
     return cast(list[PromptType], list(prompts))
@@ -101,6 +119,12 @@ def as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
     """Return one or several conversations as a list."""
     if is_conversation(messages):
         return [cast(Messages, messages)]
+    if isinstance(messages, str | Mapping):
+        raise RequestTypeError(
+            f"`messages` is a {type(messages).__name__}; give a list of messages, as in "
+            '[{"role": "user", "content": "..."}]',
+            param="messages",
+        )
     if not messages:
         raise RequestValueError("`messages` is empty; give at least one", param="messages")
     return cast(list[Messages], list(messages))

@@ -106,6 +106,7 @@ class LLM:
         begin = self._output_processor.add_request
         self._inbox = Inbox(self._input_processor.committer, self.engine, begin=begin)
         self._request_ids = count()
+        self._is_closed = False
         self._loaded: dict[str, LoRARequest] = {}
         """Adapters that the engine has, by name."""
 
@@ -260,6 +261,7 @@ class LLM:
 
     def close(self) -> None:
         """Stop the processing thread, and free the caches. Idempotent."""
+        self._is_closed = True
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
         self._input_processor.close()
@@ -335,6 +337,8 @@ class LLM:
         self, jobs: Sequence[Callable[[str], None]], *, is_stream: bool = False
     ) -> Generator[RequestOutput, None, None]:
         """Yield each request when it is finished; with `is_stream`, what each step adds."""
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed; make another one")
         request_ids = [str(next(self._request_ids)) for _ in jobs]
         num_finished = 0
         waiting = iter(zip(jobs, request_ids, strict=True))

@@ -15,7 +15,7 @@ from mmjax.config import SETTING_CLASSES, EngineConfig, ServerConfig, group_fiel
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import get_logger
 from mmjax.model_source import load_engine_config, load_generation_defaults
-from mmjax.server.refused_flags import REFUSED_FLAGS
+from mmjax.refused_flags import REFUSED_FLAGS
 from mmjax.settings import Setting, nearest_name, settings_of
 
 logger = get_logger(__name__)
