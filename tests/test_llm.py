@@ -1,5 +1,6 @@
 """`LLM`: vLLM's calls, one or many of each, in one process."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.errors import CheckpointError, MultiModalCacheMissError, RequestError, RequestValueError
+from mmjax.llm.arguments import as_conversations, as_prompts, params_for
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import IMAGE_START, draw
 
@@ -65,26 +67,21 @@ def test_one_or_many_prompts(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompts", "params", "says"),
+    ("read", "given", "says"),
     [
-        (3, GREEDY, "`prompts` is a int; give a text, a dict"),
-        (None, GREEDY, "`prompts` is a NoneType; give a text, a dict"),
-        ("a", {"temperature": 0}, "`sampling_params` is a dict; give a SamplingParams"),
-        (["a"], [{"temperature": 0}], "`sampling_params` is a list; give a SamplingParams"),
-        ("a", 0.5, "`sampling_params` is a float; give a SamplingParams"),
+        (as_prompts, (3,), "`prompts` is a int; give a text, a dict"),
+        (as_prompts, (None,), "`prompts` is a NoneType; give a text, a dict"),
+        (params_for, ({"temperature": 0}, 1), "is a dict; give a SamplingParams"),
+        (params_for, ([{"temperature": 0}], 1), "is a list; give a SamplingParams"),
+        (params_for, (0.5, 1), "is a float; give a SamplingParams"),
+        (as_conversations, ("a",), "`messages` is a str; give a list of messages, as in"),
+        (as_conversations, ({"role": "user"},), "is a dict; give a list of messages, as in"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_name(
-    llm: LLM, prompts: Any, params: Any, says: str
-) -> None:
+def test_wrong_arguments_are_refused_by_name(read: Any, given: tuple[Any, ...], says: str) -> None:
+    # In the tests alone a call's types are checked before.
     with pytest.raises(TypeError, match=says):
-        generate(llm, prompts, params)
-
-
-@pytest.mark.parametrize("messages", ["a", {"role": "user", "content": "a"}])
-def test_what_is_no_conversation_is_refused_by_name(llm: LLM, messages: Any) -> None:
-    with pytest.raises(TypeError, match="give a list of messages, as in"):
-        llm.chat(messages, GREEDY, use_tqdm=False)
+        inspect.unwrap(read)(*given)
 
 
 def test_more_prompts_than_the_engine_holds(llm: LLM) -> None:
