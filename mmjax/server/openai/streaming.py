@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
@@ -237,8 +237,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
     As `asyncio.timeout` does, in this task: a task of its own would be turns of the event loop.
     """
-    working = asyncio.current_task()
-    assert working is not None, "called in a task"
+    working = cast("asyncio.Task[Any]", asyncio.current_task())
     num_cancels = working.cancelling()
     leaving = asyncio.create_task(_wait_for_disconnect(request))
     is_over = has_left = False
