@@ -200,9 +200,11 @@ def test_who_computes_on_the_cores_of_the_server_gives_way_to_it(url: str, serve
     names = {child.pid: " ".join(child.cmdline()) for child in server.children(recursive=True)}
     workers = [pid for pid, name in names.items() if pid == engine or "decoders.worker" in name]
     assert len(workers) >= 2
+    lowest = 19  # of all systems, as where the tests themselves give way
+    expected = min(server.nice() + 5, lowest)
     for pid in workers:
         threads = [thread.id for thread in psutil.Process(pid).threads()]
-        assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {server.nice() + 5}
+        assert {os.getpriority(os.PRIO_PROCESS, one) for one in threads} == {expected}
 
 
 def test_accepted_connections_have_no_delay() -> None:
