@@ -3,6 +3,7 @@
 NOTE: no slow imports at the top: the spawned engine process imports this file again.
 """
 
+import argparse
 import asyncio
 import contextlib
 import errno
@@ -20,9 +21,9 @@ from mmjax.allocator import return_large_blocks
 from mmjax.config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import configure_http_logging, configure_logging, get_logger, reporting
-from mmjax.server import make_app
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
+from mmjax.server.start import ended_on_error, make_app, start_engine
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 
@@ -37,7 +38,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
         flags = parse_flags(argv, prog=prog)
         configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
         return_large_blocks()
-        logger.info("reading the configuration of %s", flags.model or "the embedded default")
         server_config = to_server_config(flags)
         configure_http_logging(
             process="P0",
@@ -45,20 +45,24 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
             log_format=flags.log_format,
         )
         shutdown.timeout_s = server_config.shutdown_timeout_s
-        with reporting(logger, lambda: "reading the configuration"):
-            engine_config = to_engine_config(flags)
-        if engine_config.parallel.process_id:
+        if flags.distributed_process_id:
             shutdown.uninstall()
-            return _follow(engine_config)
+            return _follow(_read_configuration(flags))
         _check_certificate(server_config)
         with contextlib.closing(_listen(server_config)) as listener:
-            return _serve(engine_config, server_config, listener, shutdown)
+            return _serve(flags, server_config, listener, shutdown)
     except MMJaxError as error:
         print(f"mmjax.serve: {error}", file=sys.stderr)
         return 1
     except Interrupted as interrupted:
         print(f"mmjax.serve: {interrupted}", file=sys.stderr)
         return interrupted.exit_status
+
+
+def _read_configuration(flags: argparse.Namespace) -> EngineConfig:
+    logger.info("reading the configuration of %s", flags.model or "the embedded default")
+    with reporting(logger, lambda: "reading the configuration"):
+        return to_engine_config(flags)
 
 
 def _follow(engine: EngineConfig) -> int:
@@ -128,12 +132,20 @@ def _listen_at(path: Path) -> socket.socket:
 
 
 def _serve(
-    engine: EngineConfig, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
+    flags: argparse.Namespace, server: ServerConfig, listener: socket.socket, shutdown: Shutdown
 ) -> int:
     # The event loop gives the GIL away with each call of the system, and threads that process
     # pictures would keep it for 5 ms each time.
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    app, supervisor = make_app(engine, server)
+    supervisor = start_engine(
+        server,
+        num_processes=flags.distributed_num_processes,
+        log_level=flags.log_level,
+        log_format=flags.log_format,
+    )
+    with ended_on_error(supervisor):
+        engine = _read_configuration(flags)
+    app, _ = make_app(engine, server, supervisor)
     return asyncio.run(_run(app, server, supervisor, listener, shutdown))
 
 

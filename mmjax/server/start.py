@@ -4,48 +4,68 @@ NOTE: no slow imports at the top: the spawned engine process imports this file a
 """
 
 import asyncio
+import contextlib
 import gc
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from mmjax.config import EngineConfig, ServerConfig
-from mmjax.logger import get_logger, reporting
+from mmjax.logger import LogFormat, LogLevel, get_logger, reporting
 
 logger = get_logger(__name__)
 
 
-def make_app(engine: EngineConfig, server: ServerConfig) -> tuple[Any, Any]:
+def make_app(engine: EngineConfig, server: ServerConfig, supervisor: Any = None) -> tuple[Any, Any]:
     """Start P1; return the ASGI application (a FastAPI) and P1's `Supervisor`.
 
     The application's lifespan connects to P1, and ends it. P1 loads and compiles meanwhile:
     `supervisor.wait_ready` waits for that, within the lifespan. Reads the tokenizer, which takes
     seconds: call it outside of a running event loop, for example by `asyncio.to_thread`. If that
-    fails, P1 is ended here.
+    fails, P1 is ended here. `supervisor` is that of `start_engine`, if it was called before.
+    """
+    if supervisor is None:
+        supervisor = start_engine(
+            server,
+            num_processes=engine.parallel.num_processes,
+            log_level=engine.log_level,
+            log_format=engine.log_format,
+        )
+    waiting = reporting(logger, lambda: "loading the tokenizer and the processor")
+    with ended_on_error(supervisor), waiting:
+        return _connect(engine, server, supervisor), supervisor
+
+
+def start_engine(
+    server: ServerConfig, *, num_processes: int, log_level: LogLevel, log_format: LogFormat
+) -> Any:
+    """Start P1, which imports JAX while this process imports transformers; return its supervisor.
+
+    P1 waits for its configuration, which `make_app` sends.
     """
     from mmjax.frontend.engine_client.supervisor import Supervisor
 
-    # P1 imports JAX while this process imports transformers and reads the configuration.
     supervisor = Supervisor(
-        hang_timeout_s=_find_hang_timeout(engine, server),
+        # A step of several hosts waits for the slowest.
+        hang_timeout_s=max(server.engine_hang_timeout_s, 60.0 if num_processes > 1 else 0.0),
         has_standby=server.enable_standby_engine,
-        log_level=engine.log_level,
-        log_format=engine.log_format,
+        log_level=log_level,
+        log_format=log_format,
     )
     logger.info("started the engine process (pid %s): weights, then compilation", supervisor.pid)
+    return supervisor
+
+
+@contextlib.contextmanager
+def ended_on_error(supervisor: Any) -> Iterator[None]:
+    """End P1 if the body raises."""
     try:
-        with reporting(logger, lambda: "loading the tokenizer and the processor"):
-            return _connect(engine, server, supervisor), supervisor
+        yield
     except BaseException:
         asyncio.run(supervisor.close())
         raise
-
-
-def _find_hang_timeout(engine: EngineConfig, server: ServerConfig) -> float:
-    """Return the seconds after which P1 hangs; a step of several hosts waits for the slowest."""
-    least = 60.0 if engine.parallel.num_processes > 1 else 0.0
-    return max(server.engine_hang_timeout_s, least)
 
 
 def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
