@@ -12,6 +12,8 @@ from mmjax.server.openai.errors import plain_error_response
 
 logger = get_logger(__name__)
 
+_MAX_READ_BYTES = 2**16
+
 
 class LimitedProtocol(H11Protocol):
     """One connection."""
@@ -28,6 +30,9 @@ class LimitedProtocol(H11Protocol):
             self.transport = transport
             transport.abort()
             return
+        # asyncio's: what one turn of the event loop reads of one connection. Its 256 KiB take 1 ms,
+        # which many connections with pictures would hold the loop for, each.
+        transport.max_size = _MAX_READ_BYTES
         super().connection_made(transport)
         self._start_head_timer()
 

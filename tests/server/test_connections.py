@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mmjax.server.connections import HeaderLimitMiddleware, limited_protocol
+from mmjax.server.connections import HeaderLimitMiddleware, LimitedProtocol, limited_protocol
 from tests.server.conftest import MakeServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
+    while (await receive()).get("more_body"):
+        pass
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"ok"})
 
@@ -126,3 +128,26 @@ def test_the_counter_passes_other_scopes_on() -> None:
 
     asyncio.run(run())
     assert seen == ["lifespan"]
+
+
+def test_a_large_body_is_read_in_pieces_that_do_not_hold_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 pictures at once, 1 ms for each 256 KiB, held it for 60 ms."""
+    sizes: list[int] = []
+    read = LimitedProtocol.data_received
+
+    def record(self: LimitedProtocol, data: bytes) -> None:
+        sizes.append(len(data))
+        read(self, data)
+
+    monkeypatch.setattr(LimitedProtocol, "data_received", record)
+    body = bytes(2**21)
+    head = f"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+
+    async def run() -> bytes:
+        async with serving() as port:
+            return await read_all(port, f"{head}Connection: close\r\n\r\n".encode() + body)
+
+    assert b"\r\n\r\n2\r\nok\r\n" in asyncio.run(run())
+    assert max(sizes) <= 2**16
