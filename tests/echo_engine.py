@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -328,6 +329,12 @@ def run_echo_engine(config: EngineConfig, address_in: str, address_out: str) -> 
 def run_item_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
     """P1's main without a model, but with P1's cache: answers with what it was given to see."""
     _run(EchoEngine(config.model.mm), "", address_in, address_out)
+
+
+def run_compiling_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
+    """P1's main without a model, with a thread that is still at work when it ends."""
+    threading.Thread(target=threading.Event().wait, name="compiles for ever").start()
+    run_echo_engine(config, address_in, address_out)
 
 
 def _run(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:

@@ -138,10 +138,12 @@ def test_an_engine_whose_programs_never_come_ends(early: EngineCore, gate: Gate)
 
 def test_nothing_is_compiled_after_the_end(early: EngineCore, gate: Gate) -> None:
     num_left = early.num_programs_left
+    early.close()
+    early.close()
     gate._allowed.release(num_left)
-    early.close()
+    early._programs._thread.join(timeout=60)
     assert not early._programs._thread.is_alive()
-    early.close()
+    assert early.num_programs_left == num_left
 
 
 def test_one_stage_needs_no_thread() -> None:

@@ -62,13 +62,14 @@ def with_supervisor(
     mood: str,
     body: Callable[[Supervisor, Listener], Awaitable[None]],
     *,
+    main: str = ECHO,
     hang_timeout_s: float = 60.0,
     has_standby: bool = False,
     listener: Listener | None = None,
 ) -> Supervisor:
     supervisor = Supervisor(
         engine_config(mood),
-        main=ECHO,
+        main=main,
         hang_timeout_s=hang_timeout_s,
         shutdown_timeout_s=1.0,
         has_standby=has_standby,
@@ -106,6 +107,16 @@ def echo_request() -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id="r", prompt_token_ids=[4, 5, 6], sampling_params=params, eos_token_ids=[1]
     )
+
+
+def test_a_p1_that_compiles_ends_as_soon_as_it_is_told_to() -> None:
+    """It waited for its programs, and was killed after 5 s."""
+
+    async def body(supervisor: Supervisor, listener: Listener) -> None:
+        await supervisor.wait_ready()
+
+    main = "tests.echo_engine:run_compiling_engine"
+    assert with_supervisor("", body, main=main)._engine.process.exitcode == 0
 
 
 def test_a_life_a_crash_and_another_life() -> None:

@@ -75,10 +75,8 @@ class StagedPrograms:
             raise RuntimeError("the programs that were left could not be compiled") from self._error
 
     def close(self) -> None:
-        """Compile no more; waits for the programs that compile now. Idempotent."""
+        """Compile no more; the programs that compile now are not waited for. Idempotent."""
         self._is_closed = True
-        if self._thread.ident is not None:
-            self._thread.join()
 
     def _run(self) -> None:
         programs = [program for _, program in self._later]

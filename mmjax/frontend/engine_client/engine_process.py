@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -207,6 +208,15 @@ def _run_child(
         # A wrong checkpoint or setting: the message is enough, without a traceback.
         print(f"mmjax engine: {error}", file=sys.stderr)
         sys.exit(1)
+    _leave()
+
+
+def _leave() -> None:
+    """End the process now if threads compile: the interpreter would wait for them."""
+    main = threading.main_thread()
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not main):
+        logging.shutdown()
+        os._exit(0)
 
 
 def _exit_with_parent(directory: IpcDirectory) -> None:
