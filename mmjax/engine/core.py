@@ -2,13 +2,12 @@
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
@@ -18,8 +17,9 @@ from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
+from mmjax.engine.scheduling.admission import check_is_served
 from mmjax.engine.scheduling.deadlines import Deadlines
-from mmjax.engine.scheduling.features import check_places, resolve_features
+from mmjax.engine.scheduling.features import check_places, check_shapes, resolve_features
 from mmjax.engine.scheduling.grammar import Grammars
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.engine.scheduling.outputs import SchedulerOutput
@@ -28,7 +28,7 @@ from mmjax.engine.start import EngineStart
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.logger import get_logger
-from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, PromptItem, RotaryPositions
+from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.messages import (
@@ -139,7 +139,7 @@ class EngineCore:
         """
         # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
-        _check_is_served(
+        check_is_served(
             message,
             has_encoder=self._encoder_inputs is not None,
             has_adapters=self.config.lora.enable_lora,
@@ -453,7 +453,7 @@ class EngineCore:
                 f"{', '.join(sorted(spec.inputs))}",
                 param="multi_modal_data",
             ) from error
-        num_outputs = _check_shapes(feature, arrays, spec)
+        num_outputs = check_shapes(feature, arrays, spec)
         if isinstance(spec, PackedEncoderSpec):
             self._check_patches(feature.identifier, num_outputs * spec.patches_per_token)
         num_embeds = feature.mm_position.get_num_embeds()
@@ -503,57 +503,3 @@ def _make_block_hasher(cache: CacheConfig) -> BlockHasher | None:
         none_hash=make_none_hash(secrets.token_hex(16)),
         algorithm=cache.prefix_caching_hash_algo,
     )
-
-
-def _check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
-    if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
-        raise RequestRuntimeError(
-            "the request is sampled and brings no `seed`; expected the one that P0 draws where its "
-            "client gives none",
-            param="seed",
-        )
-    if message.lora_name is not None and not has_adapters:
-        raise RequestValueError(
-            f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; leave it "
-            "out, or start the engine with `enable_lora`",
-            param="lora_name",
-        )
-    if message.encoder_prompt_token_ids is not None and not has_encoder:
-        raise RequestValueError(
-            "the request has an encoder's prompt, but the model is a decoder alone; leave it out",
-            param="encoder_prompt",
-        )
-
-
-def _check_shapes(
-    feature: MultiModalFeatureSpec,
-    arrays: Mapping[str, np.ndarray],
-    spec: EncoderSpec | PackedEncoderSpec,
-) -> int:
-    """Return how many embeddings the arrays give; `RequestRuntimeError` for other shapes."""
-    unit = "patch" if isinstance(spec, PackedEncoderSpec) else "unit"
-    counts = set()
-    for name, (shape, _) in spec.inputs.items():
-        if arrays[name].ndim == 0 or arrays[name].shape[1:] != tuple(shape):
-            raise RequestRuntimeError(
-                f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
-                f"each {unit} must have shape {tuple(shape)}",
-                param="multi_modal_data",
-            )
-        counts.add(len(arrays[name]))
-    if len(counts) > 1:
-        raise RequestRuntimeError(
-            f"the inputs of item {feature.identifier} have {sorted(counts)} {unit} rows; all must "
-            "have as many",
-            param="multi_modal_data",
-        )
-    if isinstance(spec, EncoderSpec):
-        return counts.pop() * spec.tokens_per_unit
-    num_outputs, rest = divmod(counts.pop(), spec.patches_per_token)
-    if rest:
-        raise RequestRuntimeError(
-            f"item {feature.identifier} has patches that do not fill an embedding, which takes "
-            f"{spec.patches_per_token}",
-            param="multi_modal_data",
-        )
-    return num_outputs

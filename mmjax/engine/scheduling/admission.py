@@ -232,3 +232,24 @@ class ItemSizes:
             num_embeds, count = self._entries.pop(item.identifier)
             if count > 1:
                 self._entries[item.identifier] = (num_embeds, count - 1)
+
+
+def check_is_served(message: EngineCoreRequest, *, has_encoder: bool, has_adapters: bool) -> None:
+    """Raise RequestError for a request that this engine has no means for."""
+    if message.sampling_params.seed is None and not message.sampling_params.is_greedy:
+        raise RequestRuntimeError(
+            "the request is sampled and brings no `seed`; expected the one that P0 draws where its "
+            "client gives none",
+            param="seed",
+        )
+    if message.lora_name is not None and not has_adapters:
+        raise RequestValueError(
+            f"`lora_name` is {message.lora_name!r}, but this engine serves no adapters; leave it "
+            "out, or start the engine with `enable_lora`",
+            param="lora_name",
+        )
+    if message.encoder_prompt_token_ids is not None and not has_encoder:
+        raise RequestValueError(
+            "the request has an encoder's prompt, but the model is a decoder alone; leave it out",
+            param="encoder_prompt",
+        )

@@ -1,9 +1,12 @@
 """The items of a received request: their tensors from P1's cache, and their validation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from mmjax.cache import BaseMultiModalReceiverCache
 from mmjax.errors import MultiModalCacheMissError, RequestRuntimeError
+from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
 
 
@@ -53,3 +56,37 @@ def check_places(features: Sequence[MultiModalFeatureSpec]) -> None:
                 param="multi_modal_data",
             )
         first_free = max([first_free, *(last + 1 for _, last in runs)])
+
+
+def check_shapes(
+    feature: MultiModalFeatureSpec,
+    arrays: Mapping[str, np.ndarray],
+    spec: EncoderSpec | PackedEncoderSpec,
+) -> int:
+    """Return how many embeddings the arrays give; `RequestRuntimeError` for other shapes."""
+    unit = "patch" if isinstance(spec, PackedEncoderSpec) else "unit"
+    counts = set()
+    for name, (shape, _) in spec.inputs.items():
+        if arrays[name].ndim == 0 or arrays[name].shape[1:] != tuple(shape):
+            raise RequestRuntimeError(
+                f"`{name}` of item {feature.identifier} has shape {arrays[name].shape}; "
+                f"each {unit} must have shape {tuple(shape)}",
+                param="multi_modal_data",
+            )
+        counts.add(len(arrays[name]))
+    if len(counts) > 1:
+        raise RequestRuntimeError(
+            f"the inputs of item {feature.identifier} have {sorted(counts)} {unit} rows; all must "
+            "have as many",
+            param="multi_modal_data",
+        )
+    if isinstance(spec, EncoderSpec):
+        return counts.pop() * spec.tokens_per_unit
+    num_outputs, rest = divmod(counts.pop(), spec.patches_per_token)
+    if rest:
+        raise RequestRuntimeError(
+            f"item {feature.identifier} has patches that do not fill an embedding, which takes "
+            f"{spec.patches_per_token}",
+            param="multi_modal_data",
+        )
+    return num_outputs
