@@ -24,8 +24,8 @@ def make_buckets(max_num_seqs: int = 16, max_num_batched_tokens: int = 2048) -> 
     )
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(2048, 29), (1024, 28)])
-def test_the_embedded_default_has_at_most_29_programs(num_tokens: int, expected: int) -> None:
+@pytest.mark.parametrize(("num_tokens", "expected"), [(2048, 31), (1024, 30)])
+def test_the_embedded_default_has_at_most_31_programs(num_tokens: int, expected: int) -> None:
     assert make_buckets(16, num_tokens).num_programs == expected
 
 

@@ -21,6 +21,8 @@ FEW_REQUESTS = 4
 """Steps with up to this many requests have more buckets: padding adds to their latency."""
 SHORT_STEPS = (16, 32, 96, 192, 384)
 """Tokens of further buckets for few requests, beside the doublings of `TILE_SIZE`."""
+BETWEEN_STEPS = (192, 384)
+"""Those for many requests: a prompt with a picture, of some 300 tokens, beside decoding ones."""
 MAX_STARTS = 4
 """Requests of an encoder-decoder model, with the longest encoder input, that a step may start."""
 MAX_UNITS = 8
@@ -129,7 +131,7 @@ class Buckets:
         max_encoder_len: int = 0,
         has_adapters: bool = False,
     ) -> "Buckets":
-        """Choose few buckets: 16 requests and 2,048 tokens give at most 29 programs.
+        """Choose few buckets: 16 requests and 2,048 tokens give at most 31 programs.
 
         Mixed buckets for few requests exist only for few tokens, or if the tiles for
         `max_num_seqs` requests would outnumber those that the tokens fill.
@@ -157,9 +159,10 @@ class Buckets:
             if num_requests == max_num_seqs or num_requests * TILE_SIZE >= num_tokens
         ]
         sizes += [(num_tokens, few) for num_tokens in SHORT_STEPS if num_tokens < top]
+        sizes += [(num_tokens, max_num_seqs) for num_tokens in BETWEEN_STEPS if num_tokens < top]
         mixed = [
             StepBucket(num_tokens, num_requests, min(TILE_SIZE, num_tokens), has_spans, num_states)
-            for num_tokens, num_requests in sorted(sizes)
+            for num_tokens, num_requests in sorted(set(sizes))
             if not _holds_any_step(sizes, max_num_batched_tokens, num_tokens, num_requests)
             for has_spans in sorted(span_variants)
         ]
