@@ -319,6 +319,8 @@ def test_lost_messages_end_the_process(
 ) -> None:
     monkeypatch.setattr("mmjax.engine.process._start", lambda config: core)
     monkeypatch.setattr(core, "close", lambda: None)
+    # It would lower the priority of all tests that come later in this process.
+    monkeypatch.setattr("mmjax.engine.process.give_way", lambda: None)
     logger = get_logger("mmjax")
     for name in ("handlers", "propagate", "level"):
         monkeypatch.setattr(logger, name, getattr(logger, name))
