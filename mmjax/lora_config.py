@@ -1,7 +1,7 @@
 """The configuration of LoRA adapters; `mmjax.config` has it among the others."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -65,10 +65,9 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        dependent = ("lora_modules", "enable_tower_connector_lora", "allow_runtime_lora_updating")
-        for name in dependent:
-            if getattr(self, name) and not self.enable_lora:
-                raise ConfigError(f"`{name}` is set without `enable_lora`; give both")
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if given and not self.enable_lora:
+            raise ConfigError(f"`{given[0]}` is set without `enable_lora`; give both")
         if self.allow_runtime_lora_updating and self.lora_dir is None:
             raise ConfigError(
                 "`allow_runtime_lora_updating` is set without `lora_dir`; give the directory that "

@@ -150,6 +150,8 @@ def test_a_new_engine_has_the_adapters_of_the_last_one(
     ("settings", "name"),
     [
         ({"lora_modules": ("a=b",)}, "enable_lora"),
+        ({"max_loras": 8}, "`max_loras` is set without `enable_lora`"),
+        ({"lora_dir": Path("/adapters")}, "enable_lora"),
         ({"enable_lora": True, "allow_runtime_lora_updating": True}, "lora_dir"),
         ({"enable_lora": True, "lora_modules": ("a",)}, "NAME=PATH"),
         ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "own name"),
