@@ -181,6 +181,8 @@ def test_the_figures_name_the_adapters_in_use(tmp_path: Path) -> None:
     load(core, tmp_path)
     for name in ("a", "b", None, "b"):
         core.add_request(ask(name, f"{name}{core.stats().num_waiting}"))
+    # Of more adapters than are kept, those that are named are read again, in a thread.
+    core.wait_loaded()
     core.step()
     stats = core.stats()
     assert (stats.running_loras, stats.waiting_loras) == (["a"], ["b"])
