@@ -347,11 +347,11 @@ class EngineCore:
         assert not self._placement.is_leader, "requests come to this process"
         self._runner.follow()
 
-    def close(self) -> None:
-        """Free resources outside of Python. Idempotent."""
+    def close(self, *, wait: bool = True) -> None:
+        """Free resources outside of Python; `wait` for threads that compile. Idempotent."""
         self._grammars.close()
         self._adapters.close()
-        self._programs.close()
+        self._programs.close(wait=wait)
         self._runner.end()
         if self._receiver_cache is not None:
             self._receiver_cache.close()

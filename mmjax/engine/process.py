@@ -74,8 +74,12 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
             )
         )
         loop = EngineLoop(core, receiver, sender, record)
-        with HeartbeatThread(loop, address_out), contextlib.closing(core):
-            loop.run()
+        with HeartbeatThread(loop, address_out):
+            try:
+                loop.run()
+            finally:
+                # The process ends, and threads that compile with it.
+                core.close(wait=False)
     except MessagesLostError as error:
         logger.error("the server's messages cannot be trusted: %s; another process goes on", error)
         raise SystemExit(MESSAGES_LOST_STATUS) from error

@@ -318,7 +318,7 @@ def test_lost_messages_end_the_process(
     frontend: Frontend, core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mmjax.engine.process._start", lambda config: core)
-    monkeypatch.setattr(core, "close", lambda: None)
+    monkeypatch.setattr(core, "close", lambda *, wait: None)
     # It would lower the priority of all tests that come later in this process.
     monkeypatch.setattr("mmjax.engine.process.give_way", lambda: None)
     logger = get_logger("mmjax")

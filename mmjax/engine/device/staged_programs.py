@@ -74,9 +74,11 @@ class StagedPrograms:
         if self._error is not None:
             raise RuntimeError("the programs that were left could not be compiled") from self._error
 
-    def close(self) -> None:
-        """Compile no more; the programs that compile now are not waited for. Idempotent."""
+    def close(self, *, wait: bool = True) -> None:
+        """Compile no more; `wait` for the programs that compile now. Idempotent."""
         self._is_closed = True
+        if wait and self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         programs = [program for _, program in self._later]
