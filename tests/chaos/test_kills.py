@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 from collections.abc import Sequence
 
@@ -19,7 +18,6 @@ from tests.chaos.service import (
     until,
 )
 
-NUM_STREAMS = 32
 FEW = ("--max-model-len", "256", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
 """As tests/test_serve.py: their programs are compiled once."""
 MANY = ("--max-model-len", "512", "--max-num-seqs", "32")
@@ -38,7 +36,7 @@ async def ask_all(service: Service, numbers: Sequence[int], max_tokens: int) -> 
 
 
 def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
-    """A small sample; `test_fifty_kills` has the counts."""
+    """A small sample; `benchmarks/kills.py` has the counts."""
 
     async def body() -> None:
         async with serving(
@@ -111,35 +109,3 @@ def _decodes(service: Service) -> bool:
 
 
 STAGES = {"taken in, encoded, prefill": _is_new, "decode": _decodes}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_fifty_kills() -> None:
-    """Prints how long each took until P1 was ready again."""
-    rng = random.Random(0)
-
-    async def body() -> None:
-        async with serving(default_config(*MANY), has_standby=True) as service:
-            expected = await ask_all(service, range(NUM_STREAMS), 128)
-            is_over, num_answers = asyncio.Event(), 0
-
-            async def client(number: int) -> None:
-                nonlocal num_answers
-                while not is_over.is_set():
-                    (answer,) = await ask_all(service, [number], 128)
-                    assert answer == expected[number], number
-                    num_answers += 1
-
-            clients = [asyncio.create_task(client(number)) for number in range(NUM_STREAMS)]
-            seconds = []
-            for _ in range(50):
-                await until_tokens(service, rng.randrange(1, 1500))
-                seconds.append(await service.kill())
-            is_over.set()
-            await asyncio.gather(*clients)
-            assert num_answers >= NUM_STREAMS
-            assert service.supervisor.num_restarts == 50
-            print(f"\n{num_answers} answers; ready again after", *(f"{s:.1f}" for s in seconds))
-
-    asyncio.run(asyncio.wait_for(body(), 1700))
