@@ -113,6 +113,18 @@ def test_every_phase_of_a_start_is_reported() -> None:
     assert "reporting(" in (ENGINE / "device" / "compilation.py").read_text(encoding="utf-8")
 
 
+def test_no_record_of_ours_has_several_lines() -> None:
+    """The formatter escapes the end of a line, as what a client sent may hold one."""
+    found = []
+    for path in (ENGINE.parent).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("logger."):
+                parts = [one.value for one in ast.walk(node) if isinstance(one, ast.Constant)]
+                if any(isinstance(part, str) and "\n" in part for part in parts):
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []
+
+
 def test_one_form_for_all(stream: io.StringIO) -> None:
     logging.getLogger("mmjax.server").info("one")
     logging.getLogger("uvicorn.error").info("two")
