@@ -210,7 +210,7 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(1, mp_context=context) as client,
-        tqdm(total=3, desc="Overload", unit="load") as bar,
+        tqdm(total=3, desc="Overload", unit="load", disable=None) as bar,
     ):
         # The client stands for other machines: what it measures must not be its own waiting for a
         # core. So it is started first, and the server gives way to it.

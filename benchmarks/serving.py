@@ -160,7 +160,7 @@ def race(
     total = (rounds * len(cases) + 1) * len(servers)
     with (
         ProcessPoolExecutor(1, mp_context=context) as client,
-        tqdm(total=total, desc="Rounds", unit="round") as bar,
+        tqdm(total=total, desc="Rounds", unit="round", disable=None) as bar,
     ):
         for name, server in servers.items():
             bar.set_postfix_str(f"{name}, warming up")

@@ -155,7 +155,7 @@ class Soak:
 
     async def _rest_often(self, tasks: Sequence["asyncio.Task[None]"]) -> None:
         """Rest every so often, and at the end; raises what a task raised."""
-        with tqdm(total=round(self._seconds), desc="Soaking", unit="s") as bar:
+        with tqdm(total=round(self._seconds), desc="Soaking", unit="s", disable=None) as bar:
             while (left_s := self._seconds - self._now_s) > 0 or self._num_rests < LAST_RESTS:
                 rest_at_s = self._now_s + min(self._rest_every_s, max(left_s, 1.0))
                 while (rest_s := rest_at_s - self._now_s) > 0:

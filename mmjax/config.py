@@ -288,7 +288,10 @@ class EngineConfig:
         unset="smallest in a server of one process, all in one of several, none in `LLM`",
     )
     use_tqdm: bool = setting(
-        True, "Whether to show progress bars while the model loads.", name="use_tqdm_on_load"
+        True,
+        """Whether progress is shown while the model loads: bars on a terminal, lines of the log
+        elsewhere.""",
+        name="use_tqdm_on_load",
     )
     log_level: LogLevel = setting(
         "info",

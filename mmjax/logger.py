@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -25,8 +25,6 @@ _DATE_FORMAT = "%m-%d %H:%M:%S"
 
 _MAX_MESSAGE_CHARS = 4000
 _MAX_TRACEBACK_CHARS = 20_000
-_MAX_ACCESS_FIELD_CHARS = 128
-"""Limit on each part of an access line, such as the path, whose length clients choose."""
 
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 """Id of the current request, in every log line meanwhile."""
@@ -53,13 +51,9 @@ def configure_logging(
     _send_to_stderr("mmjax", process, log_format).setLevel(level.upper())
 
 
-def configure_http_logging(
-    *, process: str = "", quiet_paths: Collection[str] = (), log_format: LogFormat = "text"
-) -> None:
-    """Log uvicorn's records in the same format, at uvicorn's level, without `quiet_paths`."""
+def configure_http_logging(*, process: str = "", log_format: LogFormat = "text") -> None:
+    """Log uvicorn's records in the same format, at uvicorn's level."""
     _send_to_stderr("uvicorn", process, log_format)
-    access = logging.getLogger("uvicorn.access")
-    access.filters = [_AccessFilter(quiet_paths)]
 
 
 @contextmanager
@@ -139,9 +133,7 @@ class _BoundedFormatter(logging.Formatter):
 
     def formatException(self, ei: _ExcInfo) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]  # typeshed's private alias
         lines = super().formatException(ei).split("\n")
-        return _cut(
-            "\n".join(_cut(line, _MAX_MESSAGE_CHARS) for line in lines), _MAX_TRACEBACK_CHARS
-        )
+        return cut("\n".join(cut(line, _MAX_MESSAGE_CHARS) for line in lines), _MAX_TRACEBACK_CHARS)
 
 
 class _JsonFormatter(_BoundedFormatter):
@@ -166,29 +158,11 @@ class _JsonFormatter(_BoundedFormatter):
         return json.dumps(fields)
 
 
-class _AccessFilter(logging.Filter):
-    def __init__(self, quiet_paths: Collection[str]) -> None:
-        super().__init__()
-        self._quiet_paths = frozenset(quiet_paths)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        # uvicorn: (client's address, method, path and query, HTTP version, status).
-        args = record.args
-        if not isinstance(args, tuple) or len(args) != 5:
-            return True
-        if str(args[2]).partition("?")[0] in self._quiet_paths:
-            return False
-        record.args = tuple(
-            _cut(arg, _MAX_ACCESS_FIELD_CHARS) if isinstance(arg, str) else arg for arg in args
-        )
-        return True
-
-
 def _one_line(text: str) -> str:
-    return _cut(text.rstrip("\n"), _MAX_MESSAGE_CHARS).translate(_CONTROL_CHARACTERS)
+    return cut(text.rstrip("\n"), _MAX_MESSAGE_CHARS).translate(_CONTROL_CHARACTERS)
 
 
-def _cut(text: str, max_chars: int) -> str:
+def cut(text: str, max_chars: int) -> str:
     """Return `text`, its middle elided if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text

@@ -39,11 +39,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m mmjax.serv
         configure_logging(flags.log_level, process="P0", log_format=flags.log_format)
         return_large_blocks()
         server_config = to_server_config(flags)
-        configure_http_logging(
-            process="P0",
-            quiet_paths=server_config.disable_access_log_for_endpoints,
-            log_format=flags.log_format,
-        )
+        configure_http_logging(process="P0", log_format=flags.log_format)
         shutdown.timeout_s = server_config.shutdown_timeout_s
         if flags.distributed_process_id:
             shutdown.uninstall()

@@ -193,6 +193,15 @@ def test_a_crash_of_the_engine_is_survived(url: str, served: Served) -> None:
     assert ask(url, 2).choices[0].message.content == before
 
 
+def test_every_line_is_a_whole_record(url: str, served: Served) -> None:
+    ask(url, 3)
+    form = re.compile(r"[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[P[01] [\w.]+\] \S|mmjax serving tiny at ")
+    wrong = [line for line in served.lines if not form.match(line)]
+    assert wrong == []
+    assert not [line for line in served.lines if "\\n" in line]
+    assert sum("memory of a device: " in line for line in served.lines) > 4
+
+
 def test_who_computes_on_the_cores_of_the_server_gives_way_to_it(url: str, served: Served) -> None:
     ask(url, 3)  # the decoding processes have begun, too
     server = psutil.Process(served.process.pid)

@@ -12,8 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from tqdm import tqdm
-
 from mmjax.cache import config_with_segment
 from mmjax.config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
@@ -37,11 +35,15 @@ from mmjax.llm.arguments import (
     priorities_for,
 )
 from mmjax.llm.inbox import Inbox
+from mmjax.logger import get_logger
 from mmjax.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
+from mmjax.progress import progress
 from mmjax.request_times import RequestTimes, measuring, recording
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import RequestOutputDelta
+
+logger = get_logger(__name__)
 
 
 class _SettingsSignature:
@@ -125,7 +127,7 @@ class LLM:
             prompts: Texts, lists of token ids, or dicts with `prompt` or `prompt_token_ids`,
                 `multi_modal_data`, `multi_modal_uuids` and `mm_processor_kwargs`.
             sampling_params: For all prompts, or one per prompt; None: the checkpoint's defaults.
-            use_tqdm: Whether to show a progress bar.
+            use_tqdm: Whether progress is shown.
             lora_request: An adapter for all prompts, or one (or None) per prompt.
             priority: Per prompt, with `scheduling_policy="priority"`; lower ones first.
         """
@@ -324,12 +326,12 @@ class LLM:
         """Return the finished outputs in the jobs' order."""
         served: dict[int, RequestOutput] = {}
         with (
-            tqdm(total=len(jobs), desc="requests", disable=not use_tqdm) as bar,
+            progress(logger, "requests", len(jobs), is_shown=use_tqdm) as update,
             closing(self._serve(jobs)) as outputs,
         ):
             for output in outputs:
                 served[int(output.request_id)] = output
-                bar.update()
+                update(1)
         # Ids count up.
         return [served[request_id] for request_id in sorted(served)]
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -22,8 +23,14 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.server.api_page import api_page
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.connections import HeaderLimitMiddleware
-from mmjax.server.metrics import CONTENT_TYPE, Metrics, ResponseCountMiddleware
-from mmjax.server.middleware import BodyLimitMiddleware, KeyMiddleware, RequestIdMiddleware
+from mmjax.server.metrics import CONTENT_TYPE, Metrics
+from mmjax.server.middleware import (
+    AccessMiddleware,
+    BodyLimitMiddleware,
+    KeyMiddleware,
+    RequestIdMiddleware,
+    RoomMiddleware,
+)
 from mmjax.server.openai.adapters import (
     AdapterService,
     LoadAdapterRequest,
@@ -78,7 +85,7 @@ def create_app(
     if config.enable_log_requests:
         client.observe(RequestLog(config))
     tracer = _make_tracer(client, config.otlp_traces_endpoint)
-    reader = RequestReader(config.request_body_timeout_s, client.check_room)
+    reader = RequestReader(config.request_body_timeout_s)
     generation = GenerationService(client, config)
     chats = ChatService(client, chat, config, generation)
     app = FastAPI(
@@ -110,17 +117,28 @@ def create_app(
     for path in PAGE_FILES:
         app.add_api_route(path, serve_page, include_in_schema=False)
     _add_metrics_route(app, metrics)
+    _add_room(app, client)
     _add_middleware(app, config, metrics, tracer)
     return app
 
 
+def _add_room(app: FastAPI, client: AsyncEngineClient) -> None:
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    paths = [route.path for route in routes if route.openapi_extra]
+    app.add_middleware(RoomMiddleware, check_room=client.check_room, paths=paths)
+
+
 def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer: Any) -> None:
-    # The last one added is outermost: ids, traces, what protects.
+    # The last one added is outermost: the access log, ids, traces, what protects.
     add_protection(app, config)
     if tracer is not None:
         app.add_middleware(tracer.middleware)
     app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(ResponseCountMiddleware, metrics=metrics)
+    app.add_middleware(
+        AccessMiddleware,
+        count=metrics.count_response,
+        quiet_paths=config.disable_access_log_for_endpoints,
+    )
 
 
 def add_protection(app: FastAPI, config: ServerConfig) -> None:

@@ -33,6 +33,7 @@ class LimitedProtocol(H11Protocol):
         # asyncio's: what one turn of the event loop reads of one connection. Its 256 KiB take 1 ms,
         # which many connections with pictures would hold the loop for, each.
         transport.max_size = _MAX_READ_BYTES
+        self.access_log = False  # AccessMiddleware's
         super().connection_made(transport)
         self._start_head_timer()
 

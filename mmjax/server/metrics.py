@@ -27,7 +27,6 @@ from prometheus_client.core import (
     Metric,
 )
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.config import LoRAConfig
@@ -354,21 +353,3 @@ def _figures(heartbeat: Heartbeat | None) -> dict[str, float]:
         count = counts[number] if number < len(counts) else 0
         figures[f"step_token_counts.{number}"] = float(count)
     return figures
-
-
-class ResponseCountMiddleware:
-    """Counts responses by their status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and count."""
-
-        async def count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._metrics.count_response(message["status"])
-            await send(message)
-
-        await self._app(scope, receive, count if scope["type"] == "http" else send)

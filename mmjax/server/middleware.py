@@ -1,17 +1,20 @@
-"""Middleware: the request's id, the API key, and the size of the body."""
+"""Middleware: the access log, the request's id, the API key, the size of the body, and room."""
 
 import asyncio
 import hashlib
 import hmac
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mmjax.errors import ShuttingDownError
-from mmjax.logger import REQUEST_ID, get_logger
+from mmjax.errors import CapacityError, ShuttingDownError
+from mmjax.logger import REQUEST_ID, cut, get_logger
 from mmjax.server.openai.errors import (
+    LOGGED_STATE,
+    client_address,
     error_response,
     internal_error_body,
     json_response,
@@ -20,6 +23,8 @@ from mmjax.server.openai.errors import (
 from mmjax.server.playground import PAGE_FILES
 
 logger = get_logger(__name__)
+access_logger = get_logger("uvicorn.access")
+"""Has the level that uvicorn's own access lines would have."""
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 """Paths that need no API key."""
@@ -28,8 +33,44 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 API_KEY_STATE = "api_key_digest"
 """Entry of a request's state with the digest of its API key."""
 
-
 _MAX_REQUEST_ID_CHARS = 128
+_MAX_ACCESS_FIELD_CHARS = 128
+"""Limit on each part of an access line, such as the path, whose length clients choose."""
+
+
+class AccessMiddleware:
+    """Counts responses by their status, and logs those that no line tells of yet.
+
+    In place of uvicorn's access log, which would tell of an error a second time.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, count: Callable[[int], None], quiet_paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._count = count
+        self._quiet_paths = frozenset(quiet_paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and count."""
+
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(message["status"])
+                self._log(scope, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, note if scope["type"] == "http" else send)
+
+    def _log(self, scope: Scope, status: int) -> None:
+        if LOGGED_STATE in scope.get("state", {}) or scope["path"] in self._quiet_paths:
+            return
+        target = quote(scope["path"])
+        if query := scope["query_string"]:
+            target += "?" + query.decode("ascii", "backslashreplace")
+        fields = (client_address(scope), scope["method"], target)
+        fields = tuple(cut(field, _MAX_ACCESS_FIELD_CHARS) for field in fields)
+        access_logger.info('%s - "%s %s HTTP/%s" %d', *fields, scope["http_version"], status)
 
 
 class RequestIdMiddleware:
@@ -151,6 +192,31 @@ class BodyLimitMiddleware:
             return message
 
         await self._app(scope, count, send)
+
+
+class RoomMiddleware:
+    """Refuses work that there is no room for, before anything is spent on it."""
+
+    def __init__(
+        self, app: ASGIApp, *, check_room: Callable[[], None], paths: Collection[str]
+    ) -> None:
+        """`check_room` raises CapacityError without room; `paths`: those that take a body."""
+        self._app = app
+        self._check_room = check_room
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 429."""
+        if scope["type"] == "http" and scope["method"] == "POST" and self._is_work(scope):
+            try:
+                self._check_room()
+            except CapacityError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_work(self, scope: Scope) -> bool:
+        return scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
 
 
 def _digest(key: bytes) -> bytes:

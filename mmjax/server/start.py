@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mmjax.config import EngineConfig, ServerConfig
@@ -93,7 +94,7 @@ def _application(engine: EngineConfig, server: ServerConfig, supervisor: Any, ca
     input_processor = InputProcessor(
         engine.model,
         cache=cache,
-        connector=MediaConnector.with_workers(engine.model.mm, os.cpu_count() or 1),
+        make_connector=partial(MediaConnector.with_workers, num_cores=os.cpu_count() or 1),
         enable_prefix_caching=engine.cache.enable_prefix_caching,
         enable_tower_connector_lora=engine.lora.enable_tower_connector_lora,
     )

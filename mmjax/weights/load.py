@@ -12,14 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized, quantize_rows
+from mmjax.logger import get_logger
+from mmjax.progress import progress
 from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
+
+logger = get_logger(__name__)
 
 _TIED_HEAD = "lm_head.weight"
 _EMBEDDING = "embed_tokens.weight"
@@ -75,7 +78,7 @@ def load_params(
         rules: From names in the files to dotted names in the tree.
         mesh: Where to shard over, axes "data" and "model"; None: the first device holds all.
         left_out: Attributes of the model that the tree lacks: their tensors are not read.
-        use_tqdm: Whether to show a progress bar, in bytes.
+        use_tqdm: Whether progress is shown, in bytes.
 
     Raises:
         CheckpointError: With all missing, unexpected and misshapen tensors.
@@ -91,9 +94,7 @@ def load_params(
         )
         total = sum(tensor.num_bytes for tensor in sources.values())
         leaves = {}
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="loading weights", disable=not use_tqdm
-        ) as progress:
+        with progress(logger, "loading weights", total, unit="B", is_shown=use_tqdm) as update:
             for name, tensor in sources.items():
                 if name in quantized:
                     whole = tensor.read((slice(None), slice(None)))
@@ -101,7 +102,7 @@ def load_params(
                     leaves |= {one: _place_array(one, array, mesh) for one, array in pair}
                 else:
                     leaves[name] = _place(name, tensor, expected[name].dtype, mesh)
-                progress.update(tensor.num_bytes)
+                update(tensor.num_bytes)
     return unflatten_params(leaves)
 
 

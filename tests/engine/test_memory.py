@@ -132,7 +132,7 @@ def as_dict(demand: KVDemand) -> dict[str, int]:
 
 
 def test_the_account_names_every_item() -> None:
-    lines = memory_table(GPU, FIXED, DEMAND, 180).splitlines()
+    lines = memory_table(GPU, FIXED, DEMAND, 180)
     names = ["weights", "programs", "encoder", "hidden", "KV", "left"]
     assert [line.split()[0] for line in lines] == names
     assert "180 blocks of 4 slots" in lines[4]

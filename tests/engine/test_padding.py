@@ -16,7 +16,10 @@ def test_shares_are_of_all_rows_of_a_bucket() -> None:
     assert counter.share(small) == pytest.approx(2 / 12)
     assert counter.share(large) == pytest.approx(31 / 64)
     assert counter.share(StepBucket(16, 4, 16)) == 0
-    assert counter.describe() == ["4 x 4: 3 steps, 17% padding", "64 x 4: 1 steps, 48% padding"]
+    assert counter.describe() == [
+        "steps of 4 tokens x 4 requests: 3, 17% padding",
+        "steps of 64 tokens x 4 requests: 1, 48% padding",
+    ]
 
 
 def test_an_engine_tells_it_once_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -27,8 +30,7 @@ def test_an_engine_tells_it_once_at_its_end(caplog: pytest.LogCaptureFixture) ->
         core.close()
         core.close()
     told = [record.getMessage() for record in caplog.records if "padding" in record.getMessage()]
-    assert len(told) == 1
-    assert told[0].splitlines()[1:] == [
-        "1 x 1: 2 steps, 0% padding",
-        "32 x 4: 1 steps, 25% padding",
+    assert told == [
+        "steps of 1 tokens x 1 requests: 2, 0% padding",
+        "steps of 32 tokens x 4 requests: 1, 25% padding",
     ]

@@ -5,13 +5,17 @@ import os
 import pty
 import sys
 import termios
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 
 import pytest
 
+from mmjax.engine.device import compilation
 from mmjax.engine.device.compilation import Program, compile_programs
-from mmjax.logger import configure_logging, get_logger
+from mmjax.logger import configure_logging, get_logger, reporting
 
 END = "<end of the test>"
 
@@ -20,13 +24,21 @@ END = "<end of the test>"
 def terminal() -> Iterator[int]:
     """Have stderr on a pseudo-terminal; give the end that shows what was written."""
     ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 120))
+    with os.fdopen(theirs, "w") as stderr, redirect_stderr(stderr), mmjax_logger():
+        yield ours
+    os.close(ours)
+
+
+@contextmanager
+def mmjax_logger() -> Iterator[None]:
+    """Let the logger be configured, and have it as it was afterwards."""
     root = logging.getLogger("mmjax")
     before = (root.handlers, root.level, root.propagate)
-    termios.tcsetwinsize(theirs, (24, 120))
-    with os.fdopen(theirs, "w") as stderr, redirect_stderr(stderr):
-        yield ours
-    root.handlers, root.level, root.propagate = before
-    os.close(ours)
+    try:
+        yield
+    finally:
+        root.handlers, root.level, root.propagate = before
 
 
 def read_all(screen: int) -> str:
@@ -82,10 +94,54 @@ def test_log_lines_stand_above_the_bar() -> None:
     assert end == ""
 
 
+def test_a_file_gets_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with mmjax_logger():
+        configure_logging("info")
+        programs = [Program(f"program {n}", Lowered(), {}) for n in range(3)]
+        compile_programs(programs, num_threads=1, use_tqdm=True)
+    written = capsys.readouterr().err
+    assert "\r" not in written
+    lines = written.splitlines()
+    assert [line.split()[0] for line in lines] == ["WARNING", "INFO"] * 3
+
+
+def test_programs_are_counted_as_they_are_done(caplog: pytest.LogCaptureFixture) -> None:
+    first_is_done = threading.Event()
+
+    class Late(Lowered):
+        def compile(self) -> Lowered:
+            first_is_done.wait(60)
+            return self
+
+    programs = [Program("late", Late(), {}), Program("early", Lowered(), {})]
+    with caplog.at_level(logging.INFO, "mmjax"):
+        compile_programs(programs, num_threads=2, when_compiled=lambda number: first_is_done.set())
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert [(text.split()[1], text[-8:]) for text in texts] == [
+        ("early", "(1 of 2)"),
+        ("late", "(2 of 2)"),
+    ]
+
+
+def test_a_program_that_is_traced_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "reporting", partial(reporting, interval_s=0.01))
+
+    class Slow(Lowered):
+        def lower(self, **_: object) -> Lowered:
+            deadline = time.monotonic() + 60
+            while "so far" not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return self
+
+    with caplog.at_level(logging.INFO, "mmjax"):
+        compile_programs([Program("a step", Slow(), {})])
+    assert "tracing a step (0 of 1 done); 0 s so far" in caplog.text
+
+
 def test_a_file_gets_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger("mmjax")
-    before = (root.handlers, root.level, root.propagate)
-    configure_logging("info")
-    get_logger("mmjax.x").info("a line")
-    root.handlers, root.level, root.propagate = before
+    with mmjax_logger():
+        configure_logging("info")
+        get_logger("mmjax.x").info("a line")
     assert capsys.readouterr().err.startswith("INFO ")

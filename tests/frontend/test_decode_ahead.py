@@ -31,10 +31,8 @@ class Kit:
         self.release = asyncio.Event()
         self.budget = DecodeBudget(budget)
         self.hasher = ItemHasher("tiny")
-        self.connector = MediaConnector(MultiModalConfig())
-        self.connector.ahead = DecodeAhead(
-            self.budget, self.hasher, max_request_bytes=request, num_threads=2
-        )
+        ahead = DecodeAhead(self.budget, self.hasher, max_request_bytes=request, num_threads=2)
+        self.connector = MediaConnector(MultiModalConfig(), ahead=ahead)
         self.network = _Site({"site.example": [[PUBLIC]]}, lambda head: [])
         self.network.pictures = {"/first": first, "/second": SECOND}
         self.network.release = self.release

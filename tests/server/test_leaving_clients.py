@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,8 @@ async def serving(checkpoint: Path) -> AsyncIterator[Serving]:
     )
     config = load_model_config(str(checkpoint), max_model_len=256, served_model_name="tiny")
     config = replace(config, mm=mm)
-    connector = MediaConnector.with_workers(mm, 1)
-    processor = InputProcessor(config, connector=connector)
+    make_connector = partial(MediaConnector.with_workers, num_cores=1)
+    processor = InputProcessor(config, make_connector=make_connector)
     cache = processor.cache
     assert isinstance(cache, ShmObjectStoreSenderCache)
     supervisor = EchoSupervisor(mm=config_with_segment(mm, cache), delay_s=0.01)

@@ -1,13 +1,19 @@
 """A full server says so before it does, or even reads, anything."""
 
+import asyncio
 import json
+import re
+import sys
 import time
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mmjax.config import SchedulerConfig
+from tests.server.conftest import MakeServer
 from tests.server.serve_echo import STUCK_TOKEN
 from tests.server.test_wire import CHAT, MESSAGES, PROMPTLY_S, Wire
 
@@ -50,3 +56,48 @@ def test_all_that_works_on_prompts_is_bounded_together(full: Wire, path: str) ->
     assert headers["retry-after"] == "1"
     assert body["error"]["code"] == "rate_limit_exceeded"
     assert full.ask("GET", "/health")[0] == 200
+
+
+def test_one_line_tells_of_a_request(full: Wire) -> None:
+    for path, number in ((CHAT, 1), ("/nowhere", 2), (CHAT, 3), ("/version", 4)):
+        method = "POST" if path == CHAT else "GET"
+        full.ask(method, path, **{"X-Request-Id": f"one-{number}"})
+    log = full.log_after("one-4)")
+    lines = [re.findall(rf"^.*one-{number}\)$", log, re.M) for number in (1, 2, 3, 4)]
+    texts = [line.partition("] 127.0.0.1:")[2] for (line,) in lines]
+    assert re.match(rf"\d+ - 429 for POST {CHAT}: rate_limit_exceeded: ", texts[0])
+    assert re.match(r"\d+ - 404 for GET /nowhere: http_404: ", texts[1])
+    assert re.match(rf"\d+ - 429 for POST {CHAT}: ", texts[2])
+    assert re.match(r'\d+ - "GET /version HTTP/1\.1" 200 ', texts[3])
+
+
+def trace(app: Any, method: str, path: str) -> tuple[int, set[str]]:
+    """Return the status of a response, and the modules whose functions it took."""
+    statuses, modules = [], set[str]()
+
+    async def send(message: Any) -> None:
+        statuses.append(message.get("status"))
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        modules.add(frame.f_globals.get("__name__", ""))
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
+    sys.setprofile(note)
+    try:
+        asyncio.run(app({**scope, "http_version": "1.1"}, receive, send))
+    finally:
+        sys.setprofile(None)
+    return statuses[0], modules
+
+
+def test_a_request_without_room_is_refused_before_it_is_routed(make_server: MakeServer) -> None:
+    server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
+    trace(server.app, "GET", "/version")  # builds the middleware
+    server.engine_client.capacity.enter(2, num_others=0)
+    status, modules = trace(server.app, "GET", "/version")
+    assert (status, "fastapi.routing" in modules) == (200, True)
+    status, modules = trace(server.app, "POST", CHAT)
+    assert (status, "fastapi.routing" in modules) == (429, False)

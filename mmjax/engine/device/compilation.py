@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
 from mmjax.logger import get_logger, reporting
+from mmjax.progress import has_bars
 
 logger = get_logger(__name__)
 
@@ -70,14 +72,17 @@ def compile_programs(
     `when_compiled` with the program's place in the list; what it raises ends the compilation.
     """
     compiled: list[Future[int]] = []
+    num_done = count(1)
+    has_bar = use_tqdm and has_bars()  # elsewhere each program has its line
     with (
-        tqdm(total=len(programs), desc="Compiling", unit="program", disable=not use_tqdm) as bar,
+        tqdm(total=len(programs), desc="Compiling", unit="program", disable=not has_bar) as bar,
         reporting(logger, partial(_describe, compiled, programs)),
         _compiling_threads(num_threads or default_num_threads()) as pool,
     ):
 
         def compile_one(number: int, lowered: Any) -> int:
-            size = _compile(programs[number].label, lowered, f"{number + 1} of {len(programs)}")
+            size, line = _compile(programs[number].label, lowered)
+            logger.info("%s (%d of %d)", line, next(num_done), len(programs))
             bar.set_postfix_str(programs[number].label, refresh=False)
             bar.update()
             bar.refresh()  # the log line erased it
@@ -95,11 +100,13 @@ def compile_programs(
 
 
 def _describe(compiled: Sequence["Future[int]"], programs: Sequence[Program]) -> str:
-    """Return what is compiled now, and how much there is to do."""
+    """Return what is compiled now, or else traced, and how much there is to do."""
     states = zip([*compiled], programs, strict=False)
     running = [program.label for future, program in states if future.running()]
     num_done = sum(future.done() for future in compiled)
-    return f"compiling {', '.join(running)} ({num_done} of {len(programs)} done)"
+    traced = programs[min(len(compiled), len(programs) - 1)].label
+    doing = f"compiling {', '.join(running)}" if running else f"tracing {traced}"
+    return f"{doing} ({num_done} of {len(programs)} done)"
 
 
 def program_bytes(compiled: Any) -> int:
@@ -137,14 +144,13 @@ class _Events(threading.local):
         return events
 
 
-def _compile(label: str, lowered: Any, place: str) -> int:
+def _compile(label: str, lowered: Any) -> tuple[int, str]:
     events = _Events.listening()
     num_before, start = events.num_fetched, time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
-    logger.info("%s %s in %.2f s (%s)", verb, label, seconds, place)
-    return program_bytes(compiled)
+    return program_bytes(compiled), f"{verb} {label} in {seconds:.2f} s"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ All sizes are bytes on one device: of several, the one with the least free memor
 """
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,14 +117,19 @@ def fit_kv_cache(
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
-        logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
+        _log(memory_table(memory, fixed, demand, num_blocks))
         return num_blocks
     largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
     # Summed, although they run in turn: a program's memory is allocated while another runs.
     fixed = replace(fixed, programs=sum(compile_programs(largest, num_threads=num_threads)))
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
-    logger.info("memory of a device:\n%s", memory_table(memory, fixed, demand, num_blocks))
+    _log(memory_table(memory, fixed, demand, num_blocks))
     return num_blocks
+
+
+def _log(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.info("memory of a device: %s", line)
 
 
 def _fits_beside(
@@ -331,9 +337,9 @@ def _read(path: Path) -> str:
 
 def memory_table(
     memory: DeviceMemory, fixed: FixedMemory, demand: KVDemand, num_blocks: int
-) -> str:
+) -> list[str]:
     """Return a table of memory for the log, a line for each use."""
-    programs = "largest encode, step and sample" if fixed.programs else "not measured; may be half"
+    programs = "largest encode, step and sample" if fixed.programs else "not compiled yet"
     rows = [
         ("weights", fixed.weights, ""),
         ("programs", fixed.programs, programs),
@@ -348,11 +354,7 @@ def memory_table(
     ]
     left = memory.free - fixed.to_come - num_blocks * demand.bytes_per_block
     rows.append(("left", left, f"of {format_bytes(memory.total)}"))
-    return "\n".join(_row(name, size, note) for name, size, note in rows)
-
-
-def _row(name: str, size: int, note: str) -> str:
-    return f"  {name:<16}{format_bytes(size):>12}  {note}".rstrip()
+    return [f"{name:<16}{format_bytes(size):>12}  {note}".rstrip() for name, size, note in rows]
 
 
 def format_bytes(size: int) -> str:

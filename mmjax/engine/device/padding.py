@@ -25,7 +25,7 @@ class PaddingCounter:
     def describe(self) -> list[str]:
         """Return a line for each bucket that was used, the smallest first."""
         return [
-            f"{bucket.num_tokens} x {bucket.num_requests}: {self._num_steps[bucket]} steps, "
-            f"{self.share(bucket):.0%} padding"
+            f"steps of {bucket.num_tokens} tokens x {bucket.num_requests} requests: "
+            f"{self._num_steps[bucket]}, {self.share(bucket):.0%} padding"
             for bucket in sorted(self._num_steps)
         ]

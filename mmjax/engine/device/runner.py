@@ -368,8 +368,8 @@ class ModelRunner:
         """Broadcast the end to the followers, and log what of the steps was padding."""
         self._broadcast(Call.END)
         self._is_leading = False
-        if lines := self._padding.describe():
-            logger.info("steps by their size, tokens x requests:\n%s", "\n".join(lines))
+        for line in self._padding.describe():
+            logger.info("%s", line)
         self._padding = PaddingCounter()
 
     def follow(self) -> None:

@@ -52,10 +52,23 @@ class PendingMedia:
 class MediaConnector:
     """Turns URLs into encoded media, under one set of limits; threads share it."""
 
-    def __init__(self, mm: MultiModalConfig, *, workers: DecodeWorkers | None = None) -> None:
-        """`workers`: processes that decode what comes from here; None: the threads that use it."""
+    def __init__(
+        self,
+        mm: MultiModalConfig,
+        *,
+        workers: DecodeWorkers | None = None,
+        ahead: DecodeAhead | None = None,
+    ) -> None:
+        """Open media by the settings.
+
+        Args:
+            mm: The settings.
+            workers: Processes that decode what comes from here; None: the threads that use it.
+            ahead: What decodes images as they arrive; None: they wait until all have.
+        """
         self._mm = mm
         self._workers = workers
+        self._ahead = ahead
         self._policy = FetchPolicy(
             allowed_domains=mm.allowed_media_domains,
             are_private_addresses_allowed=mm.allow_private_media_addresses,
@@ -65,21 +78,22 @@ class MediaConnector:
         self._limits = MediaLimits.of(mm)
         self._fetcher = HttpFetcher(self._policy)
         self._turns = asyncio.Semaphore(mm.media_fetch_concurrency)
-        self.ahead: DecodeAhead | None = None
-        """What decodes images as they arrive; None: they wait until all have."""
         self.num_held_bytes = 0
         """Fetched, of requests that are not processed yet."""
 
     @classmethod
-    def with_workers(cls, mm: MultiModalConfig, num_cores: int) -> "MediaConnector":
+    def with_workers(
+        cls, mm: MultiModalConfig, *, num_cores: int, ahead: DecodeAhead | None = None
+    ) -> "MediaConnector":
         """Return one that decodes in processes, unless the settings say otherwise."""
         num_workers = mm.media_decode_workers
         if num_workers is None:
             num_workers = min(num_cores, 4)
         if num_workers == 0:
-            return cls(mm)
+            return cls(mm, ahead=ahead)
         return cls(
             mm,
+            ahead=ahead,
             workers=DecodeWorkers(
                 num_workers,
                 timeout_s=mm.media_decode_timeout_s,
@@ -175,8 +189,8 @@ class MediaConnector:
     def close(self) -> None:
         """End the threads and the processes."""
         self._fetcher.close()
-        if self.ahead is not None:
-            self.ahead.close()
+        if self._ahead is not None:
+            self._ahead.close()
         if self._workers is not None:
             self._workers.close()
 
@@ -184,9 +198,9 @@ class MediaConnector:
 
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
-        if self.ahead is not None and len(pending) > 1 and isinstance(prompt, Mapping):
+        if self._ahead is not None and len(pending) > 1 and isinstance(prompt, Mapping):
             is_salted = prompt.get("cache_salt") is not None
-            download.ahead = RequestAhead(self.ahead, is_salted=is_salted)
+            download.ahead = RequestAhead(self._ahead, is_salted=is_salted)
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
         tasks: dict[PendingMedia, asyncio.Task[EncodedMedium]] = {}
         failure: BaseException | None = None

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -54,25 +54,26 @@ class InputProcessor:
         model_config: ModelConfig,
         *,
         cache: BaseMultiModalProcessorCache | None = None,
-        connector: MediaConnector | None = None,
+        make_connector: Callable[..., MediaConnector] = MediaConnector,
         enable_prefix_caching: bool = True,
         enable_tower_connector_lora: bool = False,
     ) -> None:
-        """Load tokenizer and processor; `cache` and `connector` None: those of `model_config`.
+        """Load tokenizer and processor; `cache` None: that of `model_config`.
 
-        Without a processor cache and prefix caching, items are not hashed.
+        `make_connector` takes what `MediaConnector` does. Without a processor cache and prefix
+        caching, items are not hashed.
         """
         self.model_config = model_config
         self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
-        self.connector = connector or MediaConnector(model_config.mm)
         self._pool = ProcessorPool(model_config, self.cache)
-        self.connector.ahead = DecodeAhead(
+        ahead = DecodeAhead(
             self._pool.first.decode_budget,
             self._pool.first.item_hasher,
             max_request_bytes=model_config.mm.max_media_request_decode_bytes,
             num_threads=os.cpu_count() or 1,
         )
+        self.connector = make_connector(model_config.mm, ahead=ahead)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
         self.grammars = GrammarReader()

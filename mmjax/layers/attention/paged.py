@@ -100,7 +100,8 @@ def walk_blocks(
     fold = partial(_fold_blocks, cache=cache, soft_cap=soft_cap, num_columns=columns)
     is_decoding = metadata.tile_rows.shape[1] == 1
     slots = cache.block_size if is_decoding and is_large else SLOTS_AT_ONCE
-    blocks_at_once = min(cdiv(slots, cache.block_size), block_tables.shape[1])
+    most = _columns_alike(block_tables.shape[1] * cache.block_size)  # the scores' columns
+    blocks_at_once = cdiv(min(slots, most), cache.block_size)
     width = cache.value_dim
     attend = partial(_attend_tiles, fold=fold, blocks_at_once=blocks_at_once, value_dim=width)
 
@@ -123,9 +124,9 @@ def walk_blocks(
     return jax.lax.platform_dependent(tiles, cpu=on_cpu, default=at_once)
 
 
-def _columns_alike(value_dim: int) -> int:
-    """Return how wide values must be for a row to add alike in tiles of any number of rows."""
-    return value_dim if value_dim <= 16 else round_up(value_dim, COLUMNS_ALIKE)
+def _columns_alike(width: int) -> int:
+    """Return how wide a product must be for a row to add alike in tiles of any number of rows."""
+    return width if width <= 16 else round_up(width, COLUMNS_ALIKE)
 
 
 def _pad_single_row(tiles: Tiles) -> Tiles:

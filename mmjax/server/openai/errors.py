@@ -39,6 +39,8 @@ _HTTP_MESSAGES: Mapping[int, str] = {
 }
 _RETRY_AFTER_S = 5
 _MAX_LOGGED_CHARS = 200
+LOGGED_STATE = "is_logged"
+"""Entry of a request's state once a line of the log tells of its response."""
 _QUOTED = re.compile(r"`[^`]*`|'[^']*'|\"[^\"]*\"")
 
 
@@ -108,8 +110,10 @@ class ErrorResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Log, then send."""
         info = self._info
+        scope.setdefault("state", {})[LOGGED_STATE] = True
         logger.info(
-            "%d for %s %s: %s%s: %s",
+            "%s - %d for %s %s: %s%s: %s",
+            _printable(client_address(scope)),
             self.status_code,
             _printable(scope["method"]),
             _printable(scope["path"]),
@@ -174,6 +178,11 @@ def install_error_handlers(app: FastAPI) -> None:
             # Starlette names those of the first route alone.
             headers["Allow"] = ", ".join(_methods_at(request))
         return plain_error_response(status, message, code=f"http_{status}", headers=headers)
+
+
+def client_address(scope: Scope) -> str:
+    """Return who sent a request; "-" for a Unix domain socket's client."""
+    return ":".join(map(str, scope.get("client") or "-"))
 
 
 def _methods_at(request: Request) -> list[str]:

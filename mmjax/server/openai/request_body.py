@@ -8,7 +8,6 @@ received.
 import asyncio
 import json
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from typing import Any
@@ -53,15 +52,9 @@ _LONG_NUMBER = b"0" * (MAX_NUMBER_CHARS + 1)
 class RequestReader:
     """Reads the bodies of all requests."""
 
-    def __init__(self, silence_s: float, check_room: Callable[[], None] = lambda: None) -> None:
-        """Read for one server.
-
-        Args:
-            silence_s: Seconds without data after which a body is given up; 0: never.
-            check_room: Raises RequestError if the server takes no more requests at present.
-        """
+    def __init__(self, silence_s: float) -> None:
+        """`silence_s`: seconds without data after which a body is given up; 0: never."""
         self._silence_s = silence_s
-        self._check_room = check_room
         self._is_stopping = False
         self._open: set[asyncio.Timeout] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-parse")
@@ -73,8 +66,6 @@ class RequestReader:
 
         Raises RequestError, or starlette's ClientDisconnect.
         """
-        # Refused before its body was read, a request costs next to nothing.
-        self._check_room()
         body = await self.receive(request)
         if not _is_json(request.headers.get("content-type", "")):
             raise _no_object()
