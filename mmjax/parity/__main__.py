@@ -18,7 +18,8 @@ from mmjax.config import Quantization
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.model_source import load_model_config, resolve_adapter
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
-from mmjax.parity.compare import TOLERANCE, format_case, format_summary
+from mmjax.parity.compare import TOLERANCE, CaseReport, format_case, format_summary
+from mmjax.parity.departures import describe
 from mmjax.parity.reference import import_torch
 from mmjax.parity.rounded import RoundedParity, format_rounded
 
@@ -60,12 +61,14 @@ def _run(options: argparse.Namespace) -> int:
         return 0 if all(report.is_good for report in rounded_reports) else 1
     adapter = None if options.lora is None else resolve_adapter(options.lora)
     parity = Parity(model_config, max_len=options.max_len, adapter=adapter)
-    reports = []
+    reports: list[CaseReport] = []
+    explained: list[tuple[str, dict[str, float]]] = []
     for case in _make_cases(options, parity):
         reports.append(parity.run(case, max_tokens=options.max_tokens))
         if not options.summary_only:
             print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
-    print(format_summary(reports, options.tolerance, parity.notes))
+        explained.append((case.name, parity.explain(case, reports[-1], options.tolerance)))
+    print(format_summary(reports, options.tolerance, describe(explained, parity.reference)))
     return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
 
 
