@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax
 
 
 def _run(options: argparse.Namespace) -> int:
-    model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
+    model_config = load_model_config(
+        options.model, revision=options.revision, dtype="float32", needs_weights=True
+    )
     is_rounded = options.dtype != "float32" or options.quantization is not None
     if is_rounded and options.lora is not None:
         raise ConfigError("`--lora` is compared in float32; leave `--dtype`, `--quantization` out")
