@@ -62,9 +62,12 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
         raise CheckpointError(f"`{out}` exists already; remove it, or name another directory")
     if is_snapshot(config.path):
         raise CheckpointError(f"`{config.path}` is a snapshot already; convert what it was made of")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"`{out}` cannot be made ({error.strerror})") from error
     start = time.perf_counter()
     params = _load(config, use_tqdm=use_tqdm)
-    out.mkdir(parents=True, exist_ok=True)
     _copy_files(config.path, out)
     save_snapshot(
         out,

@@ -98,6 +98,11 @@ def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
     """Return the local directory of an adapter: one of the default's, a directory, or a hub id."""
     path = Path(adapter).expanduser()
     if adapter.strip() and path.is_dir():
+        if not (path / ADAPTER_FILES[0]).is_file():
+            raise CheckpointError(
+                f"the adapter's directory `{adapter}` has no {ADAPTER_FILES[0]}; give one that "
+                "PEFT wrote"
+            )
         return path.resolve()
     if adapter in DEFAULT_ADAPTERS:
         return _embedded_adapter(DEFAULT_ADAPTERS[adapter])

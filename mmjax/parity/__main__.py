@@ -91,16 +91,30 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
     add("--revision", help="of a hub id")
     add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
-    add("--num-images", nargs="+", type=int, help="sizes of those sets; up to 3 without it")
-    add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
+    add("--num-images", nargs="+", type=_count, help="sizes of those sets; up to 3 without it")
+    add("--mm-processor-kwargs", type=_object, help='as JSON: {"do_pan_and_scan": true}')
     add("--lora", metavar="DIR", help="an adapter that both compute with: a directory or hub id")
-    add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
+    add("--max-tokens", type=_count, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     add("--quantization", choices=get_args(Quantization), help="of mmjax's weights")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of at least 0")
+    return number
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
 
 
 def _draw(width: int, height: int, seed: int) -> Image.Image:

@@ -210,6 +210,22 @@ def test_a_difference_that_the_caps_do_not_explain_has_no_note(tmp_path: Path):
     assert parity.explain(case, parity.run(case, max_tokens=1), 1e-4) == {}
 
 
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("--num-images", "-1", "-1 is not a number of at least 0"),
+        ("--max-tokens", "-1", "-1 is not a number of at least 0"),
+        ("--mm-processor-kwargs", "[1]", "[1] is not a JSON object"),
+    ],
+)
+def test_the_command_refuses_wrong_arguments(
+    argument: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["./nowhere", argument, value])
+    assert words in capsys.readouterr().err
+
+
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]):
     assert main(["./nowhere"]) == 2
     assert "parity: model directory `./nowhere` does not exist" in capsys.readouterr().err
