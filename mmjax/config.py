@@ -255,6 +255,17 @@ class ParallelConfig:
                 f"`--tensor-parallel-size` a multiple of {self.num_processes}"
             )
 
+    def check_heads(self, num_heads: int) -> None:
+        """Raise ConfigError unless the devices can share a language model's attention heads."""
+        size, num_processes = self.tensor_parallel_size, self.num_processes
+        if num_heads % size:
+            sizes = range(num_processes, num_heads + 1, num_processes)
+            fitting = ", ".join(str(n) for n in sizes if num_heads % n == 0)
+            raise ConfigError(
+                f"`--tensor-parallel-size` is {size}, but the language model has {num_heads} "
+                f"attention heads, which {size} devices cannot share evenly; give one of {fitting}"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:

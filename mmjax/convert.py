@@ -24,7 +24,8 @@ from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config
 from mmjax.models.interface import build_model
 from mmjax.models.registry import load_model_class
 from mmjax.weights.load import load_params
-from mmjax.weights.snapshot import is_snapshot, save_snapshot
+from mmjax.weights.safetensors import is_snapshot
+from mmjax.weights.snapshot import save_snapshot
 
 logger = get_logger("mmjax.convert")  # __name__ is `__main__` here
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax
             revision=options.revision,
             dtype=options.dtype,
             quantization=options.quantization,
+            needs_weights=True,
         )
         convert(config, options.out)
     except MMJaxError as error:
@@ -60,9 +62,12 @@ def convert(config: ModelConfig, out: Path, *, use_tqdm: bool = True) -> None:
         raise CheckpointError(f"`{out}` exists already; remove it, or name another directory")
     if is_snapshot(config.path):
         raise CheckpointError(f"`{config.path}` is a snapshot already; convert what it was made of")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"`{out}` cannot be made ({error.strerror})") from error
     start = time.perf_counter()
     params = _load(config, use_tqdm=use_tqdm)
-    out.mkdir(parents=True, exist_ok=True)
     _copy_files(config.path, out)
     save_snapshot(
         out,

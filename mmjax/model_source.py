@@ -1,6 +1,6 @@
 """Find a checkpoint (the embedded default, a directory, the hub) and read its configuration.
 
-Reads no tensors. Independent of the supported architectures.
+Reads no tensors, but checks that their files are whole. Independent of the supported architectures.
 """
 
 import json
@@ -98,6 +98,11 @@ def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
     """Return the local directory of an adapter: one of the default's, a directory, or a hub id."""
     path = Path(adapter).expanduser()
     if adapter.strip() and path.is_dir():
+        if not (path / ADAPTER_FILES[0]).is_file():
+            raise CheckpointError(
+                f"the adapter's directory `{adapter}` has no {ADAPTER_FILES[0]}; give one that "
+                "PEFT wrote"
+            )
         return path.resolve()
     if adapter in DEFAULT_ADAPTERS:
         return _embedded_adapter(DEFAULT_ADAPTERS[adapter])
@@ -123,6 +128,7 @@ def load_model_config(
     revision: str | None = None,
     max_model_len: int | None = None,
     download_dir: Path | None = None,
+    needs_weights: bool = False,
     **fields: Any,
 ) -> ModelConfig:
     """Read the checkpoint's config.json into a ModelConfig.
@@ -132,9 +138,15 @@ def load_model_config(
         revision: Of a hub id.
         max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
         download_dir: As in `resolve_model`.
+        needs_weights: Whether to check the weights' files first, which takes milliseconds.
         fields: Other settings of ModelConfig, and `mm`.
     """
     path = resolve_model(model, revision=revision, download_dir=download_dir)
+    if needs_weights:
+        # Imported here: numpy is slow, and P1 needs neither at its start.
+        from mmjax.weights.safetensors import check_weight_files
+
+        check_weight_files(path)
     hf_config = _load_hf_config(path)
     longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
@@ -157,21 +169,24 @@ def load_model_config(
 
 
 def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """Return the engine's configuration, which includes the checkpoint's.
+    """Return the engine's configuration, which includes the checkpoint's; its weights are there.
 
     Args:
         values: Parsed settings by name, also of other groups; default: each setting's.
 
-    CheckpointError where the weights are quantized.
+    CheckpointError where weights are quantized, missing or cut short.
     """
 
     def make(group: str, **more: Any) -> Any:
         return SETTING_CLASSES[group](**group_fields(group, values), **more)
 
     media = make("multimodal")
-    model = load_model_config(**{"model": None, **group_fields("model", values), "mm": media})
-    _refuse_quantized(model.hf_config)
+    named = {"model": None, **group_fields("model", values), "mm": media}
     parts = {group: make(group) for group in ("cache", "scheduler", "parallel", "lora")}
+    model = load_model_config(**named, needs_weights=True)
+    _refuse_quantized(model.hf_config)
+    if parts["parallel"].tensor_parallel_size > 1:
+        parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)
     parts["lora"] = _with_directories(parts["lora"], model.download_dir)
     return make("engine", model=model, **parts)
 

@@ -180,8 +180,11 @@ async def _run(
     if config.uds is not None:
         config.uds.unlink(missing_ok=True)
     announcing.cancel()
-    results = await asyncio.gather(announcing, return_exceptions=True)
-    return 1 if any(isinstance(result, MMJaxError) for result in results) else 0
+    # Told last, behind what uvicorn logs of its end.
+    (result,) = await asyncio.gather(announcing, return_exceptions=True)
+    if isinstance(result, MMJaxError):
+        raise result
+    return 0
 
 
 def _address(config: ServerConfig, listener: socket.socket) -> str:
@@ -196,8 +199,7 @@ async def _announce(app: Any, supervisor: Any, server: Any, address: str) -> Non
     """Log the server's address once it is ready; end it if the engine's start failed."""
     try:
         ready = await supervisor.wait_ready()
-    except MMJaxError as error:
-        print(f"mmjax.serve: {error}", file=sys.stderr)
+    except MMJaxError:
         server.should_exit = True
         raise
     num_compiled = ready.num_programs - ready.num_programs_left

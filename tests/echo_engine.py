@@ -23,6 +23,7 @@ from mmjax.config import EngineConfig, MultiModalConfig
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import (
+    ConfigError,
     MultiModalCacheMissError,
     RequestError,
     RequestTimeoutError,
@@ -344,6 +345,17 @@ def _run(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> No
         raise SystemExit(MESSAGES_LOST_STATUS) from error
 
 
+def _fail_at_start(mood: str) -> None:
+    match mood:
+        case "dies at start":
+            print("the flag is wrong", file=sys.stderr)
+            raise SystemExit(3)
+        case "refuses a flag":
+            raise ConfigError("the flag is wrong")
+        case "has a bug":
+            raise KeyError("lost")
+
+
 def _serve(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:
     receiver, sender = Receiver(address_in), Sender(address_out)
     record = StepRecord(step_record_path(address_in))
@@ -354,9 +366,7 @@ def _serve(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> 
         num_sent += 1
         sender.send(message)
 
-    if mood == "dies at start":
-        print("the flag is wrong", file=sys.stderr)
-        raise SystemExit(3)
+    _fail_at_start(mood)
     say(Ready(num_kv_blocks=1, num_programs=2))
     while True:
         if mood == "falls silent":

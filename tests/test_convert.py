@@ -110,6 +110,18 @@ def test_a_directory_in_use_is_refused(
     assert "exists already; remove it" in capsys.readouterr().err
 
 
+def test_a_directory_that_cannot_be_made_is_refused_before_weights_are_loaded(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.setattr("mmjax.convert.load_params", None)
+    (tmp_path / "file").touch()
+    assert main([str(checkpoint), str(tmp_path / "file" / "out")]) == 1
+    assert "file/out` cannot be made (Not a directory)" in capsys.readouterr().err
+
+
 def test_a_snapshot_of_a_snapshot_is_refused(
     snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

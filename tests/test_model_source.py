@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save
 
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.model_source import (
@@ -127,8 +128,21 @@ def test_bad_configurations(content: str | None, match: str, copy_of: Path) -> N
 
 def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
     rewrite(copy_of / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+    (copy_of / "model.safetensors").write_bytes(save({}))
     assert load_model_config(str(copy_of)).architecture  # prompts can be processed
     with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
+        load_engine_config({"model": str(copy_of)})
+
+
+def test_devices_that_cannot_share_the_heads_are_refused(copy_of: Path) -> None:
+    (copy_of / "model.safetensors").write_bytes(save({}))
+    with pytest.raises(ConfigError, match=r"is 3, but the language model has \d+ attention heads"):
+        load_engine_config({"model": str(copy_of), "tensor_parallel_size": 3})
+
+
+def test_weights_are_checked_where_they_are_needed(copy_of: Path) -> None:
+    assert load_model_config(str(copy_of)).architecture  # prompts can be processed
+    with pytest.raises(CheckpointError, match="holds no weights"):
         load_engine_config({"model": str(copy_of)})
 
 

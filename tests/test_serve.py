@@ -4,8 +4,10 @@ import asyncio
 import base64
 import contextlib
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -317,12 +319,10 @@ def test_starts_that_fail_say_why(argv: list[str], match: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_weights_that_are_missing_end_the_start(tiny_gemma3: Path, tmp_path: Path) -> None:
-    for file in tiny_gemma3.iterdir():
-        if file.suffix != ".safetensors":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
+def start_in_vain(*argv: str) -> list[str]:
+    """Return the lines of a start that fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "mmjax.serve", str(tmp_path), "--port", "0"],
+        [sys.executable, "-m", "mmjax.serve", *argv, "--port", "0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -330,8 +330,31 @@ def test_weights_that_are_missing_end_the_start(tiny_gemma3: Path, tmp_path: Pat
         check=False,
     )
     assert done.returncode == 1
-    assert "safetensors" in done.stderr
     assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()
+
+
+def test_weights_that_are_missing_end_the_start(tiny_gemma3: Path, tmp_path: Path) -> None:
+    for file in tiny_gemma3.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "pytorch_model.bin").touch()
+    lines = start_in_vain(str(tmp_path))
+    assert f"`{tmp_path}` holds its weights as pickles (pytorch_model.bin)" in lines[-1]
+    assert not any("tokenizer" in line for line in lines), "found before anything is loaded"
+
+
+def test_the_last_line_says_why_the_engine_cannot_start(tiny_gemma3: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_gemma3, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["num_hidden_layers"] += 1
+    config["text_config"]["layer_types"].append("full_attention")
+    file.write_text(json.dumps(config))
+    lines = start_in_vain(str(tmp_path))
+    (line,) = (n for n, one in enumerate(lines) if "does not fit the model: 13 missing" in one)
+    assert lines[line].startswith("mmjax.serve: ")
+    assert all(one.startswith(("missing:", "  ")) for one in lines[line + 1 :])
 
 
 def test_a_port_in_use_is_said_at_once(url: str, tiny_gemma3: Path) -> None:

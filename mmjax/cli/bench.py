@@ -152,7 +152,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add("--num-requests", type=_positive, default=32, help="(default: %(default)s)")
     add("--concurrency", type=_positive, default=4, help="requests at once (default: %(default)s)")
     add("--max-tokens", type=_positive, default=32, help="of each answer (default: %(default)s)")
-    add("--images", type=int, default=1, help="in each request (default: %(default)s)")
+    add("--images", type=_count, default=1, help="in each request (default: %(default)s)")
     add("--image-size", type=_size, default="640x480", help="WxH (default: %(default)s)")
     add("--text", default="Describe the picture.", help="of each request (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the images' pixels (default: %(default)s)")
@@ -160,11 +160,15 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _positive(text: str) -> int:
+def _count(text: str, least: int = 0) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not a number of at least 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of at least {least}")
     return number
+
+
+def _positive(text: str) -> int:
+    return _count(text, 1)
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mmjax.cli.api_client import ApiClient
-from mmjax.cli.messages import user_message
+from mmjax.cli.messages import LIMITS, NO_LIMITS, user_message
+from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError
 
 _HELP = "/image FILE: show it with the next question; /new: forget all; /quit or Ctrl-D: leave"
@@ -29,16 +30,20 @@ def _ask_server(client: ApiClient, lora: str | None, fields: dict[str, Any]) -> 
 
 def _ask_here(model: str | None, lora: str | None, fields: dict[str, Any]) -> Answer:
     """Load the model into this process."""
-    # Imported here: it loads jax.
-    from mmjax import LLM, LoRARequest
+    from mmjax.model_source import resolve_adapter
     from mmjax.sampling_params import SamplingParams
 
-    adapter = None if lora is None else LoRARequest("adapter", 1, lora)
+    params = SamplingParams(**fields)
+    path = None if lora is None else str(resolve_adapter(lora))
+    # Imported here: it loads jax.
+    from mmjax import LLM, LoRARequest
+
+    adapter = None if path is None else LoRARequest("adapter", 1, path)
     settings = {} if lora is None else {"enable_lora": True, "max_loras": 1}
     llm = LLM(model, max_num_seqs=1, **settings)
 
     def answer(messages: Sequence[dict[str, Any]]) -> Iterator[str]:
-        for output in llm.stream_chat(messages, SamplingParams(**fields), lora_request=adapter):
+        for output in llm.stream_chat(messages, params, lora_request=adapter):
             yield output.outputs[0].text
 
     return answer
@@ -48,7 +53,9 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     """Answer one question, or ask for questions until there are no more."""
     options = _parse(argv, prog)
     try:
-        conversation = _Conversation(_choose(options), options)
+        limits = LIMITS if options.url is None else NO_LIMITS
+        user_message("", options.image, limits)  # refused before a model is loaded
+        conversation = _Conversation(_choose(options), options, limits)
         if options.text:
             conversation.ask(" ".join(options.text))
         else:
@@ -71,8 +78,9 @@ def _choose(options: argparse.Namespace) -> Answer:
 class _Conversation:
     """The messages so far."""
 
-    def __init__(self, answer: Answer, options: argparse.Namespace) -> None:
+    def __init__(self, answer: Answer, options: argparse.Namespace, limits: MediaLimits) -> None:
         self._answer = answer
+        self._limits = limits
         self._system = options.system
         self._images: list[str] = list(options.image)
         self._messages: list[dict[str, Any]] = []
@@ -98,7 +106,7 @@ class _Conversation:
 
     def ask(self, text: str) -> None:
         """Print the answer as it comes, and keep both."""
-        asked = [*self._messages, user_message(text, self._images)]
+        asked = [*self._messages, user_message(text, self._images, self._limits)]
         parts: list[str] = []
         for part in self._answer(asked):
             parts.append(part)
@@ -110,7 +118,7 @@ class _Conversation:
     def _obey(self, line: str) -> None:
         command, _, rest = line.partition(" ")
         if command == "/image" and rest:
-            user_message("", [rest])  # it can be read
+            user_message("", [rest], self._limits)  # it can be used
             self._images.append(rest.strip())
         elif command == "/new":
             self._forget()

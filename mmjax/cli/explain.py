@@ -31,10 +31,10 @@ def _explain(options: argparse.Namespace) -> Any:
     from mmjax.frontend.prompt.input_processor import InputProcessor
     from mmjax.model_source import load_model_config
 
+    messages = [user_message(" ".join(options.text), options.image)]
     processor = InputProcessor(load_model_config(options.model, revision=options.revision))
     try:
         chat = ChatParser.for_model(processor)
-        messages = [user_message(" ".join(options.text), options.image)]
         return processor.explain(chat.parse(messages))
     finally:
         processor.close()

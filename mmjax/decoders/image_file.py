@@ -73,13 +73,27 @@ def _open_image(
     data: bytes, limits: MediaLimits, param: str | None
 ) -> tuple[Image.Image, ImageHeader]:
     """Read the header, and hold it to the limits; no pixel is decoded."""
-    image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    try:
+        image = Image.open(BytesIO(data), formats=IMAGE_FORMATS)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        # Raised before the size is told, which the file's plugin has read by then.
+        check_image_size(_read_size(data), limits, param=param)
+        raise
     check_image_size(image.size, limits, param=param)
     tags = getattr(image, "tag_v2", None)
     if tags is not None:  # TIFF decodes tile by tile, and one may be larger than the image
         tile = (tags.get(_TIFF_TILE_WIDTH, 1), tags.get(_TIFF_TILE_LENGTH, 1))
         check_image_size(tile, limits, param=param)
     return image, ImageHeader(*image.size, _has_transparency(image))
+
+
+def _read_size(data: bytes) -> tuple[int, int]:
+    """Return (width, height) as Pillow's plugin for the file's format reads it."""
+    for name in IMAGE_FORMATS:
+        make, accepts = Image.OPEN[name]
+        if accepts is not None and accepts(data[:16]) is True:
+            return make(BytesIO(data), "").size
+    raise Image.UnidentifiedImageError("its format is not recognised")
 
 
 @contextmanager
@@ -91,7 +105,8 @@ def _named_faults(num_bytes: int, limits: MediaLimits, param: str | None) -> Ite
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise RequestValueError(
-            f"image is too large; at most {limits.max_image_pixels} pixels are accepted: shrink it",
+            f"image is too large ({error}); at most {limits.max_image_pixels} pixels are accepted: "
+            "scale it down",
             param=param,
         ) from error
     # Pillow's plugins raise OSError, ValueError, SyntaxError, struct.error, and more.

@@ -90,15 +90,11 @@ def run_engine(config: EngineConfig, address_in: str, address_out: str) -> None:
 
 
 def _start(config: EngineConfig) -> EngineCore:
-    """Return the engine; on a configuration's error, log it and exit with status 1."""
-    try:
-        if config.precompile is None:
-            is_alone = config.parallel.num_processes == 1
-            config = replace(config, precompile="smallest" if is_alone else "all")
-        return EngineCore(config)
-    except MMJaxError as error:
-        logger.error("the engine cannot start: %s", error)
-        raise SystemExit(1) from error
+    """Return the engine."""
+    if config.precompile is None:
+        is_alone = config.parallel.num_processes == 1
+        config = replace(config, precompile="smallest" if is_alone else "all")
+    return EngineCore(config)
 
 
 def follow_engine(config: EngineConfig) -> None:
@@ -112,7 +108,12 @@ def follow_engine(config: EngineConfig) -> None:
 
 def run_follower(config: EngineConfig, address_in: str, address_out: str) -> None:
     """Follow, as a process that is spawned as P1 is; it has no messages."""
-    follow_engine(config)
+    try:
+        follow_engine(config)
+    except MMJaxError as error:
+        # Nobody else tells of it: P0 may be on another host.
+        logger.error("the engine cannot start: %s", error)
+        raise
 
 
 class EngineLoop:

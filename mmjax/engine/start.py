@@ -41,7 +41,8 @@ from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
 from mmjax.weights.adapter import AdapterReader
 from mmjax.weights.load import load_params
-from mmjax.weights.snapshot import is_snapshot, load_snapshot
+from mmjax.weights.safetensors import is_snapshot
+from mmjax.weights.snapshot import load_snapshot
 
 logger = get_logger(__name__)
 
@@ -186,9 +187,7 @@ class EngineStart:
         if self._left_out:
             logger.info("no media are allowed: left out are %s", ", ".join(self._left_out))
         self._placement = make_placement(
-            config.parallel,
-            num_heads=config.model.hf_config.get_text_config().num_attention_heads,
-            num_kv_heads=model.kv_cache_spec.num_kv_heads,
+            config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads
         )
         if params is None:
             params = self._read(abstract)

@@ -35,6 +35,9 @@ Its object is a `ProcessorFactories`, or a class decorated with `register_proces
 
 ModelT = TypeVar("ModelT", bound=type)
 
+_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+"""The files of which a tokenizer needs one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
@@ -308,6 +311,10 @@ def _nearest(architecture: str) -> str:
 
 
 def _load_tokenizer(model_config: ModelConfig, load: Callable[[Path], Any] | None) -> Any:
+    path = model_config.path
+    # NOTE: of some families HF makes an empty tokenizer where there is no file.
+    if not any(file for pattern in _VOCABULARIES for file in path.glob(pattern)):
+        raise CheckpointError(f"`{path}` has no tokenizer.json; is the directory complete?")
     # On use only: it brings an installed torch along.
     from transformers import AutoTokenizer
 

@@ -18,7 +18,8 @@ from mmjax.config import Quantization
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.model_source import load_model_config, resolve_adapter
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
-from mmjax.parity.compare import TOLERANCE, format_case, format_summary
+from mmjax.parity.compare import TOLERANCE, CaseReport, format_case, format_summary
+from mmjax.parity.departures import describe
 from mmjax.parity.reference import import_torch
 from mmjax.parity.rounded import RoundedParity, format_rounded
 
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m mmjax
 
 
 def _run(options: argparse.Namespace) -> int:
-    model_config = load_model_config(options.model, revision=options.revision, dtype="float32")
+    model_config = load_model_config(
+        options.model, revision=options.revision, dtype="float32", needs_weights=True
+    )
     is_rounded = options.dtype != "float32" or options.quantization is not None
     if is_rounded and options.lora is not None:
         raise ConfigError("`--lora` is compared in float32; leave `--dtype`, `--quantization` out")
@@ -60,12 +63,14 @@ def _run(options: argparse.Namespace) -> int:
         return 0 if all(report.is_good for report in rounded_reports) else 1
     adapter = None if options.lora is None else resolve_adapter(options.lora)
     parity = Parity(model_config, max_len=options.max_len, adapter=adapter)
-    reports = []
+    reports: list[CaseReport] = []
+    explained: list[tuple[str, dict[str, float]]] = []
     for case in _make_cases(options, parity):
         reports.append(parity.run(case, max_tokens=options.max_tokens))
         if not options.summary_only:
             print(format_case(reports[-1], options.tolerance), end="\n\n", flush=True)
-    print(format_summary(reports, options.tolerance, parity.notes))
+        explained.append((case.name, parity.explain(case, reports[-1], options.tolerance)))
+    print(format_summary(reports, options.tolerance, describe(explained, parity.reference)))
     return 0 if all(report.is_within(options.tolerance) for report in reports) else 1
 
 
@@ -86,16 +91,30 @@ def _parse(arguments: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("model", nargs="?", help="a directory or a hub id; without it, the embedded default")
     add("--revision", help="of a hub id")
     add("--prompts", nargs="+", default=PROMPTS, help="texts to ask with every set of pictures")
-    add("--num-images", nargs="+", type=int, help="sizes of those sets; up to 3 without it")
-    add("--mm-processor-kwargs", type=json.loads, help='as JSON: {"do_pan_and_scan": true}')
+    add("--num-images", nargs="+", type=_count, help="sizes of those sets; up to 3 without it")
+    add("--mm-processor-kwargs", type=_object, help='as JSON: {"do_pan_and_scan": true}')
     add("--lora", metavar="DIR", help="an adapter that both compute with: a directory or hub id")
-    add("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
+    add("--max-tokens", type=_count, default=DEFAULT_MAX_TOKENS, help="greedy tokens to compare")
     add("--max-len", type=int, default=4096, help="room for a prompt and its greedy tokens")
     add("--tolerance", type=float, default=TOLERANCE, help="on logits, absolute")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="to compute in")
     add("--quantization", choices=get_args(Quantization), help="of mmjax's weights")
     add("--summary-only", action="store_true", help="leave out the tables")
     return parser.parse_args(arguments)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is not a number of at least 0")
+    return number
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
+    return value
 
 
 def _draw(width: int, height: int, seed: int) -> Image.Image:

@@ -16,6 +16,7 @@ from mmjax.models.host_inputs import AFFINE
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import CaseReport, compare
+from mmjax.parity.departures import find_settings, obeying
 from mmjax.parity.reference import (
     generate_reference,
     load_reference,
@@ -67,18 +68,18 @@ class Parity:
         if adapter is not None:
             self.reference = load_reference_adapter(self.reference, adapter)
 
-    @property
-    def notes(self) -> list[str]:
-        """Intended differences from HF with this checkpoint."""
-        cap = getattr(self.config.get_text_config(), "final_logit_softcapping", None)
-        if cap is None:
-            return []
-        return [
-            f"config.json sets `final_logit_softcapping` to {cap}: we cap the logits, as the "
-            f"configuration says; HF's `{type(self.reference).__name__}` does not. Logits are out "
-            "of tolerance by that alone, states and greedy tokens are not; leave it out to compare "
-            "logits"
-        ]
+    def explain(self, case: Case, report: CaseReport, tolerance: float) -> dict[str, float]:
+        """Return the settings by which alone the models differ, those of config.json; or none.
+
+        They are the fewest with which HF's model gives what ours does.
+        """
+        if report.is_within(tolerance):
+            return {}
+        for settings in find_settings(self.config):
+            with obeying(self.reference, settings):
+                if self.run(case, max_tokens=len(report.token_ids)).is_within(tolerance):
+                    return settings
+        return {}
 
     def takes_images(self, num_images: int) -> bool:
         """Return whether both models take a prompt with so many; HF's BLIP-2 needs one."""

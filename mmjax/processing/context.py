@@ -10,7 +10,13 @@ from transformers import BatchFeature
 
 from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
-from mmjax.errors import ConfigError, RequestError, RequestValueError
+from mmjax.errors import (
+    CheckpointError,
+    ConfigError,
+    MMJaxError,
+    RequestError,
+    RequestValueError,
+)
 from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.hf_call import (
     KnownKwargs,
@@ -32,6 +38,9 @@ from mmjax.processing.items.parse import (
 from mmjax.processing.media.encoded import PixelRange
 
 T = TypeVar("T")
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+"""What a processor is loaded from, beside the vocabulary; not every checkpoint has all of them."""
 
 _MAX_HF_PROCESSORS = 8
 """Loaded with different kwargs, and kept."""
@@ -178,7 +187,11 @@ class BaseProcessingInfo(ABC):
 
     @cached_property
     def _hf_processor(self) -> Any:
-        processor = self.load_hf_processor()
+        try:
+            processor = self.load_hf_processor()
+        # HF's code raises anything over files that are not there.
+        except Exception as error:
+            raise self._explain(error) from error
         try:
             check_known_kwargs(
                 self.ctx.get_mm_config().mm_processor_kwargs, self.get_known_mm_kwargs(processor)
@@ -186,6 +199,21 @@ class BaseProcessingInfo(ABC):
         except RequestError as error:
             raise ConfigError(f"`--mm-processor-kwargs`: {error}") from error
         return processor
+
+    def _explain(self, error: Exception) -> MMJaxError:
+        """Return an error that names the files that are not there."""
+        path = self.ctx.model_config.path
+        missing = [name for name in PROCESSOR_FILES if not (path / name).is_file()]
+        hint = f"; `{path}` has no {', no '.join(missing)}: is it complete?" if missing else ""
+        if isinstance(error, MMJaxError):
+            # Says what is wrong itself, unless all is by default.
+            is_bare = {*PROCESSOR_FILES[:2]} <= {*missing}
+            return CheckpointError(f"{error}{hint}") if is_bare else error
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        return CheckpointError(
+            f"the processor of `{self.model_id}` cannot be loaded: {type(error).__name__}: "
+            f"{reason}{hint}"
+        )
 
     def load_hf_processor(self) -> Any:
         """Load the HF processor; families whose AutoProcessor needs more than we have override."""

@@ -172,10 +172,10 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if _declared_length(scope) > self._max_bytes:
+        if (num_declared := _declared_length(scope)) > self._max_bytes:
             response = plain_error_response(
                 413,
-                f"the body is larger than {self._max_bytes} bytes; send smaller or fewer images",
+                self._explain(f"{num_declared}"),
                 code="http_413",
                 headers={"Connection": "close"},
             )
@@ -188,10 +188,15 @@ class BodyLimitMiddleware:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, headers={"Connection": "close"})
+                detail = self._explain(f"{num_bytes} or more")
+                raise HTTPException(413, detail, headers={"Connection": "close"})
             return message
 
         await self._app(scope, count, send)
+
+    def _explain(self, num_bytes: str) -> str:
+        most = self._max_bytes
+        return f"the body has {num_bytes} bytes, at most {most} are accepted; send smaller images"
 
 
 class RoomMiddleware:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from mmjax.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+SNAPSHOT_FILE = "mmjax_snapshot.json"
+"""The metadata of a snapshot, which `snapshot` writes and reads."""
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
@@ -45,6 +47,29 @@ class StoredTensor:
         """Return a slice in the file's dtype (bfloat16: of ml_dtypes)."""
         # NOTE: a tensor without axes is read with `...`, which returns a scalar.
         return np.asarray(self.slices[index if self.shape else ...])
+
+
+def is_snapshot(path: Path | str) -> bool:
+    """Return whether a directory holds a finished snapshot."""
+    return (Path(path) / SNAPSHOT_FILE).is_file()
+
+
+def check_weight_files(path: Path) -> None:
+    """Raise CheckpointError unless all of a checkpoint's files are there and whole, by headers.
+
+    A snapshot's are checked by their digests as they are loaded.
+    """
+    if is_snapshot(path):
+        return
+    damage: list[str] = []
+    for file in find_weight_files(path):
+        try:
+            with safe_open(str(path / file), framework="np"):
+                pass
+        except (SafetensorError, OSError, ValueError) as error:
+            damage.append(_explain_damage(path / file, error))
+    if damage:
+        raise CheckpointError("; ".join(damage))
 
 
 @contextmanager
@@ -105,11 +130,32 @@ def open_file(stack: ExitStack, file: Path) -> list[StoredTensor]:
             shape = tuple(view.get_shape())
             found.append(StoredTensor(name, file.name, shape, str(view.get_dtype()), view))
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"`{file}` is not a readable safetensors file ({error}); "
-            "is the download complete, or is it a Git LFS pointer?"
-        ) from error
+        raise CheckpointError(_explain_damage(file, error)) from error
     return found
+
+
+def _explain_damage(file: Path, error: Exception) -> str:
+    """Return why a file cannot be opened: by its size beside its header's, where that is why."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            header_size = int.from_bytes(start, "little")
+            header = opened.read(header_size) if header_size < size else b""
+    except OSError as reason:
+        return f"`{file}` cannot be read ({reason.strerror})"
+    if start == b"version ":
+        return f"`{file}` is a Git LFS pointer of {size} bytes; fetch the file by `git lfs pull`"
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        tensors = {**json.loads(header or "{}"), "__metadata__": {"data_offsets": [0, 0]}}
+        data_size = max(one["data_offsets"][1] for one in tensors.values())
+        if size < 8 + header_size + data_size:
+            least = "" if len(header) == header_size else "at least "
+            return (
+                f"`{file}` has {size} bytes, of {least}{8 + header_size + data_size} that its "
+                "header declares: download it again"
+            )
+    return f"`{file}` is not a readable safetensors file ({error}); download it again"
 
 
 def _explain_absence(path: Path) -> str:

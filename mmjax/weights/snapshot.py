@@ -17,13 +17,13 @@ from mmjax.errors import CheckpointError, SnapshotDamagedError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized
 from mmjax.weights.load import TensorProblems
+from mmjax.weights.safetensors import SNAPSHOT_FILE
 from mmjax.weights.sharding import param_sharding
 
 SCHEMA_VERSION = 1
 """Incremented when parameter names or layouts change; older snapshots are then refused."""
 
 _ARRAYS = "params"
-_METADATA = "mmjax_snapshot.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,6 @@ class SnapshotMetadata:
     architecture: str
     dtype: str
     schema_version: int = SCHEMA_VERSION
-
-
-def is_snapshot(path: Path | str) -> bool:
-    """Return whether a directory holds a finished snapshot."""
-    return (Path(path) / _METADATA).is_file()
 
 
 def save_snapshot(
@@ -61,7 +56,7 @@ def save_snapshot(
         architecture=architecture,
         dtype="+".join(sorted(dtypes)),
     )
-    if (path / _METADATA).exists() or (path / _ARRAYS).exists():
+    if (path / SNAPSHOT_FILE).exists() or (path / _ARRAYS).exists():
         raise CheckpointError(f"`{path}` holds a snapshot already; remove it, or name another")
     path.mkdir(parents=True, exist_ok=True)
     with _checkpointer() as checkpointer:
@@ -69,7 +64,7 @@ def save_snapshot(
     # Written last: without it the snapshot is unfinished.
     shapes = {name: list(leaf.shape) for name, leaf in leaves.items()}
     written = {**asdict(metadata), "shapes": shapes, "digests": _digests(path)}
-    (path / _METADATA).write_text(json.dumps(written, indent=1))
+    (path / SNAPSHOT_FILE).write_text(json.dumps(written, indent=1))
     return metadata
 
 
@@ -137,7 +132,7 @@ def _restore_args(targets: dict[str, Any]) -> Any:
 
 
 def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]], dict[str, str]]:
-    file = path / _METADATA
+    file = path / SNAPSHOT_FILE
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         shapes = {str(name): tuple(shape) for name, shape in raw.pop("shapes").items()}
@@ -146,7 +141,7 @@ def _read(path: Path) -> tuple[SnapshotMetadata, dict[str, tuple[int, ...]], dic
         metadata = SnapshotMetadata(**raw)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"`{path}` is no finished snapshot: it lacks `{_METADATA}`; make it again"
+            f"`{path}` is no finished snapshot: it lacks `{SNAPSHOT_FILE}`; make it again"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"`{file}` is not a snapshot's metadata: {error!r}") from error

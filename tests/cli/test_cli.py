@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,10 +151,50 @@ def test_chat_in_this_process_sends_the_same_messages(
     image, text = question["content"]
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
     assert text == {"type": "text", "text": "what?"}
-    assert main(["chat", "--lora", "some/adapter", "what?"]) == 0
+    assert main(["chat", "--lora", "tiny_scenes/italian", "what?"]) == 0
     (_, settings), (*_, adapter) = seen[2:]
     assert settings["enable_lora"]
-    assert adapter.lora_path == "some/adapter"
+    assert adapter.lora_path.endswith("adapters/italian")
+
+
+def bomb() -> bytes:
+    """A PNG whose header promises 20000 x 20000 pixels."""
+    chunk = b"IHDR" + (20_000).to_bytes(4, "big") * 2 + b"\x08\x02\x00\x00\x00"
+    checksum = zlib.crc32(chunk).to_bytes(4, "big")
+    return b"\x89PNG\r\n\x1a\n\x00\x00\x00\x0d" + chunk + checksum + b"\x00\x00\x00\x00IDAT"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--image", "no/such.png"], "no/such.png cannot be read (No such file or directory)"),
+        (["--image", "adapter"], "adapter cannot be read (Is a directory)"),
+        (["--image", "text.png"], "text.png cannot be used: Failed to load image of 4 bytes"),
+        (["--image", "bomb.png"], "20000x20000 = 400000000 pixels, at most 50000000 are"),
+        (["--lora", "./no/adapter"], "the adapter's directory `./no/adapter` does not exist"),
+        (["--lora", "adapter"], "the adapter's directory `adapter` has no adapter_config.json"),
+        (["--temperature", "-1"], "`temperature` is -1"),
+    ],
+)
+def test_chat_refuses_its_arguments_before_a_model_is_loaded(
+    argv: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("mmjax.llm.llm.LLM", load)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "text.png").write_text("text")
+    (tmp_path / "bomb.png").write_bytes(bomb())
+    assert main(["chat", *argv, "what?"]) == 1
+    written = capsys.readouterr().err
+    assert written.startswith("mmjax chat: ")
+    assert words in written
 
 
 def test_chat_names_a_servers_adapter(
@@ -185,6 +226,11 @@ def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "mmjax explain: model directory `./no/such` does not exist" in capsys.readouterr().err
 
 
+def test_explain_looks_at_its_images_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--model", "./no/such", "--image", "/no/such.png", "red"]) == 1
+    assert "the image /no/such.png cannot be read" in capsys.readouterr().err
+
+
 def test_bench_counts_what_it_asked_for(
     ask: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,7 +256,9 @@ def test_figures_of_a_bench() -> None:
     assert figures["tpot_ms_p50"] == 50
 
 
-@pytest.mark.parametrize("argv", [["--num-requests", "0"], ["--image-size", "40"]])
+@pytest.mark.parametrize(
+    "argv", [["--num-requests", "0"], ["--image-size", "40"], ["--images", "-1"]]
+)
 def test_bench_refuses_wrong_sizes(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", *argv])

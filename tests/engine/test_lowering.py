@@ -129,7 +129,7 @@ def test_only_steps_with_images_both_ways_do_without_the_tpu_kernel():
 def test_on_a_mesh_each_device_calls_the_kernel_with_its_heads(monkeypatch: pytest.MonkeyPatch):
     chip = tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1)
     monkeypatch.setitem(tpu_info.registry, "cpu", lambda: chip)
-    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_heads=2, num_kv_heads=1)
+    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_kv_heads=1)
     programs = make_programs(CausalGemma3, "tpu", jnp.dtype(jnp.bfloat16), placement)
     for program in programs.by_kind(8)["step"]:
         text = lower(program, "tpu")
@@ -161,7 +161,7 @@ def test_steps_lower_for_cuda(model_class: Any):
 
 @pytest.mark.usefixtures("as_with_cuda")
 def test_on_a_mesh_each_gpu_calls_the_kernel_with_its_heads():
-    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_heads=2, num_kv_heads=1)
+    placement = make_placement(ParallelConfig(tensor_parallel_size=2), num_kv_heads=1)
     programs = make_programs(CausalGemma3, "gpu", jnp.dtype(jnp.bfloat16), placement)
     text = lower(programs.by_kind(8)["step"][-1], "cuda")
     assert len(CUDA_CALL.findall(text)) == NUM_LAYERS

@@ -159,13 +159,17 @@ def test_pictures_are_spread_where_there_is_one_for_each_device():
     [
         (4, 3, r"`--tensor-parallel-size` is 3.*4 attention heads.*1, 2, 4"),
         (6, 4, r"6 attention heads.*1, 2, 3, 6"),
-        (16, 8, r"8, 8 in each process, but a process has 4 cpu devices"),
     ],
 )
 def test_a_size_that_does_not_fit_is_refused(num_heads: int, size: int, words: str):
-    config = ParallelConfig(tensor_parallel_size=size)
     with pytest.raises(ConfigError, match=words):
-        make_placement(config, num_heads=num_heads, num_kv_heads=1)
+        ParallelConfig(tensor_parallel_size=size).check_heads(num_heads)
+
+
+def test_more_devices_than_there_are_are_refused():
+    words = "8, 8 in each process, but a process has 4 cpu devices"
+    with pytest.raises(ConfigError, match=words):
+        make_placement(ParallelConfig(tensor_parallel_size=8), num_kv_heads=1)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +198,7 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 )
 def test_key_value_heads_are_cut_or_shared(num_kv_heads: int, size: int, shape: tuple[int, ...]):
     config = ParallelConfig(tensor_parallel_size=size)
-    placement = make_placement(config, num_heads=24, num_kv_heads=num_kv_heads)
+    placement = make_placement(config, num_kv_heads=num_kv_heads)
     assert placement.mesh is not None
     assert tuple(placement.mesh.shape.values()) == shape
     # Others would have every operation of a model name its sharding.

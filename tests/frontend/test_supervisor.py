@@ -146,15 +146,29 @@ def test_a_life_a_crash_and_another_life() -> None:
     with_supervisor("", body)
 
 
-def test_a_start_that_fails_is_not_repeated() -> None:
+@pytest.mark.parametrize(
+    ("mood", "words"),
+    [
+        ("refuses a flag", "^the flag is wrong$"),
+        ("has a bug", "^KeyError: 'lost'$"),
+        ("dies at start", "ended before it was ready; see its log"),
+    ],
+)
+def test_a_start_that_fails_says_why_and_is_not_repeated(
+    mood: str, words: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmjax.frontend.engine_client.supervisor.logger.propagate", True)
+
     async def body(supervisor: Supervisor, listener: Listener) -> None:
-        with pytest.raises(EngineStartError):
+        with pytest.raises(EngineStartError, match=words):
             await supervisor.wait_ready()
         assert supervisor.state == "dead"
         assert not supervisor.is_healthy
         assert listener.num_deaths == 1
 
-    assert with_supervisor("dies at start", body).num_restarts == 0
+    assert with_supervisor(mood, body).num_restarts == 0
+    # What the caller is told is not logged as well.
+    assert ("its last lines: " in caplog.text) == (mood == "dies at start")
 
 
 def test_a_first_start_that_someone_kills_is_repeated() -> None:

@@ -170,16 +170,60 @@ def test_a_prompt_that_is_too_long_is_no_difference(
     assert "tokens, and `--max-len` is 32; give" in capsys.readouterr().err
 
 
-def test_a_capped_checkpoint_differs_by_decision_and_the_command_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("caps", "explaining"),
+    [
+        ({"final_logit_softcapping": 5.0}, "`final_logit_softcapping` to 5.0"),
+        ({"attn_logit_softcapping": 0.1}, "`attn_logit_softcapping` to 0.1"),
+        (
+            {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 0.1},
+            "`final_logit_softcapping` to 5.0 and `attn_logit_softcapping` to 0.1",
+        ),
+        (
+            {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 1e9},
+            "`final_logit_softcapping` to 5.0",
+        ),
+    ],
+)
+def test_the_command_names_what_explains_a_difference(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caps: dict[str, float],
+    explaining: str,
 ):
-    capped = tiny_gemma3_checkpoint(tmp_path, text={"final_logit_softcapping": 5.0})
-    arguments = ["--prompts", "Which?", "--num-images", "0", "--max-tokens", "2"]
+    capped = tiny_gemma3_checkpoint(tmp_path, text=caps)
+    arguments = ["--prompts", "Which?", "--num-images", "1", "--max-tokens", "2"]
     assert main([str(capped), *arguments, "--summary-only"]) == 1
-    out = capsys.readouterr().out
-    assert "parity: NO" in out
-    assert "same    logits" in out, "states and tokens agree"
-    assert "`final_logit_softcapping` to 5.0: we cap the logits" in out.splitlines()[-1]
+    result, note = capsys.readouterr().out.splitlines()[-2:]
+    assert result.startswith("parity: NO")
+    assert note.startswith(f"note: config.json sets {explaining}: mmjax obeys")
+    assert "explains 'Which?' + 1: within tolerance" in note
+
+
+def test_a_difference_that_the_caps_do_not_explain_has_no_note(tmp_path: Path):
+    caps = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 0.1}
+    capped = tiny_gemma3_checkpoint(tmp_path, text=caps)
+    parity = Parity(load_model_config(str(capped)), max_len=320)
+    layers = parity.ours.params["language_model"]["layers"]
+    layers[1] = jax.tree.map(lambda leaf: leaf * 1.01, layers[1])
+    case = make_case("no picture")
+    assert parity.explain(case, parity.run(case, max_tokens=1), 1e-4) == {}
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "words"),
+    [
+        ("--num-images", "-1", "-1 is not a number of at least 0"),
+        ("--max-tokens", "-1", "-1 is not a number of at least 0"),
+        ("--mm-processor-kwargs", "[1]", "[1] is not a JSON object"),
+    ],
+)
+def test_the_command_refuses_wrong_arguments(
+    argument: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        main(["./nowhere", argument, value])
+    assert words in capsys.readouterr().err
 
 
 def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]):

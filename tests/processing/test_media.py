@@ -129,9 +129,19 @@ class TestLimits:
         assert caught.value.status == 400
         assert caught.value.param == "messages"
 
-    def test_pillows_own_bomb_check_is_a_clients_error_too(self):
-        with pytest.raises(RequestValueError, match="too large"):
-            load_image_bytes(png_header(2**16, 2**16), LIMITS)
+    @pytest.mark.parametrize("format", ["PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF"])
+    def test_what_pillow_itself_refuses_is_told_its_size(
+        self, format: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        data = encode(draw(300, 200), format)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+        words = "300x200 = 60000 pixels, at most 100 are accepted"
+        if format == "WEBP":  # its plugin does not tell the sides
+            words = r"\(60000 pixels\).*at most 100 pixels are accepted"
+        with pytest.raises(RequestValueError, match=words):
+            load_image_bytes(data, MediaLimits(max_image_pixels=100))
+        with pytest.raises(RequestValueError, match=r"\(60000 pixels\) exceeds limit of 20 pixels"):
+            load_image_bytes(data, MediaLimits())
 
     def test_a_text_bomb_in_a_png_is_refused(self):
         text = PngImagePlugin.PngInfo()

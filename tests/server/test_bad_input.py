@@ -289,11 +289,13 @@ def test_bodies_that_are_no_request(server: Server, content: bytes, kind: str) -
 
 def test_large_bodies(make_server: MakeServer) -> None:
     server = make_server(max_request_bytes=1000)
-    error_of(server.chat(messages=[{"role": "user", "content": "a" * 2000}]), 413)
+    error = error_of(server.chat(messages=[{"role": "user", "content": "a" * 2000}]), 413)
+    assert re.search(r"the body has 2\d{3} bytes, at most 1000 are", error["message"])
     # Without a length: the count says when it is enough.
     chunks = (b"a" * 100 for _ in range(1000))
     headers = {"content-type": "application/json"}
-    error_of(server.http.post("/v1/chat/completions", content=chunks, headers=headers), 413)
+    error = error_of(server.http.post("/v1/chat/completions", content=chunks, headers=headers), 413)
+    assert re.search(r"the body has \d+ or more bytes, at most 1000 are", error["message"])
     assert server.chat().status_code == 200
 
 

@@ -36,7 +36,7 @@ ACCEPTED = (
     "--uds /run/s --ssl-keyfile /k --ssl-certfile /c --enable-log-requests --enable-log-outputs "
     "--max-log-len 5 --log-format json --max-num-queued-tokens 600 --download-dir /d "
     "--generation-config vllm --otlp-traces-endpoint http://c/v1/traces "
-    "-tp 4 --distributed-coordinator h:1 --distributed-num-processes 2 "
+    "-tp 2 --distributed-coordinator h:1 --distributed-num-processes 2 "
     "--distributed-process-id 1"
 ).split()
 JSON_FLAGS = [
@@ -132,7 +132,7 @@ def test_flags_reach_the_engine(flags: argparse.Namespace, tiny_gemma3: Path) ->
     assert config.log_level == "debug"
     assert not config.scheduler.async_scheduling
     assert config.parallel == ParallelConfig(
-        tensor_parallel_size=4, coordinator_address="h:1", num_processes=2, process_id=1
+        tensor_parallel_size=2, coordinator_address="h:1", num_processes=2, process_id=1
     )
     assert config.compilation_cache_dir == Path("/cache")
     assert not config.use_tqdm

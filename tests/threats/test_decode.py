@@ -39,7 +39,7 @@ PLACE = "messages[0].content[0].image_url.url"
 KNOWN_ERRORS = re.compile(
     r"`messages\[0\]\.content\[0\]\.image_url\.url`"
     r"( holds no image that can be decoded; send a whole file, .*"
-    r"|: image (is \d+x\d+ = \d+ pixels, at most|is too large; at most|is \d+x\d+ pixels; it).*)"
+    r"|: image (is \d+x\d+ = \d+ pixels, at most|is too large \(|is \d+x\d+ pixels; it).*)"
 )
 """All that a client is told of a picture; `.` holds fixed words and numbers alone."""
 

@@ -16,7 +16,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import flatten_params
 from mmjax.weights.load import load_params
 from mmjax.weights.rules import Rule, Split, Stack
-from mmjax.weights.safetensors import StoredTensor
+from mmjax.weights.safetensors import StoredTensor, check_weight_files
 from tests.weights.checkpoints import SHAPES, abstract_tree, random_tensors, write_checkpoint
 
 EMBEDDING = "language_model.embed_tokens.weight"
@@ -254,6 +254,33 @@ def test_an_unreadable_directory_says_why(tmp_path: Path, files: dict[str, bytes
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=match):
         load(tmp_path)
+
+
+def cut(file: Path, size: int) -> str:
+    with file.open("rb+") as opened:
+        opened.truncate(size)
+    return f"`{file}` has {size} bytes, of"
+
+
+def test_all_files_are_checked_before_any_is_read(tmp_path: Path):
+    write_checkpoint(tmp_path, random_tensors(), num_shards=3)
+    first, whole, last = sorted(tmp_path.glob("*.safetensors"))
+    check_weight_files(tmp_path)
+    size = last.stat().st_size
+    words = [cut(first, 20), cut(last, size - 1)]
+    with pytest.raises(CheckpointError) as caught:
+        check_weight_files(tmp_path)
+    assert all(word in str(caught.value) for word in words)
+    assert f"{size - 1} bytes, of {size} that its header declares" in str(caught.value)
+    assert whole.name not in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"{first.name}` has 20 bytes, of at least"):
+        load(tmp_path)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
+        check_weight_files(tmp_path)
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path):

@@ -219,24 +219,14 @@ def _sum_rows(rows: Shaped[Array, "N ..."], target: Sharding) -> Shaped[Array, "
     return jax.lax.with_sharding_constraint(rows.sum(0, dtype=rows.dtype), target)
 
 
-def make_placement(config: ParallelConfig, *, num_heads: int, num_kv_heads: int) -> Placement:
+def make_placement(config: ParallelConfig, *, num_kv_heads: int) -> Placement:
     """Return the placement over the devices of all processes, after `join_processes`.
 
     Args:
-        config: The number of devices.
-        num_heads: Attention heads of the language model; a multiple of the devices.
+        config: The number of devices, which divides the language model's attention heads.
         num_kv_heads: Its key-value heads; if fewer than devices, groups of devices share one.
     """
     size = config.tensor_parallel_size
-    if num_heads % size:
-        fitting = [
-            n for n in range(1, num_heads + 1) if not (num_heads % n or n % config.num_processes)
-        ]
-        raise ConfigError(
-            f"`--tensor-parallel-size` is {size}, but the language model has {num_heads} attention "
-            f"heads, which {size} devices cannot share evenly; give one of "
-            f"{', '.join(map(str, fitting))}"
-        )
     if size == 1:
         return Placement()
     devices = _choose_devices(config)

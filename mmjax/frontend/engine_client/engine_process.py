@@ -27,6 +27,8 @@ logger = get_logger(__name__)
 NUM_LAST_LINES = 20
 """Lines of P1's stderr in the report of its end."""
 _MAX_LINE_BYTES = 500
+_MAX_ERROR_BYTES = 16384
+"""Of the error that ends P1: fewer than a pipe takes that nobody reads yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,10 @@ class EngineProcess:
     directory: IpcDirectory
     process: BaseProcess
     configs: Connection
-    """Where the process, which meanwhile imports JAX, waits for its configuration."""
+    """Where the process, which meanwhile imports JAX, waits for its configuration.
+
+    It answers with the error that ends it, if one does.
+    """
     tail: StderrTail | None
     """None on a terminal, where the lines stand above, and progress bars need it."""
     sender: AsyncSender | None = None
@@ -100,7 +105,7 @@ class EngineProcess:
     @classmethod
     def _spawn_in(cls, directory: IpcDirectory, options: SpawnOptions) -> "EngineProcess":
         create_step_record(directory.step_record_path)
-        theirs, ours = multiprocessing.Pipe(duplex=False)
+        theirs, ours = multiprocessing.Pipe()
         reading, writing = (None, None) if os.isatty(2) else multiprocessing.Pipe(duplex=False)
         process = multiprocessing.get_context("spawn").Process(
             target=_run_child,
@@ -128,7 +133,6 @@ class EngineProcess:
         # Of a process that has ended, supervision tells.
         with contextlib.suppress(BrokenPipeError):
             self.configs.send(config)
-        self.configs.close()
 
     def open(self) -> None:
         """Bind the sockets, in the running event loop."""
@@ -154,6 +158,13 @@ class EngineProcess:
     def read_computed(self) -> tuple[str, ...]:
         """Return the sequences that the process computed last."""
         return read_step_record(self.directory.step_record_path)
+
+    def read_error(self) -> str | None:
+        """Return the error that ended the process; None where it told none."""
+        with contextlib.suppress(OSError, EOFError):
+            if self.configs.poll():
+                return self.configs.recv_bytes().decode(errors="replace")
+        return None
 
     def finish_stderr(self) -> list[str]:
         """Return the last lines of an ended process's stderr; blocks for a moment."""
@@ -206,9 +217,17 @@ def _run_child(
         run(config, directory.address("in"), directory.address("out"))
     except MMJaxError as error:
         # A wrong checkpoint or setting: the message is enough, without a traceback.
-        print(f"mmjax engine: {error}", file=sys.stderr)
+        _tell(configs, str(error))
         sys.exit(1)
+    except Exception as error:
+        _tell(configs, f"{type(error).__name__}: {error}")
+        raise
     _leave()
+
+
+def _tell(configs: Connection, error: str) -> None:
+    with contextlib.suppress(OSError):
+        configs.send_bytes(error.encode(errors="replace")[:_MAX_ERROR_BYTES])
 
 
 def _leave() -> None:

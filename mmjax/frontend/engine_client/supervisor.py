@@ -139,6 +139,7 @@ class Supervisor:
         """Messages of the present P1, without heartbeats."""
         self._fault: Fault | None = None
         """Why the present P1 was killed."""
+        self._start_error = "the engine process ended before it was ready; see its log"
         self._engine = EngineProcess.spawn(self._options)
         self._watch = self._make_watch()
         if config is not None:
@@ -182,7 +183,7 @@ class Supervisor:
             for wait in waits:
                 wait.cancel()
         if self.ready is None:
-            raise EngineStartError("the engine process ended before it was ready; see its log")
+            raise EngineStartError(self._start_error)
         return self.ready
 
     async def send(self, message: EngineMessage) -> None:
@@ -304,10 +305,14 @@ class Supervisor:
         return await self._report(engine)
 
     async def _report(self, engine: EngineProcess) -> EngineExit:
-        """Log all that is known of P1's end, as one record."""
+        """Log all that is known of P1's end, as one record; not what `wait_ready` tells."""
         lines = await asyncio.to_thread(engine.finish_stderr)
         exit_code = engine.process.exitcode
         engine_exit = EngineExit(cause=self._find_cause(), request_ids=engine.read_computed())
+        if (error := engine.read_error()) is not None:
+            self._start_error, lines = error, [error]
+            if not self._may_restart():
+                return engine_exit
         reason = "" if self._fault is None else f", since it {self._fault.text}"
         logger.error(
             "the engine process (pid %s) ended by %s%s, after %d restarts; it computed %s; its "

@@ -271,10 +271,11 @@ class _Download:
 
     def take(self, num_bytes: int, *, param: str) -> None:
         """Count bytes before they are kept; RequestError where they are too many."""
-        if self.num_bytes + num_bytes > self._max_request_bytes:
+        if (total := self.num_bytes + num_bytes) > self._max_request_bytes:
             raise RequestValueError(
-                f"the files up to `{param}` have more than {self._max_request_bytes} bytes, which "
-                "one request may fetch; send fewer or smaller ones",
+                f"the files up to `{param}` have {total} bytes or more, at most "
+                f"{self._max_request_bytes} are fetched for one request; send fewer or smaller "
+                "ones",
                 param=param,
             )
         if self._connector.num_held_bytes + num_bytes > self._max_bytes:

@@ -170,11 +170,11 @@ async def _read(
         raise _failed(param, "came compressed, which was not asked for")
     declared = _header(response, b"content-length")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise _too_large(param, max_bytes)
+        raise _too_large(param, f"{int(declared[:20])}", max_bytes)
     body = bytearray()
     async for chunk in response.aiter_stream():
-        if len(body) + len(chunk) > max_bytes:
-            raise _too_large(param, max_bytes)
+        if (num_bytes := len(body) + len(chunk)) > max_bytes:
+            raise _too_large(param, f"{num_bytes} or more", max_bytes)
         take(len(chunk))
         body += chunk
     return bytes(body)
@@ -192,7 +192,9 @@ def _failed(param: str, reason: str) -> MediaError:
     )
 
 
-def _too_large(param: str, max_bytes: int) -> RequestValueError:
+def _too_large(param: str, num_bytes: str, max_bytes: int) -> RequestValueError:
     return RequestValueError(
-        f"`{param}` leads to a file of more than {max_bytes} bytes; give a smaller one", param=param
+        f"`{param}` leads to a file of {num_bytes} bytes, at most {max_bytes} are accepted; give a "
+        "smaller one",
+        param=param,
     )

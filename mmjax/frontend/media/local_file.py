@@ -20,7 +20,7 @@ def read_local_file(url: str, root: Path | None, max_bytes: int, *, param: str) 
             param=param,
         )
     try:
-        data = _read(_path_of(url), root, max_bytes)
+        data, size = _read(_path_of(url), root, max_bytes)
     except (OSError, ValueError):
         raise RequestValueError(
             f"`{param}` names no readable file within `--allowed-local-media-path`; write "
@@ -29,7 +29,9 @@ def read_local_file(url: str, root: Path | None, max_bytes: int, *, param: str) 
         ) from None
     if len(data) > max_bytes:
         raise RequestValueError(
-            f"`{param}` has more than {max_bytes} bytes; give a smaller file", param=param
+            f"`{param}` has {max(size, len(data))} bytes, at most {max_bytes} are accepted; "
+            "give a smaller file",
+            param=param,
         )
     return data
 
@@ -42,8 +44,10 @@ def _path_of(url: str) -> str:
     raise ValueError("no path")
 
 
-def _read(path: str, root: Path, max_bytes: int) -> bytes:
-    """Open a file below `root` after links are resolved, and read one byte more than allowed.
+def _read(path: str, root: Path, max_bytes: int) -> tuple[bytes, int]:
+    """Open a file below `root` after links are resolved; read one byte more than allowed.
+
+    Also returns its size.
 
     NOTE: opened directory by directory, following no link: what is opened is what was checked, also
     where somebody replaces a directory by a link meanwhile.
@@ -66,4 +70,4 @@ def _read(path: str, root: Path, max_bytes: int) -> bytes:
         # The files of /proc are regular, too, and have no size.
         if not stat.S_ISREG(status.st_mode) or status.st_size == 0:
             raise ValueError("no regular file")
-        return file.read(min(status.st_size, max_bytes) + 1)
+        return file.read(min(status.st_size, max_bytes) + 1), status.st_size

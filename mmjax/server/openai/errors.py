@@ -35,7 +35,6 @@ _HTTP_MESSAGES: Mapping[int, str] = {
     403: "clients with other API keys share this server, and must not see this; start it with one",
     404: "there is nothing at this address; see `/v1/models`, `/v1/chat/completions`",
     405: "this address does not take this method",
-    413: "the body is larger than this server takes; send smaller or fewer images",
 }
 _RETRY_AFTER_S = 5
 _MAX_LOGGED_CHARS = 200
@@ -173,6 +172,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def _http_error(request: Request, error: HTTPException) -> Response:
         status = error.status_code
         message = _HTTP_MESSAGES.get(status, "this request cannot be served")
+        if status == 413:  # of a body, whose detail is ours
+            message = error.detail
         headers = dict(error.headers or {})
         if status == 405:
             # Starlette names those of the first route alone.

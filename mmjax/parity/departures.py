@@ -1,0 +1,84 @@
+"""Settings of config.json that mmjax obeys and HF's model of a family may ignore.
+
+Whether one explains a difference is computed: with HF's model made to obey it, both agree.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain, combinations
+from typing import Any
+
+from mmjax.parity.reference import import_torch
+
+
+@contextmanager
+def obeying(model: Any, settings: Mapping[str, float]) -> Iterator[None]:
+    """Let HF's model obey `settings`, keys of `DEPARTURES`, within the context."""
+    with ExitStack() as stack:
+        for key, value in settings.items():
+            stack.enter_context(DEPARTURES[key](model, value))
+        yield
+
+
+def find_settings(config: Any) -> list[dict[str, float]]:
+    """Return the sets of those that a model's configuration has, the smallest first."""
+    text = config.get_text_config()
+    found = {key: getattr(text, key, None) for key in DEPARTURES}
+    items = [(key, value) for key, value in found.items() if value is not None]
+    sizes = range(1, len(items) + 1)
+    return [dict(some) for some in chain.from_iterable(combinations(items, n) for n in sizes)]
+
+
+def describe(explained: Sequence[tuple[str, Mapping[str, float]]], model: Any) -> list[str]:
+    """Return a note for each set of settings that explains the differences of named cases."""
+    cases: dict[str, list[str]] = {}
+    for name, settings in explained:
+        values = " and ".join(f"`{key}` to {value}" for key, value in settings.items())
+        cases.setdefault(values, []).append(name)
+    return [
+        f"config.json sets {values}: mmjax obeys, HF's `{type(model).__name__}` does not. This "
+        f"alone explains {', '.join(names)}: within tolerance once HF's model obeys as well"
+        for values, names in cases.items()
+        if values
+    ]
+
+
+@contextmanager
+def _capping_logits(model: Any, cap: float) -> Iterator[None]:
+    def replace(module: Any, arguments: Any, output: Any) -> None:
+        output.logits = import_torch().tanh(output.logits / cap) * cap
+
+    handle = model.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _capping_scores(model: Any, cap: float) -> Iterator[None]:
+    """Pass the cap on to attention, of which only the eager implementation takes one."""
+
+    def extend(module: Any, arguments: Any, kwargs: Any) -> Any:
+        return arguments, {**kwargs, "softcap": cap}
+
+    handles = [
+        module.register_forward_pre_hook(extend, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "attn_logit_softcapping")
+    ]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for handle in handles:
+            handle.remove()
+
+
+DEPARTURES: Mapping[str, Callable[[Any, float], AbstractContextManager[None]]] = {
+    "final_logit_softcapping": _capping_logits,
+    "attn_logit_softcapping": _capping_scores,
+}
+"""By their keys in the configuration of the text model."""
