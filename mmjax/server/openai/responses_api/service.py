@@ -233,6 +233,7 @@ def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompleti
         "messages": messages,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": body.wants_logprobs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "tools": to_chat_tools(body.tools),
         "tool_choice": to_chat_tool_choice(body.tool_choice),
         "response_format": to_chat_format(None if body.text is None else body.text.format),
