@@ -123,6 +123,7 @@ def load_model_config(
     revision: str | None = None,
     max_model_len: int | None = None,
     download_dir: Path | None = None,
+    served_model_name: str | Sequence[str] = (),
     **fields: Any,
 ) -> ModelConfig:
     """Read the checkpoint's config.json into a ModelConfig.
@@ -132,6 +133,7 @@ def load_model_config(
         revision: Of a hub id.
         max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
         download_dir: As in `resolve_model`.
+        served_model_name: One or several.
         fields: Other settings of ModelConfig, and `mm`.
     """
     path = resolve_model(model, revision=revision, download_dir=download_dir)
@@ -144,7 +146,9 @@ def load_model_config(
             f"`max_model_len` is {max_model_len}, but the checkpoint knows {longest} positions; "
             f"give at most {longest}"
         )
+    names = (served_model_name,) if isinstance(served_model_name, str) else served_model_name
     return SETTING_CLASSES["model"](
+        served_model_name=tuple(names),
         model=model or DEFAULT_MODEL,
         path=path,
         hf_config=hf_config,

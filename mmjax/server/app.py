@@ -213,9 +213,12 @@ def _add_docs_route(app: FastAPI) -> None:
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:
+    names = client.input_processor.model_config.public_names
+
     def cards() -> list[ModelCard]:
         adapters = client.adapters.names
-        return [card, *(replace(card, id=one, root=one, parent=card.id) for one in adapters)]
+        own = (replace(card, id=one) for one in names)
+        return [*own, *(replace(card, id=one, root=one, parent=card.id) for one in adapters)]
 
     @app.get("/v1/models")
     async def models() -> Response:

@@ -159,7 +159,7 @@ class ResponsesService:
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata or {},
-            model=body.model or self._generation.model_name,
+            model=self._generation.answer_name(body.model),
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             store=body.store is not False and self._store.is_on,
