@@ -101,7 +101,7 @@ def is_held(flag: str, value: object) -> bool:
     """Return whether a flag of vLLM's, with its value, says what is so anyway."""
     values = HELD_FLAGS.get(flag)
     if values == ():
-        return value is True
+        return value in (True, "true")
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return values is not None and text in values
 

@@ -113,7 +113,7 @@ def test_the_effort_of_reasoning_is_the_templates_where_it_asks(
         ("guided_regex", "a+", '`structured_outputs: {"regex": ...}`'),
         ("guided_choice", ["a", "b"], '`structured_outputs: {"choice": [...]}`'),
         ("guided_grammar", "start: A", '`structured_outputs: {"grammar": ...}`'),
-        ("guided_whitespace_pattern", " ?", "whitespace_pattern"),
+        ("guided_whitespace_pattern", " ?", '`structured_outputs: {"whitespace_pattern": ...}`'),
         ("guided_decoding_backend", "xgrammar", "it is always llguidance"),
     ],
 )
