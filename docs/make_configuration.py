@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmjax.config import SETTING_CLASSES, llm_settings
+from mmjax.refused_flags import HELD_FLAGS
 from mmjax.settings import Setting, settings_of
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
@@ -40,7 +41,8 @@ A few are also read from the environment, which the file and a flag override: th
 whether it is from a flag, the file, the environment or the default, as such a file;
 `python -m mmjax.serve --dump-config` prints the same.
 
-vLLM's flags have vLLM's meaning, or are refused with the reason and what to give instead.
+vLLM's flags have vLLM's meaning, or are refused with the reason and what to give instead. Those
+that say what is so anyway are taken, as flags, keys and keywords: {held}
 
 `null` and `None` mean the default. Errors name the nearest known setting, or the expected values.
 """
@@ -48,7 +50,15 @@ vLLM's flags have vLLM's meaning, or are refused with the reason and what to giv
 
 def make_page() -> str:
     """Return the page: a table for each group of settings."""
-    return "\n".join([INTRODUCTION, *_make_groups()])
+    return "\n".join([INTRODUCTION.replace("{held}", _list_held()), *_make_groups()])
+
+
+def _list_held() -> str:
+    shown = (
+        " or ".join(f"`{' '.join((flag, value))}`" for value in values) or f"`{flag}`"
+        for flag, values in HELD_FLAGS.items()
+    )
+    return ", ".join(shown) + "."
 
 
 def _make_groups() -> Iterator[str]:

@@ -59,8 +59,12 @@ class ModelConfig:
         bits for each token; int8-weights: the weights alone.""",
         unset="none",
     )
-    served_model_name: str = setting(
-        "", "Name of the model in requests and `/v1/models`.", unset="`model`, as given"
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "Names of the model in requests and `/v1/models`; the first is in answers and metrics.",
+        unset="`model`, as given",
+        is_valid=bool,
+        expected="names that are not empty",
     )
     revision: str | None = setting(
         None, "Branch, tag or commit of a hub id.", unset="the hub's main branch"
@@ -107,9 +111,14 @@ class ModelConfig:
         check_settings(self)
 
     @property
+    def public_names(self) -> tuple[str, ...]:
+        """The model's names in `/v1/models` and in requests."""
+        return tuple(dict.fromkeys(self.served_model_name)) or (self.model,)
+
+    @property
     def public_name(self) -> str:
-        """The model's name in `/v1/models` and in requests."""
-        return self.served_model_name or self.model
+        """The model's name in answers and metrics."""
+        return self.public_names[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +332,12 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+        taken = [name for name, _ in self.lora.modules if name in self.model.public_names]
+        if taken:
+            raise ConfigError(
+                f"`lora_modules` names an adapter {taken[0]!r}, as the model itself; give one of "
+                "them another name"
+            )
 
     def with_mm(self, mm: MultiModalConfig) -> "EngineConfig":
         """Return a copy with other media settings."""

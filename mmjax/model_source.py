@@ -129,6 +129,7 @@ def load_model_config(
     max_model_len: int | None = None,
     download_dir: Path | None = None,
     needs_weights: bool = False,
+    served_model_name: str | Sequence[str] = (),
     **fields: Any,
 ) -> ModelConfig:
     """Read the checkpoint's config.json into a ModelConfig.
@@ -139,6 +140,7 @@ def load_model_config(
         max_model_len: None: the checkpoint's, at most `DEFAULT_MAX_MODEL_LEN`.
         download_dir: As in `resolve_model`.
         needs_weights: Whether to check the weights' files first, which takes milliseconds.
+        served_model_name: One or several.
         fields: Other settings of ModelConfig, and `mm`.
     """
     path = resolve_model(model, revision=revision, download_dir=download_dir)
@@ -156,7 +158,9 @@ def load_model_config(
             f"`max_model_len` is {max_model_len}, but the checkpoint knows {longest} positions; "
             f"give at most {longest}"
         )
+    names = (served_model_name,) if isinstance(served_model_name, str) else served_model_name
     return SETTING_CLASSES["model"](
+        served_model_name=tuple(names),
         model=model or DEFAULT_MODEL,
         path=path,
         hf_config=hf_config,

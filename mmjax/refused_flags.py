@@ -1,14 +1,51 @@
-"""vLLM's flags that mmjax does not have: for each, why, and what to give instead."""
+"""vLLM's flags that mmjax does not have: which hold as it is, and what to give for the others."""
 
+import json
 from collections.abc import Mapping
 
-_ALWAYS = "it is always so"
+_NO_CODE = "no code is loaded by name"
 _NOT_YET = "mmjax does not have it yet"
 
+HELD_FLAGS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            *("--enable-request-id-headers", "--enable-prompt-tokens-details"),
+            *("--enable-offline-docs", "--enable-fault-tolerance", "--disable-log-requests"),
+            "--disable-custom-all-reduce",
+        ),
+        (),
+    ),
+    **dict.fromkeys(("--data-parallel-size", "-dp", "--pipeline-parallel-size", "-pp"), ("1",)),
+    **dict.fromkeys(("--allowed-methods", "--allowed-headers"), ('["*"]',)),
+    **dict.fromkeys(("--api-server-count", "--num-scheduler-steps"), ("1",)),
+    **dict.fromkeys(("--task", "--runner"), ("auto", "generate")),
+    **dict.fromkeys(("--kv-cache-dtype", "--tokenizer-mode", "--model-impl"), ("auto",)),
+    "--config-format": ("auto", "hf"),
+    "--convert": ("auto", "none"),
+    "--guided-decoding-backend": ("auto", "guidance"),
+    "--load-format": ("auto", "safetensors"),
+    "--max-logprobs": ("20",),
+    "--mm-encoder-tp-mode": ("weights",),
+}
+"""Flag -> the values that say what is so anyway, and so are taken; (): it has none."""
+
 REFUSED_FLAGS: Mapping[str, str] = {
-    "--middleware": "no code is loaded by name; put a proxy before the server",
-    "--enable-offline-docs": f"{_ALWAYS}: /docs loads nothing from elsewhere",
-    "--enable-request-id-headers": f"{_ALWAYS}: every response has X-Request-Id",
+    "--middleware": f"{_NO_CODE}; put a proxy before the server",
+    "--tool-parser-plugin": f"{_NO_CODE}; give `--tool-call-parser`",
+    "--worker-cls": _NO_CODE,
+    "--scheduler-cls": f"{_NO_CODE}; give `--scheduling-policy`",
+    "--logits-processors": f"{_NO_CODE}; requests have `logit_bias` and `bad_words`",
+    "--allowed-methods": "browsers may GET, POST and DELETE; give `--allowed-origins`",
+    "--allowed-headers": "browsers may send any header; give `--allowed-origins`",
+    "--disable-uvicorn-access-log": "give `--uvicorn-log-level warning`",
+    "--enable-force-include-usage": "a request asks for it: `stream_options`",
+    "--return-tokens-as-token-ids": "a request asks for it: `return_tokens_as_token_ids`",
+    "--hf-token": "set `HF_TOKEN` in the environment",
+    "--config-format": "a checkpoint's config.json is Hugging Face's",
+    "--optimization-level": "give `--precompile`",
+    "--num-scheduler-steps": "give `--async-scheduling`, which is the default",
+    "--enable-reasoning": _NOT_YET,
+    "--kv-transfer-config": _NOT_YET,
     "--log-config-file": "give `--log-format`, `--log-level` and `--uvicorn-log-level`",
     "--reasoning-parser": _NOT_YET,
     "--tokenizer": "the tokenizer is the checkpoint's; put another one into its directory",
@@ -25,12 +62,10 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--trust-remote-code": "a checkpoint's code is never run; docs/models.md lists what is served",
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory",
     "--watchdog-config": "give `--engine-hang-timeout`",
-    "--enable-fault-tolerance": f"{_ALWAYS}: an engine that ends is restarted",
     "--mm-encoder-tp-mode": "a tower is sharded as its model is; give `--tensor-parallel-size`",
     "--mm-encoder-only": "mmjax has no engine without a language model",
     "--skip-mm-profiling": "memory is measured by what is compiled; lower `--limit-mm-per-prompt`",
     "--language-model-only": """give `--limit-mm-per-prompt '{"image": 0}'`""",
-    "--enable-prompt-tokens-details": f"{_ALWAYS}: `usage` has `prompt_tokens_details`",
     "-q": "give `--quantization`",
     "--swap-space": "a request that is preempted is computed again; nothing is swapped out",
     "--cpu-offload-gb": "weights stay on the device; give `--quantization` to make them smaller",
@@ -38,7 +73,6 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--max-seq-len-to-capture": "give `--max-model-len`",
     "--max-logprobs": "it is always 20",
     "--disable-log-stats": "an idle server logs none; give `--log-level warning`",
-    "--disable-log-requests": "requests are logged with `--enable-log-requests` alone",
     "--tokenizer-mode": "the tokenizer is the checkpoint's; put another one into its directory",
     "--tokenizer-revision": "the tokenizer is the checkpoint's; give `--revision`",
     "--code-revision": "a checkpoint's code is never run; give `--revision`",
@@ -61,3 +95,21 @@ REFUSED_FLAGS: Mapping[str, str] = {
     "--ssl-ca-certs": "clients have no certificates; give `--api-key`",
 }
 """Flag -> a clause that says why, or what to give instead."""
+
+
+def is_held(flag: str, value: object) -> bool:
+    """Return whether a flag of vLLM's, with its value, says what is so anyway."""
+    values = HELD_FLAGS.get(flag)
+    if values == ():
+        return value in (True, "true")
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return values is not None and text in values
+
+
+def refusal_of(flag: str) -> str | None:
+    """Return why a flag of vLLM's is refused; None: there is no such flag."""
+    held = " or ".join(f"`{value}`" for value in HELD_FLAGS.get(flag, ()))
+    reason = REFUSED_FLAGS.get(flag)
+    if flag in HELD_FLAGS and reason is None:
+        return "it is always so, and can only be true"
+    return f"{reason} (only {held} is taken)" if held else reason

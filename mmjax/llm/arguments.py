@@ -8,9 +8,9 @@ from typing import Any, cast
 from mmjax.config import SchedulerConfig, llm_settings, serve_settings
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.prompts import PromptType
-from mmjax.refused_flags import REFUSED_FLAGS
+from mmjax.refused_flags import is_held, refusal_of
 from mmjax.sampling_params import SamplingParams
-from mmjax.settings import nearest_name
+from mmjax.settings import Setting, nearest_name
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""
@@ -39,16 +39,27 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 def parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are given by keyword; TypeError for one that is none."""
     known = llm_settings()
+    keywords = {
+        name: value
+        for name, value in keywords.items()
+        if not is_held(f"--{name.replace('_', '-')}", value)
+    }
     for name in keywords:
         if name not in known and name in serve_settings():
             raise TypeError(f"`{name}` is a setting of `mmjax.serve` alone; LLM does not take it")
-        reason = REFUSED_FLAGS.get(f"--{name.replace('_', '-')}")
+        reason = refusal_of(f"--{name.replace('_', '-')}")
         if name not in known and reason is not None:
             raise TypeError(f"`{name}` is a setting of vLLM's that LLM does not take: {reason}")
         if name not in known:
             raise TypeError(f"LLM has no setting `{name}`; {nearest_name(name, known)}")
     given = {"model": None if model is None else str(model), **keywords}
-    return {name: known[name].parse(value) for name, value in given.items()}
+    return {name: _parse(known[name], value) for name, value in given.items()}
+
+
+def _parse(one: Setting, value: Any) -> Any:
+    # One name of several may stand alone, as for vLLM.
+    is_text_of_list = one.kind is tuple and isinstance(value, str)
+    return one.parse_text(value) if is_text_of_list else one.parse(value)
 
 
 def params_for(

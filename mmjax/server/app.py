@@ -152,7 +152,8 @@ def add_protection(app: FastAPI, config: ServerConfig) -> None:
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["DELETE", "GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # Of an origin that may call: OpenAI's client for browsers sends ten of its own.
+            allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
     app.add_middleware(
@@ -230,9 +231,12 @@ def _add_docs_route(app: FastAPI) -> None:
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:
+    names = client.input_processor.model_config.public_names
+
     def cards() -> list[ModelCard]:
         adapters = client.adapters.names
-        return [card, *(replace(card, id=one, root=one, parent=card.id) for one in adapters)]
+        own = (replace(card, id=one) for one in names)
+        return [*own, *(replace(card, id=one, root=one, parent=card.id) for one in adapters)]
 
     @app.get("/v1/models")
     async def models() -> Response:

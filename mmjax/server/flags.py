@@ -15,7 +15,7 @@ from mmjax.config import SETTING_CLASSES, EngineConfig, ServerConfig, group_fiel
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import get_logger
 from mmjax.model_source import load_engine_config, load_generation_defaults
-from mmjax.refused_flags import REFUSED_FLAGS
+from mmjax.refused_flags import HELD_FLAGS, is_held, refusal_of
 from mmjax.settings import Setting, nearest_name, settings_of
 
 logger = get_logger(__name__)
@@ -77,12 +77,16 @@ def _read(
     flags = vars(namespace)
     positional, config_file = flags.pop("positional_model"), flags.pop("config")
     must_dump = flags.pop("dump_config")
+    held = {flag: value for flag in HELD_FLAGS if (value := flags.pop(flag)) is not None}
     if positional is not None and "model" in flags:
         parser.error("the model is given twice; give it once, with or without `--model`")
     if positional is not None:
         flags["model"] = positional
     known = serve_settings()
     try:
+        for flag, value in held.items():
+            if not is_held(flag, value):
+                _refuse_unknown(flag, "argument")
         for argument in unknown:
             _refuse_unknown(argument.partition("=")[0], "argument")
         given = {name: Given(one.default, "default") for name, one in known.items()}
@@ -183,6 +187,11 @@ def _build_parser(prog: str = "python -m mmjax.serve") -> argparse.ArgumentParse
         action="store_true",
         help="print every setting, its value and where it is from, as such a file; then exit",
     )
+    for flag, values in HELD_FLAGS.items():
+        options: dict[str, Any] = (
+            {"nargs": "?", "const": ""} if values else {"action": "store_true"}
+        )
+        parser.add_argument(flag, dest=flag, default=None, help=argparse.SUPPRESS, **options)
     for title, config_class in SETTING_CLASSES.items():
         group = parser.add_argument_group(title, (config_class.__doc__ or "").partition("\n")[0])
         for one in settings_of(config_class):
@@ -224,6 +233,8 @@ def _read_values(values: Mapping[str, Any], known: Mapping[str, Setting]) -> dic
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in known:
+            if is_held(f"--{name.replace('_', '-')}", value):
+                continue
             _refuse_unknown(key, "setting")
         if name in found:
             raise ConfigError(f"`{key}` is given twice; give it once")
@@ -237,10 +248,9 @@ def _refuse_unknown(written: str, kind: Literal["argument", "setting"]) -> None:
     """Raise ConfigError for an unknown argument or key."""
     is_setting = kind == "setting"
     flag = f"--{written.replace('_', '-')}" if is_setting else written
-    if flag in REFUSED_FLAGS:
-        raise ConfigError(
-            f"`{written}` is a flag of vLLM's that mmjax does not take: {REFUSED_FLAGS[flag]}"
-        )
+    reason = refusal_of(flag)
+    if reason is not None:
+        raise ConfigError(f"`{written}` is a flag of vLLM's that mmjax does not take: {reason}")
     settings = serve_settings()
     known = settings if is_setting else {one.flag: one for one in settings.values()}
     if is_setting:

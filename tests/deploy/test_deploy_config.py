@@ -23,6 +23,16 @@ def test_texts_of_a_command_line_and_values_of_a_file_are_the_same() -> None:
     assert (typed.config.most_replicas, typed.server.max_num_seqs) == (2, 4)
 
 
+@pytest.mark.parametrize("is_text", [False, True])
+def test_names_of_the_model_and_flags_of_vllm(is_text: bool) -> None:
+    given = {"enable-request-id-headers": "true" if is_text else True, "data_parallel_size": "1"}
+    named = {"served-model-name": "a" if is_text else ["a", "b"]}
+    server = read_deployment({**given, **named}).server
+    assert server.served_model_name == (("a",) if is_text else ("a", "b"))
+    with pytest.raises(ConfigError, match="only `1` is taken"):
+        read_deployment({"data_parallel_size": "2"})
+
+
 def test_what_is_not_given_has_its_default() -> None:
     deployment = read_deployment({})
     assert deployment.config.mode == "header"

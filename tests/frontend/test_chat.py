@@ -257,8 +257,6 @@ def test_a_model_class_that_refuses_every_modality_takes_text(
         (image_part(uuid="a\r\nb"), "messages[0].content[0].uuid", "printable"),
         ({"image_url": {"url": data_url(), "uuid": "a"}}, None, "stands beside it"),
         ({"image_url": {"url": data_url(), "detail": "max"}}, None, "detail"),
-        ({"image_url": {"url": data_url(), "detail": "low"}}, None, "size of its own"),
-        ({"type": "input_image", "image_url": data_url(), "detail": "high"}, None, "of its own"),
         ({"type": "text", "text": "a", "detail": "low"}, None, "no effect"),
         ({"type": "text", "text": "a", "image_url": data_url()}, None, "no effect"),
         ({"image_url": {}}, "messages[0].content[0].image_url.url", "is missing; give a URL"),
@@ -466,6 +464,16 @@ def test_detail_scales_an_image(
         assert image.size == size
     (image,) = parse_and_decode(scaling, user({"image_url": {"url": data_url(), "detail": "auto"}}))
     assert image.size == (12, 8)
+
+
+@pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
+def test_any_detail_holds_where_a_model_has_one_size(parser: ChatParser, detail: str) -> None:
+    for part in (
+        {"image_url": {"url": data_url(), "detail": detail}},
+        {"type": "input_image", "image_url": data_url(), "detail": detail},
+    ):
+        (image,) = parse_and_decode(parser, user(part))
+        assert image.size == (12, 8)
 
 
 def test_too_large_an_image(parser: ChatParser) -> None:

@@ -251,7 +251,7 @@ class TestTextModels:
         assert not MULTIMODAL_REGISTRY.supports_multimodal_inputs(config)
         with pytest.raises(ValueError, match=r"^tiny-gemma3 is not a multimodal model"):
             MULTIMODAL_REGISTRY.create_processor(config)
-        named = replace(config, served_model_name="llama")
+        named = replace(config, served_model_name=("llama",))
         with pytest.raises(ValueError, match=r"^llama is not a multimodal model"):
             MULTIMODAL_REGISTRY.create_processor(named)
 

@@ -127,6 +127,7 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
             chat_template: str | None = None,
             lora: LoRAConfig | None = None,
             is_roomy: bool = False,
+            names: tuple[str, ...] = (),
             **config: Any,
         ) -> Server:
             supervisor = supervisor or EchoSupervisor()
@@ -141,6 +142,9 @@ def servers(normal: InputProcessor, roomy: InputProcessor) -> Iterator[MakeServe
                     max_image_bytes=max_image_bytes or old.mm.max_image_bytes,
                 )
                 processor = InputProcessor(replace(old, mm=mm))
+            if names:
+                named = replace(processor.model_config, served_model_name=names)
+                processor = InputProcessor(named)
             client = AsyncEngineClient(
                 processor, supervisor, scheduler or SchedulerConfig(), lora=lora
             )

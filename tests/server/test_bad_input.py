@@ -146,7 +146,7 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"bad_words": ["a"] * 129}, "bad_words"),
     ({"truncate_prompt_tokens": -5}, "truncate_prompt_tokens"),
     ({"priority": 3}, "priority"),
-    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
     # What decides of an item's identity or place is never a client's.
     ({"mm_hashes": {"image": ["a"]}}, "mm_hashes"),

@@ -9,7 +9,8 @@ import pytest
 
 from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig, ServerConfig
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.refused_flags import REFUSED_FLAGS
+from mmjax.llm.arguments import parse_keywords
+from mmjax.refused_flags import HELD_FLAGS, REFUSED_FLAGS, refusal_of
 from mmjax.server.flags import (
     _build_parser,
     dump_config,
@@ -258,8 +259,26 @@ def test_a_wrong_key_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("flag", OF_VLLM.split())
 def test_a_flag_of_vllm_is_a_setting_or_is_refused_with_a_reason(flag: str) -> None:
-    is_setting = flag in _build_parser()._option_string_actions
-    assert is_setting != (flag in REFUSED_FLAGS)
+    is_setting = flag in _build_parser()._option_string_actions and flag not in HELD_FLAGS
+    assert is_setting != (refusal_of(flag) is not None)
+
+
+@pytest.mark.parametrize(
+    "given", [(flag, value) for flag, values in HELD_FLAGS.items() for value in values or ("",)]
+)
+def test_a_flag_that_says_what_is_so_anyway_is_taken(
+    given: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag, value = given
+    argv = [flag, value] if value else [flag]
+    assert parse_flags([*argv, "m"]) == parse_flags(["m", *argv]) == parse_flags(["m"])
+    if flag.startswith("--"):
+        key = flag.removeprefix("--")
+        assert parse_mapping({key: value or True}) == parse_mapping({})
+        assert with_file(tmp_path, f"{key}: {value or 'true'}") == parse_flags([])
+        assert parse_keywords(None, {key.replace("-", "_"): value or True}) == {"model": None}
+        with pytest.raises(ConfigError, match="a flag of vLLM's that mmjax does not take"):
+            parse_mapping({key: "other"})
 
 
 @pytest.mark.parametrize("flag", sorted(REFUSED_FLAGS))
@@ -275,7 +294,7 @@ def test_what_a_refusal_names_instead_exists(flag: str) -> None:
 def test_other_flags_of_vllm_are_refused_by_name(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for argv in ([flag], [f"{flag}=1"]):
+    for argv in ([flag], [f"{flag}=other"]):
         with pytest.raises(SystemExit):
             parse_flags(argv)
         assert f"`{flag}` is a flag of vLLM's" in capsys.readouterr().err
@@ -283,8 +302,31 @@ def test_other_flags_of_vllm_are_refused_by_name(
 
 def test_vllms_spelling_with_underscores() -> None:
     flags = parse_flags(["--max_num_seqs", "3", "--served_model_name=a_b", "--no_async_scheduling"])
-    assert (flags.max_num_seqs, flags.served_model_name) == (3, "a_b")
+    assert (flags.max_num_seqs, flags.served_model_name) == (3, ("a_b",))
     assert not flags.async_scheduling
+
+
+def test_a_model_may_have_several_names(tmp_path: Path, tiny_gemma3: Path) -> None:
+    for flags in (
+        parse_flags(["--served-model-name", "a", "b/c", "--model", str(tiny_gemma3)]),
+        with_file(tmp_path, "served-model-name: [a, b/c]", str(tiny_gemma3)),
+        parse_mapping({"served_model_name": ["a", "b/c"], "model": str(tiny_gemma3)}),
+    ):
+        model = to_engine_config(flags).model
+        assert (model.public_names, model.public_name) == (("a", "b/c"), "a")
+    assert parse_keywords(None, {"served_model_name": "a"})["served_model_name"] == ("a",)
+    with pytest.raises(ConfigError, match="expected names that are not empty"):
+        parse_mapping({"served_model_name": ""})
+    adapters = [
+        "--enable-lora",
+        "--lora-modules",
+        f"b={tiny_gemma3}",
+        "--served-model-name",
+        "a",
+        "b",
+    ]
+    with pytest.raises(ConfigError, match="an adapter 'b', as the model itself"):
+        to_engine_config(parse_flags([str(tiny_gemma3), *adapters]))
 
 
 @pytest.mark.parametrize(

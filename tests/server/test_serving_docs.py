@@ -64,6 +64,5 @@ OF_OTHERS = {"messages", "model", "prompt"} | {
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "length_penalty"),
     *("logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs", "response_format"),
     *("structured_outputs", "spaces_between_special_tokens"),
-    *("prompt_cache_options", "prompt_cache_retention"),
 }
 """Fields that say themselves what they are, or that another section of the page tells of."""

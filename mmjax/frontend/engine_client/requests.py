@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.tensors.inputs import argsort_mm_positions
 from mmjax.request_times import RequestTimes
@@ -43,6 +44,16 @@ class ProcessedRequest:
     items: list[RequestItem]
     """In the prompt's order."""
     times: RequestTimes
+
+    def to_output(self) -> RequestOutput:
+        """Return the output before the first token."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            num_image_tokens=self.num_image_tokens,
+            num_video_tokens=self.num_video_tokens,
+        )
 
     @classmethod
     def create(

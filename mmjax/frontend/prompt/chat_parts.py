@@ -28,7 +28,10 @@ _MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE, _VIDEO_TYPE)
 _PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
 _MAX_METADATA = 2**16
 """Of a number beside embeddings (a size of a grid); products of three fit in 64 bits."""
-_PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url")
+_CACHE_HINTS = ("cache_control", "prompt_cache_breakpoint")
+"""Where clients mark what a cache should keep; here all prompts are cached, as far as they are the
+same."""
+_PART_FIELDS = ("type", "text", "refusal", *_MEDIA_TYPES, "detail", "uuid", "url", *_CACHE_HINTS)
 
 
 @dataclass(slots=True)
@@ -90,7 +93,7 @@ class PartReader:
     check_num_items: Callable[..., None]
     """(modality, number, are_embeds=...): raises `RequestError` for more than a prompt may hold."""
     get_detail_range: Callable[[Literal["low", "high"]], PixelRange | None] = lambda detail: None
-    """Returns what an image of that `detail` is scaled to; None where the model ignores it."""
+    """Returns what an image of that `detail` is scaled to; None where the model's sizes are one."""
     takes_videos: bool = False
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
@@ -167,7 +170,8 @@ class PartReader:
             )
         with _at(place):
             self.check_num_items("video", media.count("video") + 1, are_embeds=False)
-        others = [name for name in _PART_FIELDS if name not in ("type", "uuid", _VIDEO_TYPE)]
+        known = ("type", "uuid", _VIDEO_TYPE, *_CACHE_HINTS)
+        others = [name for name in _PART_FIELDS if name not in known]
         _refuse_fields(part, others, place)
         value, place = part.get(_VIDEO_TYPE), f"{place}.{_VIDEO_TYPE}"
         if isinstance(value, Mapping):
@@ -219,20 +223,15 @@ class PartReader:
         return self.connector.open_image(value, place, pixel_range)
 
     def _pixel_range(self, detail: Any, place: str) -> PixelRange | None:
-        """Return what `detail` has an image scaled to; None for `auto`: the model's own size."""
+        """Return what `detail` has an image scaled to; None: to the model's own size."""
         place = f"{place}.detail"
-        if detail in (None, "auto"):
+        if detail in (None, "auto", "original"):
             return None
         if detail not in ("low", "high"):
-            raise RequestValueError(f"`{place}` must be `auto`, `low` or `high`", param=place)
-        pixel_range = self.get_detail_range(detail)
-        if pixel_range is None:
             raise RequestValueError(
-                f"`{place}` is `{detail}`, but this model sees every image at a size of its own; "
-                "write `auto`, or leave it out",
-                param=place,
+                f"`{place}` must be `auto`, `low`, `high` or `original`", param=place
             )
-        return pixel_range
+        return self.get_detail_range(detail)
 
     def _check_embeds_allowed(self, place: str) -> None:
         if not self.embeds_fields:

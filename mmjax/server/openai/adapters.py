@@ -39,9 +39,9 @@ class AdapterService:
 
     async def load(self, body: LoadAdapterRequest) -> Response:
         """Serve /v1/load_lora_adapter."""
-        if body.lora_name == self._client.input_processor.model_config.public_name:
+        if body.lora_name in self._client.input_processor.model_config.public_names:
             raise RequestValueError(
-                "`lora_name` is the name of the model itself; give the adapter another one",
+                "`lora_name` is a name of the model itself; give the adapter another one",
                 param="lora_name",
             )
         await self._client.load_adapter(body.lora_name, self._resolve(body.lora_path))

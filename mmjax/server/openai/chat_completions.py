@@ -1,9 +1,10 @@
 """Chat completions: conversations to prompts, outputs to OpenAI's messages."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -169,9 +170,14 @@ class ChatService:
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
         is_begun = False
         try:
+            for stream in run.streams:
+                usage.add(stream.request.to_output())
             for index in range(body.n):
                 delta = ChatDelta(role=run.options.role, content="")
-                yield new_answer(choices=[ChatChunkChoice(index=index, delta=delta)])
+                yield new_answer(
+                    choices=[ChatChunkChoice(index=index, delta=delta)],
+                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
+                )
             async for _, output in outputs:
                 usage.add(output)
                 choices = [
@@ -223,7 +229,7 @@ class ChatService:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.tools,
-            template_kwargs=body.chat_template_kwargs,
+            template_kwargs=_template_options(body, template or self._chat_parser.template),
             add_special_tokens=body.add_special_tokens,
             media_io_kwargs=body.media_io_kwargs,
         )
@@ -239,6 +245,14 @@ def _echo_of(body: ChatCompletionRequest) -> str:
         return last.content
     parts = last.content or []
     return "".join(part if isinstance(part, str) else str(part.get("text") or "") for part in parts)
+
+
+def _template_options(body: ChatCompletionRequest, template: ChatTemplate) -> Mapping[str, Any]:
+    """Return the template's own options; one that asks for the effort of reasoning gets it."""
+    options = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None or "reasoning_effort" not in template.variables:
+        return options
+    return {"reasoning_effort": body.reasoning_effort, **options}
 
 
 def _role_of(body: ChatCompletionRequest, config: ServerConfig) -> str:

@@ -40,6 +40,7 @@ class GenerationService:
         self._client = client
         self._config = config
         model_config = client.input_processor.model_config
+        self._model_names = model_config.public_names
         self.model_name = model_config.public_name
         self._are_mm_kwargs_trusted = model_config.mm.trust_request_mm_kwargs
         self._are_media_ids_trusted = model_config.mm.trust_media_ids
@@ -51,15 +52,19 @@ class GenerationService:
 
         Raises ModelNotFoundError for a name that is neither's.
         """
-        if not name or name == self.model_name:
+        if not name or name in self._model_names:
             return None
         adapters = self._client.adapters.names
         if name in adapters:
             return name
-        served = ", ".join(f"`{one}`" for one in (self.model_name, *adapters[:_MAX_LISTED]))
+        served = ", ".join(f"`{one}`" for one in (*self._model_names, *adapters[:_MAX_LISTED]))
         raise ModelNotFoundError(
             f"this server does not serve `{name[:128]}`; it serves {served}", param="model"
         )
+
+    def answer_name(self, name: str | None) -> str:
+        """Return the name that stands in the answer to a request that has `name`."""
+        return self.model_name if not name or name in self._model_names else name
 
     def check(self, request: Request, body: GenerationRequest) -> None:
         """Refuse, by a RequestError, what this server does not take."""
@@ -177,7 +182,7 @@ class GenerationService:
             id=answer_id,
             object=f"{kind}.chunk" if is_chunked else kind,
             created=created_at(),
-            model=body.model or self.model_name,
+            model=self.answer_name(body.model),
             system_fingerprint=f"mmjax-{__version__}",
         )
 

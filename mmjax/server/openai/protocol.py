@@ -1,8 +1,9 @@
 """OpenAI's request bodies, with vLLM's extra fields; every field is bounded.
 
-A field that mmjax does not support may only have the value that has no effect. Validation of lists
-and dicts stops at their first error, and a union's member is chosen before it is validated, so that
-a wrong request costs no more than a right one.
+A field that mmjax does not support may only have the value that has no effect; one whose every
+value holds here is taken as it is. Validation of lists and dicts stops at their first error, and a
+union's member is chosen before it is validated, so that a wrong request costs no more than a right
+one.
 """
 
 from collections.abc import Mapping
@@ -158,6 +159,9 @@ class Strict(BaseModel):
             default = {"default": fields[name].pop("default")} if "default" in fields[name] else {}
             fields[name] = {"anyOf": [fields[name], _NULL], **default}
         return schema
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Strict):
@@ -318,6 +322,8 @@ class ChatMessage(Strict):
     """Of a message of the role `tool`: the call that it answers."""
     function_call: None = None
     audio: None = None
+    cache_control: Annotated[Object | None, Field(exclude=True)] = None
+    """No effect, as of a part: all prompts are cached."""
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning: Text | None = None
     reasoning_content: Text | None = None
@@ -339,7 +345,10 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: StrictBool | None = None
     functions: Objects | None = None
     function_call: Any = None
-    reasoning_effort: Label | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    """For a chat template that asks for it; no effect where none does."""
+    include_reasoning: StrictBool | None = None
+    """No effect: vLLM's, of the thoughts of a model, which are nowhere apart from the answer."""
     echo: StrictBool = False
     documents: Objects | None = None
     metadata: (
@@ -351,6 +360,7 @@ class ChatCompletionRequest(GenerationRequest):
     verbosity: Label | None = None
     audio: Object | None = None
     prediction: Object | None = None
+    """No effect: it may make an answer come sooner, and never another one."""
     moderation: Object | None = None
     web_search_options: Object | None = None
     prompt_cache_options: Object | None = None
@@ -360,18 +370,12 @@ class ChatCompletionRequest(GenerationRequest):
         **GenerationRequest.NEUTRAL,
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "reasoning_effort": (None, "none"),
         "documents": (None, []),
-        "store": (None, False),
-        "service_tier": (None, "auto", "default"),
         "modalities": (None, ["text"]),
         "verbosity": (None, "medium"),
         "audio": (None,),
-        "prediction": (None,),
         "moderation": (None,),
         "web_search_options": (None,),
-        "prompt_cache_options": (None, {}),
-        "prompt_cache_retention": (None, "in_memory"),
     }
 
     def check_supported(self) -> None:

@@ -13,6 +13,16 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 UNKNOWN_FIELDS = "unknown_fields"
 """Type of the error about all unknown fields of an object."""
 
+_REPLACED_FIELDS: Mapping[str, str] = {
+    "guided_json": """give `structured_outputs: {"json": ...}`, or a `response_format`""",
+    "guided_regex": """give `structured_outputs: {"regex": ...}`""",
+    "guided_choice": """give `structured_outputs: {"choice": [...]}`""",
+    "guided_grammar": """give `structured_outputs: {"grammar": ...}`""",
+    "guided_whitespace_pattern": """give `structured_outputs: {"whitespace_pattern": ...}`""",
+    "guided_decoding_backend": "it is always llguidance; leave it out",
+}
+"""Names that vLLM had before -> what to give instead."""
+
 _MAX_ERRORS_SHOWN = 3
 _MAX_NAME_CHARS = 64
 _MAX_PATH_CHARS = 256
@@ -50,7 +60,7 @@ def refusal_of(error: ValidationError) -> RequestValueError:
             num_more += context["num_more"]
             for name in context["names"]:
                 field = f"{path}.{name}" if path else name
-                messages[field] = f"`{field}` is not a field that mmjax knows; remove it"
+                messages[field] = _unknown_message(field)
         else:
             # Each member of a union has an error: keep the first.
             messages.setdefault(path, _message(path, item))
@@ -79,6 +89,12 @@ def field_path(loc: Sequence[str | int]) -> str:
 _OBJECT = "input should be an object"
 _UNION_MARKS = frozenset({"str", "constrained-str", "int", "float", "bool", "dict", "none"})
 """Steps of pydantic's location that name a union's member."""
+
+
+def _unknown_message(field: str) -> str:
+    if field in _REPLACED_FIELDS:
+        return f"`{field}` is an older name, which mmjax does not take: {_REPLACED_FIELDS[field]}"
+    return f"`{field}` is not a field that mmjax knows; remove it"
 
 
 def _message(path: str, error: Mapping[str, Any]) -> str:

@@ -49,6 +49,8 @@ class InputTokensDetails(msgspec.Struct, kw_only=True):
     """`usage.input_tokens_details`."""
 
     cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """Those that cost extra: none."""
     image_tokens: int = 0
     video_tokens: int = 0
 

@@ -13,16 +13,30 @@ from mmjax.sampling_params import MAX_LOGPROBS
 from mmjax.server.openai.protocol import (
     MAX_MESSAGES,
     Label,
-    Labels,
     Object,
     Objects,
+    ReasoningEffort,
+    StreamOptions,
     Strict,
     Text,
     tag_of,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-"""The one part of an answer that may be asked for with `include`."""
+
+Includable = Literal[
+    "message.output_text.logprobs",
+    # What is nowhere in these answers: there are no tools of the server's and no apart reasoning,
+    # and an input's pictures are shown as they were sent.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+"""Parts of an answer that may be asked for with `include`."""
 
 Metadata = Annotated[
     dict[
@@ -50,6 +64,15 @@ class TextOptions(Strict):
     verbosity: Literal["medium"] | None = None
 
 
+class Reasoning(Strict):
+    """`reasoning`: its effort is chat's `reasoning_effort`, and no summary is of none."""
+
+    effort: ReasoningEffort | None = None
+    summary: Label | None = None
+    generate_summary: Label | None = None
+    context: Label | None = None
+
+
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
@@ -62,7 +85,7 @@ class ResponsesRequest(Strict):
     stream: StrictBool | None = False
     max_output_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Labels | None = None
+    include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     text: TextOptions | None = None
     tools: Objects | None = None
     tool_choice: Any = None
@@ -71,6 +94,11 @@ class ResponsesRequest(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
+    prompt_cache_options: Object | None = None
+    prompt_cache_retention: Label | None = None
+    reasoning: Reasoning | None = None
+    service_tier: Label | None = None
+    stream_options: StreamOptions | None = None
     # As chat's, and checked there.
     temperature: Any = None
     top_p: Any = None
@@ -100,11 +128,6 @@ class ResponsesRequest(Strict):
     max_tool_calls: StrictInt | None = None
     moderation: Any = None
     prompt: Any = None
-    prompt_cache_options: Object | None = None
-    prompt_cache_retention: Label | None = None
-    reasoning: Object | None = None
-    service_tier: Label | None = None
-    stream_options: Object | None = None
 
     CHAT_FIELDS: ClassVar[tuple[str, ...]] = (
         *("model", "user", "safety_identifier", "prompt_cache_key", "stream"),
@@ -123,26 +146,18 @@ class ResponsesRequest(Strict):
         "max_tool_calls": (None,),
         "moderation": (None,),
         "prompt": (None,),
-        "prompt_cache_options": (None, {}),
-        "prompt_cache_retention": (None, "in_memory"),
-        "reasoning": (None, {}),
-        "service_tier": (None, "auto", "default"),
-        "stream_options": (None, {}, {"include_obfuscation": False}),
     }
 
     def check_supported(self) -> None:
         """Refuse fields that mmjax does not support."""
         for name, neutral in self.NEUTRAL.items():
-            value = getattr(self, name)
-            if isinstance(value, dict):
-                value = {key: one for key, one in value.items() if one is not None}
-            if value not in neutral:
+            if getattr(self, name) not in neutral:
                 raise RequestValueError(f"`{name}` is not supported; leave it out", param=name)
-        other = next((one for one in self.include or () if one != LOGPROBS), None)
-        if other is not None:
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             raise RequestValueError(
-                f"`include` holds `{other[:64]}`; only `{LOGPROBS}` can be asked for",
-                param="include",
+                "`stream_options.continuous_usage_stats` has no place in the events of a response, "
+                "of which the last has its usage; leave it out",
+                param="stream_options.continuous_usage_stats",
             )
 
     @property
