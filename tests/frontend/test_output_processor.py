@@ -1,5 +1,6 @@
 """Deltas become outputs: text, ends, logprobs, n, streamed or whole."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,20 @@ def test_logprobs(input_processor: InputProcessor) -> None:
         assert [entry.rank for _, entry in others] == [1, 2][: len(others)]
     assert output.cumulative_logprob == pytest.approx(-2.0 * len(output.token_ids))
     assert whole(input_processor, "red").cumulative_logprob is None
+
+
+def test_an_answer_is_parsed_up_to_a_character_that_is_cut_off(
+    input_processor: InputProcessor,
+) -> None:
+    ids = input_processor.tokenizer.encode("a 🎈", add_special_tokens=False)
+    request = input_processor.process("r", {"prompt_token_ids": ids}, SamplingParams(max_tokens=4))
+    prepared = replace(request.prepared, parse_answer=lambda token_ids: {"ids": list(token_ids)})
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(replace(request, prepared=prepared))
+    delta = RequestOutputDelta(request_id="r", new_token_ids=ids[:-1], finish_reason="length")
+    (output,) = processor.process([delta]).request_outputs
+    assert output.outputs[0].text == "a "
+    assert output.outputs[0].parsed == {"ids": ids[:-4]}
 
 
 def test_request_fields(input_processor: InputProcessor) -> None:

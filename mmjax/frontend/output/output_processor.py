@@ -21,6 +21,7 @@ from mmjax.frontend.output.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
+from mmjax.frontend.output.token_bytes import split_unfinished
 from mmjax.frontend.prompt.input_processor import ProcessedRequest
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
@@ -204,7 +205,8 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
         parse = sequence.parent.request.prepared.parse_answer
         if parse is not None and sequence.finish_reason is not None:
-            sequence.parsed = parse(sequence.token_ids)
+            whole, _ = split_unfinished(self._tokenizer, sequence.token_ids)
+            sequence.parsed = parse(whole)
         return new_text, taken
 
     def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:
