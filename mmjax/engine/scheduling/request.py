@@ -16,6 +16,10 @@ from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import TokenLogprobs
 
+NUM_MASKED = 32
+"""Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
+their requests a larger one."""
+
 
 class RequestStatus(enum.Enum):
     """The state of a request."""
@@ -178,6 +182,10 @@ class Request:
         if sampling_params.ignore_eos and self.logit_rules.grammar is None:
             eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
+        held_back = sorted(self.ending_token_ids) if sampling_params.min_tokens else []
+        self.masked_token_ids = held_back[:NUM_MASKED]
+        """What `min_tokens` holds back, `banned_token_ids` besides."""
+        self.banned_token_ids = held_back[NUM_MASKED:]
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
         """Position after the last item."""
@@ -243,6 +251,18 @@ class Request:
     def needs_min_tokens(self, place: int) -> bool:
         """Return whether `min_tokens` masks end tokens at a position."""
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
+
+    def has_edits(self, place: int) -> bool:
+        """Return whether single logits are changed at a position."""
+        is_banned = bool(self.banned_token_ids) and self.needs_min_tokens(place)
+        return is_banned or self.logit_rules.has_edits
+
+    def find_bans(self, place: int, *, is_last_known: bool) -> list[tuple[int, int]]:
+        """Return the tokens that are banned at a position, as `LogitRules.find_bans`."""
+        bans = self.logit_rules.find_bans(self.output_token_ids, is_last_known=is_last_known)
+        if self.needs_min_tokens(place):
+            bans += [(-1, token_id) for token_id in self.banned_token_ids]
+        return bans
 
     @property
     def is_blocked(self) -> bool:
