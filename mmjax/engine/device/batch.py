@@ -18,7 +18,7 @@ from mmjax.engine.device.batch_layout import (
 )
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.engine.scheduling.request import Request
+from mmjax.engine.scheduling.request import NUM_MASKED, Request
 from mmjax.rounding import cdiv
 
 
@@ -222,7 +222,7 @@ class BatchBuilder:
                 fields["masked_token_ids"][:] = NO_TOKEN
             fields["has_logprobs"][...] |= params.logprobs is not None
             if request.needs_min_tokens(scheduled.end):
-                masked = request.masked_token_ids
+                masked = request.held_back_token_ids[:NUM_MASKED]
                 fields["masked_token_ids"][row, : len(masked)] = masked
             fields["positions"][row] = scheduled.end
             fields["token_from"][row] = scheduled.token_from

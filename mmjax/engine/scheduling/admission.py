@@ -126,12 +126,11 @@ class AdmissionLimits:
                 "the prompt, or raise `kv_cache_memory_bytes`",
                 param="max_tokens",
             )
-        num_banned = len(request.banned_token_ids)
-        if num_banned > MAX_STOP_TOKEN_IDS:
+        num_held_back, limit = len(request.held_back_token_ids), MAX_STOP_TOKEN_IDS + NUM_MASKED
+        if num_held_back > limit:
             raise RequestValueError(
-                f"`min_tokens` has {num_banned + NUM_MASKED} ids that end the text to hold back; "
-                f"{MAX_STOP_TOKEN_IDS + NUM_MASKED} can be, the model's own among them: shorten "
-                "`stop_token_ids`",
+                f"`min_tokens` with {num_held_back} ids that end the text, the model's own among "
+                f"them; at most {limit} can be held back: shorten `stop_token_ids`",
                 param="stop_token_ids",
             )
 

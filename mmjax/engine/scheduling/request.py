@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -182,10 +183,6 @@ class Request:
         if sampling_params.ignore_eos and self.logit_rules.grammar is None:
             eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
-        held_back = sorted(self.ending_token_ids) if sampling_params.min_tokens else []
-        self.masked_token_ids = held_back[:NUM_MASKED]
-        """What `min_tokens` holds back, `banned_token_ids` besides."""
-        self.banned_token_ids = held_back[NUM_MASKED:]
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
         self.items_end = max((item.end for item in self.items), default=0)
         """Position after the last item."""
@@ -252,16 +249,21 @@ class Request:
         """Return whether `min_tokens` masks end tokens at a position."""
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
 
+    @cached_property
+    def held_back_token_ids(self) -> list[int]:
+        """What `min_tokens` masks: `NUM_MASKED` of them by the batch's table, others by bans."""
+        return sorted(self.ending_token_ids) if self.sampling_params.min_tokens else []
+
     def has_edits(self, place: int) -> bool:
         """Return whether single logits are changed at a position."""
-        is_banned = bool(self.banned_token_ids) and self.needs_min_tokens(place)
-        return is_banned or self.logit_rules.has_edits
+        has_bans = len(self.held_back_token_ids) > NUM_MASKED and self.needs_min_tokens(place)
+        return has_bans or self.logit_rules.has_edits
 
     def find_bans(self, place: int, *, is_last_known: bool) -> list[tuple[int, int]]:
         """Return the tokens that are banned at a position, as `LogitRules.find_bans`."""
         bans = self.logit_rules.find_bans(self.output_token_ids, is_last_known=is_last_known)
         if self.needs_min_tokens(place):
-            bans += [(-1, token_id) for token_id in self.banned_token_ids]
+            bans += [(-1, token_id) for token_id in self.held_back_token_ids[NUM_MASKED:]]
         return bans
 
     @property
