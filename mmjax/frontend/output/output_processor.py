@@ -4,6 +4,7 @@ Knows nothing of sockets or of HTTP: the caller aborts sequences in the engine t
 ended here.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,14 +134,20 @@ class OutputProcessor:
     def _output_text(self, request: ProcessedRequest, params: SamplingParams) -> OutputText:
         detokenizer = IncrementalDetokenizer(
             self._tokenizer,
-            context=self._context(request) if request.continues_prompt else (),
+            context=self._context(request, params),
             skip_special_tokens=params.skip_special_tokens,
         )
         checker = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
         return OutputText(detokenizer, checker)
 
-    def _context(self, request: ProcessedRequest) -> list[int]:
+    def _context(self, request: ProcessedRequest, params: SamplingParams) -> list[int]:
+        """Return tokens without which decoding would drop a space at the answer's beginning."""
         context: list[int] = []
+        if params.structured_outputs is not None:
+            text = (i for i in reversed(request.prompt_token_ids) if i not in self._special_ids)
+            return [*itertools.islice(text, 1)]
+        if not request.continues_prompt:
+            return context
         for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
             if token_id in self._special_ids:
                 break
