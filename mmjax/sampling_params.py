@@ -19,7 +19,11 @@ MAX_NGRAM_SIZE = 32
 MAX_BIASES = 1024
 """Entries of `logit_bias`, as vLLM's; OpenAI takes 300."""
 MAX_BAD_WORDS = 128
-"""Sequences of tokens that `bad_words` may stand for, as vLLM's."""
+"""Texts of `bad_words`."""
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""Sequences of tokens that they may stand for: a text has one more behind a space."""
+MAX_STOP_TOKEN_IDS = 256
+"""Of `stop_token_ids`."""
 MAX_BAD_WORD_CHARS = 1024
 MAX_CHOICES = 4096
 """Texts of a `choice`."""
@@ -360,6 +364,7 @@ def _check_ranges(params: SamplingParams) -> None:
             "lower it",
             param="min_tokens",
         )
+    _check_number("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
     _check_number("bad_words", len(params.bad_words), MAX_BAD_WORDS, "texts")
     _check_number(
         "bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_CHARS, "characters"

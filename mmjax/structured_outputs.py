@@ -26,6 +26,10 @@ READER_STACK_BYTES = 2**22
 STACK_BYTES = 2**26
 """Of a thread that reads it in P1: what passed in the process passes there."""
 
+_ANY_TOKENS = '%llguidance {"no_forcing": true}'
+"""Without it, where only one text can follow, llguidance allows no tokens but those that the
+tokenizer would make of it: a mask that no other engine has, and that says nothing of the text."""
+
 
 class ReadGrammar(msgspec.Struct):
     """A grammar, or what is wrong with it."""
@@ -49,15 +53,19 @@ def make_limits() -> Any:
 
 def make_grammar(params: StructuredOutputsParams) -> str:
     """Return the grammar of what the answer must match; ValueError if there is none."""
-    from llguidance import LLMatcher, grammar_from
+    return f"{_make_lark(params)}\n{_ANY_TOKENS}"
+
+
+def _make_lark(params: StructuredOutputsParams) -> str:
+    from llguidance import grammar_from, regex_to_lark
 
     if params.regex is not None:
-        return LLMatcher.grammar_from_regex(params.regex)
+        return f"start: /{regex_to_lark(params.regex)}/"
     if params.grammar is not None:
         return grammar_from("grammar", params.grammar)
     if params.choice is not None:
         return grammar_from("choice", json.dumps(params.choice))
-    return LLMatcher.grammar_from_json_schema(_read_schema(params), overrides=_options(params))
+    return f"start: %json {json.dumps(_read_schema(params))}"
 
 
 def find_error(grammar: str) -> str:
@@ -74,20 +82,23 @@ def shorten(error: str) -> str:
     return text if len(text) <= MAX_ERROR_CHARS else f"{text[:MAX_ERROR_CHARS]}..."
 
 
-def _read_schema(params: StructuredOutputsParams) -> Any:
-    if params.json is None:
-        return {"type": "object"}
-    assert isinstance(params.json, str), "a dict becomes its text"
-    schema = json.loads(params.json)
+def _read_schema(params: StructuredOutputsParams) -> dict[str, Any]:
+    assert params.json is None or isinstance(params.json, str), "a dict becomes its text"
+    schema = {"type": "object"} if params.json is None else json.loads(params.json)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object, or true")
-    return _close_objects(schema) if params.disable_additional_properties else schema
+    if params.disable_additional_properties:
+        schema = _close_objects(schema)
+    return schema | {"x-guidance": _find_options(schema, params)}
 
 
-def _options(params: StructuredOutputsParams) -> Any:
-    options: dict[str, Any] = {"whitespace_flexible": not params.disable_any_whitespace}
+def _find_options(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    options = schema.get("x-guidance", {})
+    if not isinstance(options, dict):
+        raise ValueError("`x-guidance` of a JSON schema is an object")
+    options = options | {"whitespace_flexible": not params.disable_any_whitespace}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = params.whitespace_pattern
     return options

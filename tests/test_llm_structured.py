@@ -11,6 +11,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams, StructuredOutputsParams
 from mmjax.errors import RequestValueError
+from mmjax.sampling_params import MAX_BAD_WORDS
 
 NUM_SCHEMAS = 15
 NUM_SCHEMAS_SLOW = 200
@@ -117,6 +118,17 @@ def test_bad_words_are_those_with_and_without_a_space(llm: LLM) -> None:
     ids = {ids[0] for word in words for ids in ids_of[word] if len(ids) == 1}
     assert ids & set(free.outputs[0].token_ids)
     assert not ids & set(held.outputs[0].token_ids)
+
+
+def test_as_many_bad_words_as_there_may_be_have_two_sequences_each(llm: LLM) -> None:
+    words = [f"red {number}" for number in range(MAX_BAD_WORDS)]
+    tokenizer = llm.get_tokenizer()
+    for word in words:
+        plain, spaced = (tokenizer.encode(s + word, add_special_tokens=False) for s in ("", " "))
+        assert (len(plain), plain[1:]) == (len(spaced), spaced[1:])
+        assert plain != spaced
+    params = SamplingParams(temperature=0.0, max_tokens=3, bad_words=words)
+    assert llm.generate("a red circle", params, use_tqdm=False)[0].outputs[0].token_ids
 
 
 def test_prompt_logprobs_are_logprobs_of_the_same_text(llm: LLM) -> None:

@@ -1,5 +1,6 @@
 """Requests that no step can compute are refused on arrival, naming the field and a fix."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -68,13 +69,13 @@ def test_a_run_may_be_cut_where_the_model_allows_it() -> None:
     limits.check_prompt([3] * 20, [item(0, 19, 17)])
 
 
-def make_request(num_tokens: int, **sampling: Any) -> Request:
+def make_request(num_tokens: int, *, eos: Sequence[int] = (1,), **sampling: Any) -> Request:
     return Request(
         request_id="a",
         prompt_token_ids=[3] * num_tokens,
         sampling_params=SamplingParams(**sampling),
         max_model_len=32,
-        eos_token_ids=[1],
+        eos_token_ids=list(eos),
     )
 
 
@@ -88,10 +89,15 @@ def test_a_request_must_fit_the_kv_cache_alone() -> None:
 
 def test_min_tokens_holds_back_at_most_as_many_ids_as_the_table_is_wide() -> None:
     limits = AdmissionLimits(**LIMITS)
-    many = list(range(40, 72))
-    limits.check_request(make_request(4, max_tokens=4, stop_token_ids=many))
-    with pytest.raises(RequestValueError, match="33 ids"):
-        limits.check_request(make_request(4, max_tokens=4, min_tokens=1, stop_token_ids=many))
+    many = list(range(1000, 1256))
+    limits.check_request(
+        make_request(4, max_tokens=4, min_tokens=1, stop_token_ids=many, eos=range(32))
+    )
+    limits.check_request(make_request(4, max_tokens=4, stop_token_ids=many, eos=range(33)))
+    with pytest.raises(RequestValueError, match="289 ids"):
+        limits.check_request(
+            make_request(4, max_tokens=4, min_tokens=1, stop_token_ids=many, eos=range(33))
+        )
 
 
 def test_without_chunks_a_prompts_items_are_computed_in_one_step() -> None:

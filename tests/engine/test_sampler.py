@@ -13,10 +13,10 @@ from transformers.generation.logits_process import (
 )
 
 from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
-from mmjax.engine.device.sample_tables import EDIT_WIDTH, SampleTables, empty_tables
+from mmjax.engine.device.sample_tables import EDIT_WIDTH, MAX_BANS, SampleTables, empty_tables
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.token_bits import pack_token_ids
-from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
+from mmjax.sampling_params import MAX_BIASES
 
 VOCAB = 40
 DEFAULTS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def make_tables(rows: list[dict[str, Any]]) -> SampleTables:
         if row["allowed"] is not None:
             tables.masks[number] = pack_token_ids(row["allowed"], VOCAB)
         edits = tables.edits[number]
-        bans, biases = edits[: 2 * MAX_BAD_WORDS].reshape(2, -1), edits[2 * MAX_BAD_WORDS :]
+        bans, biases = edits[: 2 * MAX_BANS].reshape(2, -1), edits[2 * MAX_BANS :]
         for place, ban in enumerate(row["bans"]):
             bans[:, place] = ban
         for place, (token_id, bias) in enumerate(row["bias"].items()):

@@ -427,7 +427,7 @@ def test_a_token_without_a_logit_is_refused(core: EngineCore, name: str) -> None
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize("words", [[[VOCAB_SIZE]], [[-1]], [[]], [[5]] * 129], ids=str)
+@pytest.mark.parametrize("words", [[[VOCAB_SIZE]], [[-1]], [[]], [[5]] * 257], ids=str)
 def test_bad_words_that_no_p0_sends_are_refused(core: EngineCore, words: list[list[int]]) -> None:
     request = message("a", [prompt(2)], bad_words=["x"])
     with pytest.raises(RequestValueError) as caught:

@@ -1,16 +1,19 @@
 """Streamed text is the whole text, cut where nothing has to be taken back."""
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
 from tests.kit import EOS, TURN_END, gemma_tokenizer
 
 TOKENIZER = gemma_tokenizer()
+GOLDEN = Path(__file__).parents[1] / "golden"
 TEXTS = st.lists(
     st.sampled_from(["a", " ", "red ", "é", "日", "🎈", "\n", "\n\n", "x=1;", "\u0000", "Zürich"])
     | st.characters(codec="utf-8"),
@@ -56,14 +59,59 @@ def test_a_character_waits_for_its_last_byte() -> None:
     ids = encode("🎈")
     assert len(ids) == 4
     assert pieces(ids) == ["", "", "", "🎈", ""]
-    assert pieces(ids[:3]) == ["", "", "", "\ufffd" * 3]
+
+
+CUT_OFF = {
+    "byte fallback": TOKENIZER,
+    "byte level": AutoTokenizer.from_pretrained(GOLDEN / "qwen2_vl"),
+    "a space before": AutoTokenizer.from_pretrained(GOLDEN / "llava"),
+}
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+@pytest.mark.parametrize(
+    "text", ["🎈", "aé 日🎈", "é\ufffd", "\ufffd日", " Zürich", "\ufffd\ufffd"]
+)
+def test_a_text_ends_before_a_character_that_is_cut_off(name: str, text: str) -> None:
+    """Each text ends with its last whole character; one that is U+FFFD itself stays."""
+    tokenizer = CUT_OFF[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    context = tokenizer.encode("a", add_special_tokens=False)
+    for end in range(len(ids) + 1):
+        detokenizer = IncrementalDetokenizer(tokenizer, context=context)
+        shown = detokenizer.append(ids[:end]) + detokenizer.flush()
+        whole = b"".join(bytes_of(tokenizer, number) for number in ids[:end])
+        assert shown == whole.decode(errors="ignore")
+
+
+def bytes_of(tokenizer: Any, number: int) -> bytes:
+    name = tokenizer.convert_ids_to_tokens(number)
+    if "ByteLevel" in type(tokenizer.backend_tokenizer.decoder).__name__:
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [byte for byte in range(256) if byte not in shown]
+        return bytes(b if (b := ord(c)) < 256 else hidden[b - 256] for c in name)
+    return bytes([int(name[3:5], 16)]) if name[:3] == "<0x" else name.replace("▁", " ").encode()
+
+
+def test_bytes_that_no_character_begins_with_are_shown_at_the_end() -> None:
+    last = encode("🎈")[-1:]
+    assert pieces([*encode("a"), *last]) == ["a", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("name", CUT_OFF)
+def test_an_answer_goes_on_with_the_character_that_the_prompt_broke_off(name: str) -> None:
+    tokenizer = CUT_OFF[name]
+    ids = tokenizer.encode("a🎈a", add_special_tokens=False)
+    begin = next(n for n, number in enumerate(ids) if bytes_of(tokenizer, number)[-1] >= 0x80) + 1
+    detokenizer = IncrementalDetokenizer(tokenizer, context=ids[:begin])
+    assert detokenizer.append(ids[begin:]) == "🎈a"
 
 
 def test_bytes_without_end_do_not_wait_for_ever() -> None:
     lone = encode("🎈")[:1]
     shown = pieces(lone * 100)
     assert any(shown[:64])
-    assert "".join(shown) == "\ufffd" * 100
+    assert "".join(shown) == "\ufffd" * 99, "the last may begin a character"
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:

@@ -85,7 +85,7 @@ def test_CVE_2026_55574_what_can_be_read_becomes_a_grammar(
 def test_objects_are_closed_where_it_is_asked(reader: GrammarReader) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {}}}}
     closed = reader.read(StructuredOutputsParams(json=schema, disable_additional_properties=True))
-    assert closed.count('"additionalProperties":false') == 2
+    assert closed.count('"additionalProperties": false') == 2
     assert "additionalProperties" not in reader.read(StructuredOutputsParams(json=schema))
 
 

@@ -1,14 +1,18 @@
 """Deltas become outputs: text, ends, logprobs, n, streamed or whole."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from transformers import AutoTokenizer
 
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.sampling_params import SamplingParams
+from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.transport.messages import RequestOutputDelta
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine
 
@@ -147,6 +151,39 @@ def test_logprobs(input_processor: InputProcessor) -> None:
         assert [entry.rank for _, entry in others] == [1, 2][: len(others)]
     assert output.cumulative_logprob == pytest.approx(-2.0 * len(output.token_ids))
     assert whole(input_processor, "red").cumulative_logprob is None
+
+
+def test_an_answer_is_parsed_up_to_a_character_that_is_cut_off(
+    input_processor: InputProcessor,
+) -> None:
+    ids = input_processor.tokenizer.encode("a 🎈", add_special_tokens=False)
+    request = input_processor.process("r", {"prompt_token_ids": ids}, SamplingParams(max_tokens=4))
+    prepared = replace(request.prepared, parse_answer=lambda token_ids: {"ids": list(token_ids)})
+    processor = OutputProcessor(input_processor.tokenizer)
+    processor.add_request(replace(request, prepared=prepared))
+    delta = RequestOutputDelta(request_id="r", new_token_ids=ids[:-1], finish_reason="length")
+    (output,) = processor.process([delta]).request_outputs
+    assert output.outputs[0].text == "a "
+    assert output.outputs[0].parsed == {"ids": ids[:-4]}
+
+
+@pytest.mark.parametrize("is_structured", [True, False])
+def test_a_structured_answer_keeps_a_space_at_its_beginning(
+    input_processor: InputProcessor, is_structured: bool
+) -> None:
+    """Which decoding drops there, and a chat's answer has no use for."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "golden/llava")
+    end, word = tokenizer.convert_tokens_to_ids(["</s>", "▁a"])
+    structure = StructuredOutputsParams(regex=" a") if is_structured else None
+    prompt: Any = {"prompt_token_ids": [word, end]}
+    request = input_processor.process("r", prompt, SamplingParams(), continues_prompt=False)
+    params = SamplingParams(structured_outputs=structure)
+    messages = [msgspec.structs.replace(one, sampling_params=params) for one in request.messages]
+    processor = OutputProcessor(tokenizer)
+    processor.add_request(replace(request, messages=messages))
+    delta = RequestOutputDelta(request_id="r", new_token_ids=[word], finish_reason="length")
+    (output,) = processor.process([delta]).request_outputs
+    assert output.outputs[0].text == (" a" if is_structured else "a")
 
 
 def test_request_fields(input_processor: InputProcessor) -> None:

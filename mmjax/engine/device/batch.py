@@ -18,7 +18,7 @@ from mmjax.engine.device.batch_layout import (
 )
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.engine.scheduling.request import Request
+from mmjax.engine.scheduling.request import NUM_MASKED, Request
 from mmjax.rounding import cdiv
 
 
@@ -217,20 +217,19 @@ class BatchBuilder:
             request, params = scheduled.request, scheduled.request.sampling_params
             if scheduled.end >= request.plain_from:
                 continue
-            may_end = not request.needs_min_tokens(scheduled.end)
             if is_plain:
                 is_plain = False
                 fields["masked_token_ids"][:] = NO_TOKEN
             fields["has_logprobs"][...] |= params.logprobs is not None
-            if not may_end:
-                masked = sorted(request.ending_token_ids)
+            if request.needs_min_tokens(scheduled.end):
+                masked = request.held_back_token_ids[:NUM_MASKED]
                 fields["masked_token_ids"][row, : len(masked)] = masked
             fields["positions"][row] = scheduled.end
             fields["token_from"][row] = scheduled.token_from
             fields["ngram_sizes"][row] = params.no_repeat_ngram_size
             fields["reports_masked"][row] = request.logit_rules.grammar is not None
             fields["has_masks"][...] |= request.logit_rules.has_mask
-            fields["has_edits"][...] |= request.logit_rules.has_edits
+            fields["has_edits"][...] |= request.has_edits(scheduled.end)
             if params.has_penalties:
                 _fill_penalties(fields, row, request)
             if not params.is_greedy:

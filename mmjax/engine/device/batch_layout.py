@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from mmjax.engine.scheduling.admission import MAX_MASKED_TOKEN_IDS
 from mmjax.engine.scheduling.buckets import StepBucket
+from mmjax.engine.scheduling.request import NUM_MASKED
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 
 NO_TOKEN = np.iinfo(np.int32).max
@@ -160,7 +160,7 @@ def sample_layout(num_requests: int, *, has_adapters: bool = False) -> Layout:
         "temperature": one,
         "top_p": one,
         "min_p": one,
-        "masked_token_ids": (num_requests, MAX_MASKED_TOKEN_IDS),
+        "masked_token_ids": (num_requests, NUM_MASKED),
         "token_from": one,
         "ngram_sizes": one,
         "prompt_lengths": one,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.engine.device.batch_layout import NO_TOKEN
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORDS, MAX_BIASES
+from mmjax.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_BIASES, MAX_STOP_TOKEN_IDS
 
 
 class SampleTables(NamedTuple):
@@ -38,12 +38,13 @@ class Edits(NamedTuple):
     biases: Float[Array, "R _biases"]
 
 
-EDIT_WIDTH = 2 * MAX_BAD_WORDS + 2 * MAX_BIASES
+MAX_BANS = MAX_BAD_WORD_SEQUENCES + MAX_STOP_TOKEN_IDS
+EDIT_WIDTH = 2 * MAX_BANS + 2 * MAX_BIASES
 
 
 def unpack_edits(edits: Int[Array, "R _width"]) -> Edits:
     """Return the parts of `SampleTables.edits`, under jit."""
-    ends = np.cumsum([MAX_BAD_WORDS, MAX_BAD_WORDS, MAX_BIASES])
+    ends = np.cumsum([MAX_BANS, MAX_BANS, MAX_BIASES])
     last, banned, biased, biases = jnp.split(edits, ends, axis=1)
     return Edits(last, banned, biased, jax.lax.bitcast_convert_type(biases, jnp.float32))
 
@@ -71,7 +72,7 @@ def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> Sa
         if request.logit_rules.has_mask:
             masks = empty.masks.copy() if masks is None else masks
             masks[row] = request.logit_rules.allowed_bits
-        if request.logit_rules.has_edits:
+        if request.has_edits(scheduled.end):
             edits = empty.edits.copy() if edits is None else edits
             _fill_edits(edits[row], scheduled)
     return SampleTables(history, masks, edits)
@@ -79,12 +80,10 @@ def make_tables(requests: Sequence[ScheduledRequest], empty: SampleTables) -> Sa
 
 def _fill_edits(edits: np.ndarray, scheduled: ScheduledRequest) -> None:
     request, biases = scheduled.request, scheduled.request.logit_rules.biases
-    bans = request.logit_rules.find_bans(
-        request.output_token_ids, is_last_known=scheduled.token_from < 0
-    )
+    bans = request.find_bans(scheduled.end, is_last_known=scheduled.token_from < 0)
     edits[: len(bans)] = [last for last, _ in bans]
-    edits[MAX_BAD_WORDS : MAX_BAD_WORDS + len(bans)] = [token_id for _, token_id in bans]
-    start = 2 * MAX_BAD_WORDS
+    edits[MAX_BANS : MAX_BANS + len(bans)] = [token_id for _, token_id in bans]
+    start = 2 * MAX_BANS
     edits[start : start + len(biases)] = list(biases)
     start += MAX_BIASES
     edits.view(np.float32)[start : start + len(biases)] = list(biases.values())

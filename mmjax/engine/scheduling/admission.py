@@ -6,14 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmjax.cache.kv.block_hash import PlacedItem
-from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.engine.scheduling.request import NUM_MASKED, EncoderItem, Request
 from mmjax.errors import MediaIdConflictError, RequestRuntimeError, RequestValueError
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORDS
+from mmjax.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.transport.messages import EngineCoreRequest
-
-MAX_MASKED_TOKEN_IDS = 32
-"""End and stop token ids that `min_tokens` can mask: the width of the sampler's table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +91,10 @@ class AdmissionLimits:
                     param=name,
                 )
         words = message.bad_words_token_ids
-        if len(words) > MAX_BAD_WORDS or not all(words):
+        if len(words) > MAX_BAD_WORD_SEQUENCES or not all(words):
             raise RequestValueError(
                 f"`bad_words` stand for {len(words)} sequences of tokens; give at most "
-                f"{MAX_BAD_WORDS}, none of them empty",
+                f"{MAX_BAD_WORD_SEQUENCES}, none of them empty",
                 param="bad_words",
             )
         is_complete = bool(params.bad_words) <= bool(words) and (
@@ -129,11 +126,11 @@ class AdmissionLimits:
                 "the prompt, or raise `kv_cache_memory_bytes`",
                 param="max_tokens",
             )
-        num_masked = len(request.ending_token_ids)
-        if request.sampling_params.min_tokens and num_masked > MAX_MASKED_TOKEN_IDS:
+        num_held_back, limit = len(request.held_back_token_ids), MAX_STOP_TOKEN_IDS + NUM_MASKED
+        if num_held_back > limit:
             raise RequestValueError(
-                f"`min_tokens` with {num_masked} ids that end the text; at most "
-                f"{MAX_MASKED_TOKEN_IDS} can be held back: shorten `stop_token_ids`",
+                f"`min_tokens` with {num_held_back} ids that end the text, the model's own among "
+                f"them; at most {limit} can be held back: shorten `stop_token_ids`",
                 param="stop_token_ids",
             )
 

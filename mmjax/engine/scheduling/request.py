@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from mmjax.processing.tensors.inputs import PlaceholderRange
 from mmjax.request_times import RequestTimes
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import TokenLogprobs
+
+NUM_MASKED = 32
+"""Tokens that `min_tokens` holds back by the batch's own table; further ones are bans, which cost
+their requests a larger one."""
 
 
 class RequestStatus(enum.Enum):
@@ -243,6 +248,23 @@ class Request:
     def needs_min_tokens(self, place: int) -> bool:
         """Return whether `min_tokens` masks end tokens at a position."""
         return place - self.num_prompt_tokens < self.sampling_params.min_tokens
+
+    @cached_property
+    def held_back_token_ids(self) -> list[int]:
+        """What `min_tokens` masks: `NUM_MASKED` of them by the batch's table, others by bans."""
+        return sorted(self.ending_token_ids) if self.sampling_params.min_tokens else []
+
+    def has_edits(self, place: int) -> bool:
+        """Return whether single logits are changed at a position."""
+        has_bans = len(self.held_back_token_ids) > NUM_MASKED and self.needs_min_tokens(place)
+        return has_bans or self.logit_rules.has_edits
+
+    def find_bans(self, place: int, *, is_last_known: bool) -> list[tuple[int, int]]:
+        """Return the tokens that are banned at a position, as `LogitRules.find_bans`."""
+        bans = self.logit_rules.find_bans(self.output_token_ids, is_last_known=is_last_known)
+        if self.needs_min_tokens(place):
+            bans += [(-1, token_id) for token_id in self.held_back_token_ids[NUM_MASKED:]]
+        return bans
 
     @property
     def is_blocked(self) -> bool:

@@ -1,14 +1,14 @@
 """Incremental detokenization, and stop strings.
 
 Returned text is final: a character with missing bytes is held back, and so is text that may be the
-beginning of a stop string.
+beginning of a stop string. A text that ends inside a character ends before it.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-_REPLACEMENT = "\ufffd"
+from mmjax.frontend.output.token_bytes import REPLACEMENT, split_unfinished
 
 _MAX_PENDING_TOKENS = 32
 """Ids that are held back for a character's last byte; longer runs are not valid UTF-8."""
@@ -29,37 +29,41 @@ class IncrementalDetokenizer:
         self._silent_ids = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
         self._ids = list(context)
         self._num_read = len(self._ids)
+        self._text_read = self._whole_text()
+        """Of the ids that were read."""
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Add ids; return the new text that is final."""
         return "".join([self._append_one(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return the text held back, incomplete bytes as replacement characters."""
-        text = self._new_text()
-        self._num_read = len(self._ids)
+        """Return the text held back, up to a character whose last bytes are missing."""
+        text = self._whole_text()[len(self._text_read) :]
+        self._read()
         return text
 
     def _append_one(self, token_id: int) -> str:
         if token_id in self._silent_ids:
             return ""
         self._ids.append(token_id)
-        text = self._new_text()
+        text = self._decode(self._ids)[len(self._text_read) :]
         # Empty: a space that is decoded with the next word, or a character's first bytes.
-        is_incomplete = not text or text.endswith(_REPLACEMENT)
+        is_incomplete = not text or text.endswith(REPLACEMENT)
         if is_incomplete and len(self._ids) - self._num_read < _MAX_PENDING_TOKENS:
             return ""
-        self._ids = self._ids[self._num_read :]
-        self._num_read = len(self._ids)
+        self._read()
         return text
 
-    def _new_text(self) -> str:
-        if self._num_read == len(self._ids):
-            return ""
-        before = self._decode(self._ids[: self._num_read])
-        return self._decode(self._ids)[len(before) :]
+    def _read(self) -> None:
+        self._ids = self._ids[self._num_read :]
+        self._num_read = len(self._ids)
+        self._text_read = self._decode(self._ids)
 
-    def _decode(self, ids: list[int]) -> str:
+    def _whole_text(self) -> str:
+        token_ids, begin = split_unfinished(self._tokenizer, self._ids)
+        return self._decode(token_ids) + begin
+
+    def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
             return ""
         return self._tokenizer.decode(

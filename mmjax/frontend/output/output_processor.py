@@ -4,6 +4,7 @@ Knows nothing of sockets or of HTTP: the caller aborts sequences in the engine t
 ended here.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from mmjax.frontend.output.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
+from mmjax.frontend.output.token_bytes import split_unfinished
 from mmjax.frontend.prompt.input_processor import ProcessedRequest
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
@@ -132,14 +134,20 @@ class OutputProcessor:
     def _output_text(self, request: ProcessedRequest, params: SamplingParams) -> OutputText:
         detokenizer = IncrementalDetokenizer(
             self._tokenizer,
-            context=self._context(request) if request.continues_prompt else (),
+            context=self._context(request, params),
             skip_special_tokens=params.skip_special_tokens,
         )
         checker = StopChecker(params.stop, include_in_output=params.include_stop_str_in_output)
         return OutputText(detokenizer, checker)
 
-    def _context(self, request: ProcessedRequest) -> list[int]:
+    def _context(self, request: ProcessedRequest, params: SamplingParams) -> list[int]:
+        """Return tokens without which decoding would drop a space at the answer's beginning."""
         context: list[int] = []
+        if params.structured_outputs is not None:
+            text = (i for i in reversed(request.prompt_token_ids) if i not in self._special_ids)
+            return [*itertools.islice(text, 1)]
+        if not request.continues_prompt:
+            return context
         for token_id in reversed(request.prompt_token_ids[-_CONTEXT_TOKENS:]):
             if token_id in self._special_ids:
                 break
@@ -204,7 +212,8 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
         parse = sequence.parent.request.prepared.parse_answer
         if parse is not None and sequence.finish_reason is not None:
-            sequence.parsed = parse(sequence.token_ids)
+            whole, _ = split_unfinished(self._tokenizer, sequence.token_ids)
+            sequence.parsed = parse(whole)
         return new_text, taken
 
     def _logprobs(self, delta: RequestOutputDelta, count: int) -> SampleLogprobs | None:

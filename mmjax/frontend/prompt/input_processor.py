@@ -37,7 +37,7 @@ from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
 from mmjax.request_times import current_times, measuring
-from mmjax.sampling_params import MAX_BAD_WORDS, SamplingParams
+from mmjax.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 __all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
@@ -464,12 +464,6 @@ class InputProcessor:
                 sequences.append(plain)
                 if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
                     sequences.append(spaced)
-        if len(sequences) > MAX_BAD_WORDS:
-            raise RequestValueError(
-                f"`bad_words` stand for {len(sequences)} sequences of tokens, with and without a "
-                f"space before; give at most {MAX_BAD_WORDS}",
-                param="bad_words",
-            )
         return sequences
 
     def _check_prompts(self, prepared: PreparedInputs) -> None:

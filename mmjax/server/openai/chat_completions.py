@@ -133,6 +133,7 @@ class ChatService:
                 bool(body.return_token_ids),
                 bool(body.return_tokens_as_token_ids),
                 _role_of(body, self._config),
+                self._client.input_processor.tokenizer,
             ),
         )
 

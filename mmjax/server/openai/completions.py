@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.output.token_bytes import CharacterCounter
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.echo import PromptEcho
@@ -52,15 +53,20 @@ class CompletionService:
             body.logprobs or 0,
             bool(body.return_token_ids),
             bool(body.return_tokens_as_token_ids),
+            tokenizer=self._client.input_processor.tokenizer,
         )
         if body.stream:
             chunks = await begin(request, streams, partial(_echoed, echo=echo))
             events = self._text_events(body, chunks, new_answer, options, echo)
             return self._generation.event_stream(events, streams)
         outputs, usage = await gather(request, streams, echo)
-        starts = [0 if echo is None else echo.find_start(number) for number in range(len(outputs))]
         choices = [
-            text_choice(item, options, index=number * body.n + item.index, offset=starts[number])
+            text_choice(
+                item,
+                options,
+                index=number * body.n + item.index,
+                counter=_begin_text(echo, number),
+            )
             for number, output in enumerate(outputs)
             for item in output.outputs
         ]
@@ -99,21 +105,20 @@ class CompletionService:
         usage = UsageCounter()
         stream_options = body.stream_options
         is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        offsets: dict[int, int] = {}
+        counters: dict[int, CharacterCounter] = {}
         try:
             async for number, output in outputs:
                 usage.add(output)
                 choices: list[TextChoice] = []
                 for item in output.outputs:
                     index = number * body.n + item.index
-                    is_first = index not in offsets
-                    start = 0 if echo is None or not is_first else echo.find_start(number)
-                    offset = offsets.setdefault(index, 0)
-                    choice = text_choice(item, options, index=index, offset=offset + start)
+                    is_first = index not in counters
+                    if is_first:
+                        counters[index] = _begin_text(echo, number)
+                    choice = text_choice(item, options, index=index, counter=counters[index])
                     if is_first:
                         choice.prompt_token_ids = prompt_token_ids(body, output)
                     choices.append(choice)
-                    offsets[index] += len(item.text)
                 if not choices:
                     continue
                 yield new_answer(
@@ -124,6 +129,10 @@ class CompletionService:
             await outputs.aclose()
         for answer in self._generation.closing(body, usage, new_answer):
             yield answer
+
+
+def _begin_text(echo: PromptEcho | None, number: int) -> CharacterCounter:
+    return CharacterCounter(0 if echo is None else echo.find_start(number))
 
 
 async def _echoed(

@@ -31,6 +31,7 @@ from mmjax.sampling_params import (
     MAX_BIASES,
     MAX_LOGPROBS,
     MAX_NGRAM_SIZE,
+    MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
 from mmjax.server.openai.structure import read_structure
@@ -206,7 +207,9 @@ class GenerationRequest(Strict):
     max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=256, fail_fast=True)] | None = None
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True

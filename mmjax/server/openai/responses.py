@@ -13,6 +13,7 @@ from mmjax.frontend.output.outputs import (
     RequestOutput,
     SampleLogprobs,
 )
+from mmjax.frontend.output.token_bytes import REPLACEMENT, CharacterCounter, find_bytes
 from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece, join_calls
 
 
@@ -307,6 +308,8 @@ class ChoiceOptions(NamedTuple):
     """Whether logprobs name tokens by their ids."""
     role: str = "assistant"
     """Of a chat's answers."""
+    tokenizer: Any = None
+    """HF's."""
 
     def token_ids(self, output: CompletionOutput) -> list[int] | msgspec.UnsetType:
         """Return the token ids if the request wants them."""
@@ -358,13 +361,13 @@ def _tool_call(call: CallPiece, *, is_chunk: bool = False) -> ToolCall:
 
 
 def text_choice(
-    output: CompletionOutput, options: ChoiceOptions, *, index: int, offset: int
+    output: CompletionOutput, options: ChoiceOptions, *, index: int, counter: CharacterCounter
 ) -> TextChoice:
-    """Return a completion, or what a step added to it after `offset` characters."""
+    """Return a completion, or what a step added to the tokens that were counted."""
     return TextChoice(
         index=index,
         text=output.text,
-        logprobs=text_logprobs(output.logprobs, options, offset),
+        logprobs=text_logprobs(output.logprobs, options, counter),
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         token_ids=options.token_ids(output),
@@ -402,7 +405,7 @@ def chat_logprobs(logprobs: SampleLogprobs | None, options: ChoiceOptions) -> Ch
 
 
 def text_logprobs(
-    logprobs: SampleLogprobs | None, options: ChoiceOptions, offset: int
+    logprobs: SampleLogprobs | None, options: ChoiceOptions, counter: CharacterCounter
 ) -> TextLogprobs | None:
     """Return log-probabilities in completions' form."""
     if logprobs is None:
@@ -417,8 +420,8 @@ def text_logprobs(
             for one_id, one in _top_of(position, options)
         }
         shown.top_logprobs.append(None if math.isnan(entry.logprob) else top)
-        shown.text_offset.append(max(0, offset))
-        offset += len(entry.decoded_token or "")
+        shown.text_offset.append(max(0, counter.count))
+        counter.add(_bytes_of(token_id, entry, options))
     return shown
 
 
@@ -437,16 +440,20 @@ def _top_of(
 
 def _top_logprob(entry: tuple[int, Logprob], options: ChoiceOptions) -> TopLogprob:
     token_id, logprob = entry
-    text = logprob.decoded_token or ""
     return TopLogprob(
         token=_token_name(token_id, logprob, options),
         logprob=_finite(logprob.logprob),
-        bytes=list(text.encode()),
+        bytes=list(_bytes_of(token_id, logprob, options)),
     )
 
 
 def _token_name(token_id: int, entry: Logprob, options: ChoiceOptions) -> str:
     return f"token_id:{token_id}" if options.names_token_ids else entry.decoded_token or ""
+
+
+def _bytes_of(token_id: int, entry: Logprob, options: ChoiceOptions) -> bytes:
+    text = entry.decoded_token or ""
+    return find_bytes(options.tokenizer, token_id) if REPLACEMENT in text else text.encode()
 
 
 def _finite(logprob: float) -> float:

@@ -1,0 +1,67 @@
+"""The bytes of tokens, which may be parts of a character."""
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+"""What decoding shows for bytes that are no character."""
+_Decoder = codecs.getincrementaldecoder("utf-8")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    # GPT-2's `bytes_to_unicode`.
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): b for n, b in enumerate(hidden)}
+
+
+_BYTE_BY_LETTER = _byte_level_alphabet()
+
+
+def find_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """Return a token's bytes, whole characters or not."""
+    text = tokenizer.decode([token_id], skip_special_tokens=False)
+    if REPLACEMENT not in text:
+        return text.encode()
+    name = tokenizer.convert_ids_to_tokens(token_id) or ""
+    byte_token = _BYTE_TOKEN.fullmatch(name)
+    if byte_token:
+        return bytes([int(byte_token[1], 16)])
+    is_byte_level = all(letter in _BYTE_BY_LETTER for letter in name)
+    return bytes(_BYTE_BY_LETTER[letter] for letter in name) if is_byte_level else text.encode()
+
+
+def split_unfinished(tokenizer: Any, token_ids: Sequence[int]) -> tuple[Sequence[int], str]:
+    """Return the tokens before a character whose last bytes are missing, if the text ends so.
+
+    And the characters that the first token of that one begins with.
+    """
+    # What is there of such a character is three bytes at most.
+    pieces = [find_bytes(tokenizer, token_id) for token_id in token_ids[-3:]]
+    num_bytes = len(_unfinished_end(b"".join(pieces)))
+    num_kept, begin = len(token_ids), b""
+    while num_bytes > 0:
+        piece = pieces.pop()
+        num_kept, begin = num_kept - 1, piece[:-num_bytes]
+        num_bytes -= len(piece)
+    return token_ids[:num_kept], begin.decode(errors="replace")
+
+
+class CharacterCounter:
+    """Counts the characters of tokens; one of several tokens when its last byte comes."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+        self._decoder = _Decoder("replace")
+
+    def add(self, token: bytes) -> None:
+        self.count += len(self._decoder.decode(token))
+
+
+def _unfinished_end(text: bytes) -> bytes:
+    decoder = _Decoder("replace")
+    decoder.decode(text)
+    return decoder.getstate()[0]
