@@ -14,6 +14,7 @@ from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
 from mmjax.config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
+from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
@@ -87,6 +88,7 @@ class EngineCore:
         self.num_kv_blocks = parts.limits.num_blocks
         self._programs = parts.programs
         self._limits_of = parts.limits_of
+        self._host_bytes = parts.host_bytes
         self.num_programs = parts.programs.num_programs
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.startup_seconds = parts.seconds
@@ -416,7 +418,13 @@ class EngineCore:
             step_token_counts=list(scheduler.step_token_counts),
             running_loras=self._name_loras(list(scheduler.running)),
             waiting_loras=self._name_loras(scheduler.waiting),
+            memory_bytes=self._measure_memory(),
         )
+
+    def _measure_memory(self) -> dict[str, int]:
+        cache = self._receiver_cache
+        items = 0 if cache is None else cache.currsize
+        return resident_by_cause({**self._host_bytes, "processed_items": items})
 
     def _name_loras(self, requests: Iterable[Request]) -> list[str]:
         if not self.config.lora.enable_lora:

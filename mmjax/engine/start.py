@@ -60,6 +60,8 @@ class EngineParts(NamedTuple):
     programs: StagedPrograms
     limits_of: Callable[[Buckets], StepLimits]
     """What a step may hold that has no other buckets."""
+    host_bytes: dict[str, int]
+    """Bytes of the device's arrays in the host's memory, by cause."""
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
 
@@ -133,6 +135,7 @@ class EngineStart:
             self._adapters,
             staged,
             self._limits_of,
+            programs.host_bytes(self.num_kv_blocks),
             self.seconds,
         )
 

@@ -35,7 +35,7 @@ from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, N
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.request_times import Stage
-from mmjax.transport.messages import STEP_TOKEN_BOUNDS, Heartbeat
+from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -277,12 +277,24 @@ class _EngineCollector(Collector):
         for name, (field, text) in _LAST_GAUGES.items():
             if heartbeat is not None:
                 yield self._gauge(name, text, getattr(heartbeat, field))
+        if heartbeat is not None and heartbeat.memory_bytes:
+            yield self._memory(heartbeat.memory_bytes)
         if heartbeat is not None and self._max_loras:
             yield self._loras(heartbeat)
         totals = self._totals.update(heartbeat, supervisor.num_restarts)
         for name, (field, text) in _TOTALS.items():
             yield self._counter(name, text, totals[field])
         yield self._step_tokens(totals)
+
+    def _memory(self, memory_bytes: Mapping[str, int]) -> Metric:
+        family = GaugeMetricFamily(
+            "mmjax:engine_resident_memory_bytes",
+            "Of the engine process, by cause; the sum is all of it.",
+            labels=("model_name", "cause"),
+        )
+        for cause in MEMORY_CAUSES:
+            family.add_metric((self._model, cause), float(memory_bytes.get(cause, 0)))
+        return family
 
     def _loras(self, heartbeat: Heartbeat) -> Metric:
         """Return one series, as vLLM has it: routers read which adapters are where."""

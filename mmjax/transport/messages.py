@@ -159,6 +159,17 @@ class AdapterLoaded(msgspec.Struct, tag=True, kw_only=True, frozen=True):
 STEP_TOKEN_BOUNDS = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Upper bounds of `Heartbeat.step_token_counts`."""
 
+MEMORY_CAUSES = (
+    "weights",
+    "kv_cache",
+    "encoder_outputs",
+    "hidden_states",
+    "adapters",
+    "processed_items",
+    "rest",
+)
+"""Of `Heartbeat.memory_bytes`."""
+
 MAX_LISTED_LORAS = 64
 """Names of adapters in a heartbeat."""
 
@@ -223,6 +234,8 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     """Adapters that requests run with, at most `MAX_LISTED_LORAS`."""
     waiting_loras: list[str] = []
     """Those that requests wait with, as many of them."""
+    memory_bytes: dict[str, int] = {}
+    """P1's resident memory by cause (`MEMORY_CAUSES`); empty where it is not known."""
     loop: LoopState = LoopState()
 
 

@@ -1,6 +1,7 @@
 """How programs are compiled, where they are kept, and who counts them."""
 
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -12,9 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from mmjax.engine.device import compilation
 from mmjax.engine.device.compilation import (
     CompilationCounter,
+    CompiledFunction,
     Program,
     compile_programs,
     default_num_threads,
+    forget_traces,
 )
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from tests.engine.conftest import CACHE_DIR
@@ -84,6 +87,23 @@ def test_a_compiled_program_is_the_one_that_is_called() -> None:
         for program, array in zip(programs, arrays, strict=True):
             program.jitted(x=array, times=3)
     assert counter.count == 0
+
+
+def test_a_program_is_called_without_what_it_was_traced_to() -> None:
+    jitted = make_program(8).jitted
+    function = CompiledFunction(jitted)
+    described = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    program = function.program("double 8", 8, {"x": described, "times": 3})
+    compile_programs([program])
+    trace = weakref.ref(jitted.trace(**program.arguments).jaxpr)
+    assert trace() is not None, "JAX keeps it for another call of `jitted`"
+    forget_traces([program])
+    assert trace() is None
+    counter, x = CompilationCounter(), jnp.full((8, 8), 0.1)
+    with counter.watching():
+        found = function(8, x=x)
+    assert counter.count == 0
+    np.testing.assert_array_equal(found, jitted(x=x, times=3))
 
 
 def test_threads_compile_with_deep_stacks_and_leave_the_others_alone() -> None:

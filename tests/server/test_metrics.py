@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmjax.config import LoRAConfig
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
-from mmjax.transport.messages import STEP_TOKEN_BOUNDS, Heartbeat, Ready
+from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat, Ready
 from tests.echo_engine import EchoSupervisor
 from tests.server.conftest import MakeServer, Server
 from tests.test_serve import image_message
@@ -40,7 +41,7 @@ OURS = """
     request_tokenize_time_seconds_bucket encoder_cache_queries_total encoder_cache_hits_total
     encoder_cache_usage_perc processor_cache_bytes compilations_total programs programs_left
     engine_restarts_total engine_up engine_state event_loop_lag_seconds_bucket
-    num_requests_processing http_responses_total
+    num_requests_processing http_responses_total engine_resident_memory_bytes
 """
 BUSY = Heartbeat(
     num_running=3,
@@ -58,6 +59,7 @@ BUSY = Heartbeat(
     step_token_counts=[1, 0, 0, 2] + [0] * (len(STEP_TOKEN_BOUNDS) - 3),
     running_loras=["poet", "boxed"],
     waiting_loras=["sql"],
+    memory_bytes={"weights": 40, "kv_cache": 30, "rest": 500},
 )
 
 
@@ -125,6 +127,19 @@ def test_adapters_are_labels_of_one_series(make_server: MakeServer, busy: Server
         "waiting_lora_adapters": "sql",
     }
     assert abs(at - time.time()) < 60
+
+
+def test_the_engines_memory_is_told_by_cause(busy: Server) -> None:
+    name = "mmjax:engine_resident_memory_bytes"
+    told = {
+        dict(labels)["cause"]: value
+        for (one, labels), value in samples(busy).items()
+        if one == name
+    }
+    assert told == {**dict.fromkeys(MEMORY_CAUSES, 0), "weights": 40, "kv_cache": 30, "rest": 500}
+    assert BUSY.memory_bytes.keys() <= set(MEMORY_CAUSES)
+    busy.supervisor.heartbeat = msgspec.structs.replace(BUSY, memory_bytes={})
+    assert name not in {one for one, _ in samples(busy)}, "a system that does not tell it"
 
 
 def test_the_engines_figures(busy: Server) -> None:

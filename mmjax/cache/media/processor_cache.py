@@ -140,6 +140,11 @@ class BaseMultiModalProcessorCache(ABC):
 class BaseMultiModalReceiverCache(ABC):
     """A receiver cache: P1's side of a cache whose sender is in P0."""
 
+    @property
+    def currsize(self) -> int:
+        """Bytes of the cached items' tensors in this process's own memory."""
+        return 0
+
     @abstractmethod
     def get_and_update_features(
         self, features: Sequence[MultiModalFeatureSpec]

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
+from mmjax.allocator import return_free_pages
 from mmjax.logger import get_logger, reporting
 from mmjax.progress import has_bars
 
@@ -35,6 +36,27 @@ class Program(NamedTuple):
     jitted: Any
     arguments: Mapping[str, Any]
     """Keyword arguments of the call; arrays may be `jax.ShapeDtypeStruct`."""
+    keep: Callable[[Any], None] = lambda compiled: None
+    """Called with what it was compiled to."""
+
+
+class CompiledFunction:
+    """A jitted function that is called as it was compiled, by a key.
+
+    It holds its programs itself, so that JAX need not hold what they were traced and lowered to.
+    """
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, **arguments: Any) -> Any:
+        """Call the program of `key`; `arguments` are without the static ones."""
+        return self._compiled[key](**arguments)
+
+    def program(self, label: str, key: Hashable, arguments: Mapping[str, Any]) -> Program:
+        """Return a program that can be called once it is compiled."""
+        return Program(label, self._jitted, arguments, partial(self._compiled.__setitem__, key))
 
 
 @cache
@@ -67,9 +89,10 @@ def compile_programs(
 ) -> list[int]:
     """Compile all programs; return the bytes that each takes on a device, besides its arguments.
 
-    A later call of the jitted function with such arguments compiles nothing: JAX keeps a program
-    by what it was lowered from. Functions are traced here, and compiled in threads, which call
-    `when_compiled` with the program's place in the list; what it raises ends the compilation.
+    A later call of the jitted function with such arguments compiles nothing, until `forget_traces`:
+    JAX keeps a program by what it was lowered from. Functions are traced here, and compiled in
+    threads, which call `when_compiled` with the program's place in the list; what it raises ends
+    the compilation.
     """
     compiled: list[Future[int]] = []
     num_done = count(1)
@@ -81,7 +104,7 @@ def compile_programs(
     ):
 
         def compile_one(number: int, lowered: Any) -> int:
-            size, line = _compile(programs[number].label, lowered)
+            size, line = _compile(programs[number], lowered)
             logger.info("%s (%d of %d)", line, next(num_done), len(programs))
             bar.set_postfix_str(programs[number].label, refresh=False)
             bar.update()
@@ -97,6 +120,16 @@ def compile_programs(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def forget_traces(programs: Sequence[Program]) -> None:
+    """Drop what programs were traced and lowered to, and return its memory to the system.
+
+    One without `keep` would be compiled again. Takes a tenth of a second.
+    """
+    for jitted in {program.jitted for program in programs}:
+        jitted.clear_cache()
+    return_free_pages()
 
 
 def _describe(compiled: Sequence["Future[int]"], programs: Sequence[Program]) -> str:
@@ -144,13 +177,14 @@ class _Events(threading.local):
         return events
 
 
-def _compile(label: str, lowered: Any) -> tuple[int, str]:
+def _compile(program: Program, lowered: Any) -> tuple[int, str]:
     events = _Events.listening()
     num_before, start = events.num_fetched, time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
-    return program_bytes(compiled), f"{verb} {label} in {seconds:.2f} s"
+    program.keep(compiled)
+    return program_bytes(compiled), f"{verb} {program.label} in {seconds:.2f} s"
 
 
 @contextmanager

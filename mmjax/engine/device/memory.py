@@ -4,7 +4,7 @@ All sizes are bytes on one device: of several, the one with the least free memor
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -277,6 +277,18 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return total, available
+
+
+def resident_by_cause(known: Mapping[str, int], root: Path = Path("/")) -> dict[str, int]:
+    """Return this process's resident bytes: those that are `known`, and the "rest".
+
+    Their sum is what the system tells; empty where it does not.
+    """
+    fields = _read(root / "proc/self/statm").split()
+    if not fields:
+        return {}
+    resident = int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {**known, "rest": max(0, resident - sum(known.values()))}
 
 
 def _mem_available(root: Path) -> int | None:

@@ -18,7 +18,7 @@ from mmjax.engine.device.batch_layout import (
     sample_layout,
     step_layout,
 )
-from mmjax.engine.device.compilation import Program, compiler_options
+from mmjax.engine.device.compilation import CompiledFunction, Program, compiler_options
 from mmjax.engine.device.encoder import make_encoder_calls
 from mmjax.engine.device.functions import (
     AdaptedModel,
@@ -133,12 +133,16 @@ class Programs:
         kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
-        self.encode = jit(
+
+        def jit_by_size(function: Any, **options: Any) -> CompiledFunction:
+            return CompiledFunction(jit(function, **options))
+
+        self.encode = jit_by_size(
             partial(encode, graphdef, self.adapted, self.encoder_calls.gather),
             donate_argnames="pool",
             out_shardings=whole,
         )
-        self.encode_prompts = jit(
+        self.encode_prompts = jit_by_size(
             partial(encode_prompts, graphdef, placement.gather),
             donate_argnames="pool",
             out_shardings=whole,
@@ -146,14 +150,14 @@ class Programs:
         self.write_extra = jit(
             partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
         )
-        self.write_rows = jit(write_rows, donate_argnames="pool", out_shardings=whole)
-        self.step = jit(
+        self.write_rows = jit_by_size(write_rows, donate_argnames="pool", out_shardings=whole)
+        self.step = jit_by_size(
             partial(step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)),
             static_argnames="layout",
             donate_argnames="state",
             out_shardings=(self._shardings.state, whole),
         )
-        self.sample = jit(
+        self.sample = jit_by_size(
             partial(sample, graphdef, self.adapted, placement),
             static_argnames=("layout", "num_rows", "is_plain"),
             out_shardings=whole,
@@ -213,6 +217,20 @@ class Programs:
         return DeviceArrays(
             StepState(self._new_cache(num_blocks=num_blocks), hidden), pool, previous
         )
+
+    def host_bytes(self, num_blocks: int) -> dict[str, int]:
+        """Return the bytes of all arrays in the host's memory, by cause; none of accelerators."""
+        if self._placement.platform != "cpu":
+            return {}
+        arrays, number = self.describe_arrays(num_blocks), len(self._placement.local_devices)
+        parts = {
+            "weights": self._params,
+            "kv_cache": arrays.state.kv_cache,
+            "encoder_outputs": arrays.pool,
+            "hidden_states": (arrays.state.hidden, arrays.previous),
+            "adapters": self.describe_adapters(),
+        }
+        return {cause: number * shard_bytes(part) for cause, part in parts.items()}
 
     @property
     def _adapter_shardings(self) -> dict[str, Any]:
@@ -277,7 +295,7 @@ class Programs:
                 "packed": self._flat(layout.size + self.sample_layout.size),
                 "adapters": self.describe_adapters() if bucket.has_adapters else None,
             }
-            yield Program(step_label(bucket), self.step, arguments)
+            yield self.step.program(step_label(bucket), bucket, arguments)
 
     def _encodes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
         for bucket in reversed(sizes):
@@ -289,7 +307,9 @@ class Programs:
                 "dst_rows": self._flat(num_outputs),
                 "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
             }
-            yield Program(f"encode {bucket}", self.encode, arguments)
+            # A small call is padded, so that some buckets have one program.
+            size = next(iter(inputs.values())).shape[0]
+            yield self.encode.program(f"encode {bucket}", size, arguments)
 
     def _encodes_prompts(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
         for size in reversed(sizes):
@@ -298,7 +318,7 @@ class Programs:
                 for name, array in self.prompt_calls.empty(size)._asdict().items()
             }
             arguments = {"params": self._params, "pool": arrays.pool, **inputs}
-            yield Program(f"encode {size} prompts", self.encode_prompts, arguments)
+            yield self.encode_prompts.program(f"encode {size} prompts", size, arguments)
 
     def _writes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
         for size in reversed(sizes):
@@ -308,7 +328,7 @@ class Programs:
                 sharding=self._placement.replicated,
             )
             arguments = {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._flat(size)}
-            yield Program(f"write {size}", self.write_rows, arguments)
+            yield self.write_rows.program(f"write {size}", size, arguments)
 
     def _samples(self, arrays: DeviceArrays, sizes: Sequence[SampleBucket]) -> Iterator[Program]:
         for bucket in reversed(sizes):
@@ -325,7 +345,7 @@ class Programs:
                 "previous": arrays.previous,
                 "adapters": self.describe_adapters(),
             }
-            yield Program(sample_label(bucket), self.sample, arguments)
+            yield self.sample.program(sample_label(bucket), bucket, arguments)
 
     def _flat(self, size: int) -> jax.ShapeDtypeStruct:
         return self._describe((size,))

@@ -220,7 +220,7 @@ class ModelRunner:
             self._broadcast(Call.STEP, self._steps.index(bucket))
         self._prepare(steps=(bucket,))
         self._state, rest = self._programs.step(
-            layout=self._programs.step_layouts[bucket],
+            bucket,
             params=self._params,
             state=self._state,
             pool=self._pool,
@@ -283,15 +283,14 @@ class ModelRunner:
     def _call_sample(
         self, num_rows: int, packed: Array, tables: SampleTables | None, *, is_plain: bool
     ) -> Array | SampleOutput:
-        self._prepare(sample=(SampleBucket(num_rows, is_plain),))
+        bucket = SampleBucket(num_rows, is_plain)
+        self._prepare(sample=(bucket,))
         on_device = self._no_tables[num_rows]
         for name, table in () if tables is None else tables._asdict().items():
             if table is not None:
                 on_device = on_device._replace(**{name: self._placement.put(table)})
         return self._programs.sample(
-            layout=self._programs.sample_layout,
-            num_rows=num_rows,
-            is_plain=is_plain,
+            bucket,
             params=self._params,
             hidden=self._state.hidden,
             packed=packed,
@@ -307,6 +306,7 @@ class ModelRunner:
         on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
         rows = self._placement.put(call.dst_rows)
         self._pool, self._encoded = self._programs.encode(
+            size,
             params=self._params,
             pool=self._pool,
             inputs=on_device,
@@ -315,17 +315,19 @@ class ModelRunner:
         )
 
     def _run_write(self, call: WriteCall) -> None:
-        self._broadcast(Call.WRITE, len(call.dst_rows))
-        self._prepare(write=(len(call.dst_rows),))
+        size = len(call.dst_rows)
+        self._broadcast(Call.WRITE, size)
+        self._prepare(write=(size,))
         embeds, rows = self._placement.put(tuple(call))
-        self._pool = self._programs.write_rows(pool=self._pool, embeds=embeds, dst_rows=rows)
+        self._pool = self._programs.write_rows(size, pool=self._pool, embeds=embeds, dst_rows=rows)
 
     def _run_encode_prompts(self, call: PromptCall) -> None:
-        self._broadcast(Call.ENCODE_PROMPTS, len(call.token_ids))
-        self._prepare(prompts=(len(call.token_ids),))
+        size = len(call.token_ids)
+        self._broadcast(Call.ENCODE_PROMPTS, size)
+        self._prepare(prompts=(size,))
         on_device = self._placement.put(call._asdict())
         self._pool, self._encoded = self._programs.encode_prompts(
-            params=self._params, pool=self._pool, **on_device
+            size, params=self._params, pool=self._pool, **on_device
         )
 
     def _prepare(self, **sizes: Any) -> None:

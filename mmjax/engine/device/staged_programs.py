@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mmjax.engine.device.compilation import Program, compile_programs
+from mmjax.engine.device.compilation import Program, compile_programs, forget_traces
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets, Sizes
 from mmjax.logger import get_logger
 
@@ -54,9 +54,9 @@ class StagedPrograms:
 
     def compile_first(self) -> None:
         """Compile the first stage."""
-        compile_programs(
-            self._stages[0].programs, num_threads=self._num_threads, use_tqdm=self._use_tqdm
-        )
+        programs = self._stages[0].programs
+        compile_programs(programs, num_threads=self._num_threads, use_tqdm=self._use_tqdm)
+        forget_traces(programs)
         self._num_open[0] = 0
 
     def start_others(self) -> None:
@@ -89,6 +89,7 @@ class StagedPrograms:
         except BaseException as error:
             self._error = error  # raised by `check`, in the engine's thread
             return
+        forget_traces(programs)
         logger.info("all %d programs are compiled", self.num_programs)
 
     def _note(self, number: int) -> None:
@@ -135,4 +136,5 @@ class ProgramsWhenNeeded(StagedPrograms):
             return
         programs = self._make_programs(new)
         compile_programs(programs, num_threads=self._num_threads, use_tqdm=self._use_tqdm)
+        forget_traces(programs)
         self._compiled |= new
