@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mmjax.config import ServerConfig
 from mmjax.deploy.affinity_keys import affinity_keys
 from mmjax.deploy.exchange import Exchange, Patience
+from mmjax.deploy.plain_errors import PlainErrorsMiddleware
 from mmjax.deploy.replica import ForwardedRequest, Replicas
 from mmjax.errors import CapacityError
 from mmjax.logger import REQUEST_ID
@@ -63,6 +64,7 @@ def create_front(
     async def forward(request: Request) -> Response:
         return _Forwarding(replicas, config, reader, room, patience or Patience())
 
+    app.add_middleware(PlainErrorsMiddleware)
     add_protection(app, config)
     app.add_middleware(RequestIdMiddleware)
     return app
