@@ -134,7 +134,11 @@ def add_protection(app: FastAPI, config: ServerConfig) -> None:
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["DELETE", "GET", "POST"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            # The last two are for a front (`mmjax.deploy.held`).
+            allow_headers=[
+                *("authorization", "content-type", "x-request-id"),
+                *("idempotency-key", "last-event-id"),
+            ],
             expose_headers=["x-request-id"],
         )
     app.add_middleware(
