@@ -376,12 +376,14 @@ def test_the_rest_of_what_nobody_holds_is_refused() -> None:
 
 # ---- any of it ----------------------------------------------------------------------------------
 
-Kind = Literal["stream", "whole", 400, 404, 429, 503]
+Kind = Literal["stream", "whole", "not held", 400, 404, 429, 503]
 
 
 def script_of(kind: Kind, cut_at: int | None, replica: str) -> Sequence[Step]:
     if isinstance(kind, int):
         steps = refusal(kind, replica)
+    elif kind == "not held":
+        steps = not_held(replica)
     elif kind == "whole":
         steps = [ResponseHead(replica, 200, JSON), ResponsePart(b"{}", None), ResponseEnd(True)]
     else:
@@ -391,19 +393,24 @@ def script_of(kind: Kind, cut_at: int | None, replica: str) -> Sequence[Step]:
 
 SCRIPTS = st.builds(
     script_of,
-    st.sampled_from(["stream", "whole", 400, 404, 429, 503]),
+    st.sampled_from(["stream", "whole", "not held", 400, 404, 429, 503]),
     st.none() | st.integers(0, 5),
     st.sampled_from("abc"),
 )
 
 
-@given(st.lists(SCRIPTS, min_size=1, max_size=6), st.sampled_from(["/v1/responses", "/v1/models"]))
+@given(
+    st.lists(SCRIPTS, min_size=1, max_size=6),
+    st.sampled_from(["/v1/responses", "/v1/models"]),
+    st.integers(0, 2),
+)
 def test_every_request_gets_one_whole_response_or_one_error(
-    scripts: list[list[Step]], path: str
+    scripts: list[list[Step]], path: str, last_event: int
 ) -> None:
     client, replicas = Client(), Scripted([*scripts, refusal(400)])
-    request = ForwardedRequest("POST", path, b"", [], b"{}", "key", 0)
+    request = ForwardedRequest("POST", path, b"", [], b"{}", "key", 0, held_key="k")
     options: Any = {"timeout_s": 0.0, "keep_alive_s": 1.0, "patience": PATIENT}
+    options["last_event"] = last_event
 
     async def run() -> None:
         try:
