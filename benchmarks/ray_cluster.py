@@ -21,6 +21,12 @@ import psutil
 _READY = "deployed"
 _DEPLOY_S = 600.0
 _REPLICA_TITLE = "ray::ServeReplica:default:Replica"
+_FRONT_TITLE = "ray::ServeReplica:default:Front"
+_ENVIRONMENT = {
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "mmjax.deploy.plain_errors:ray_middlewares",
+}
 _NUM_CPUS = 16
 """What Ray is told that it has: it only counts them."""
 
@@ -45,7 +51,7 @@ class RayCluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._file,
-            env={**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+            env={**os.environ, **_ENVIRONMENT},
             text=True,
             start_new_session=True,
         )
@@ -86,13 +92,23 @@ class RayCluster:
             return psutil.Process(self._process.pid).children(recursive=True)
         return []
 
+    def _titled(self, title: str) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                if "".join(process.cmdline()[:1]).startswith(title):
+                    found.append(process)
+        return found
+
+    def fronts(self) -> list[psutil.Process]:
+        """Return the fronts."""
+        return self._titled(_FRONT_TITLE)
+
     def replicas(self) -> list[ReplicaProcesses]:
         """Return the replicas whose engine runs."""
         found: list[ReplicaProcesses] = []
-        for process in self.processes():
+        for process in self._titled(_REPLICA_TITLE):
             with suppress(psutil.NoSuchProcess):
-                if not process.cmdline()[:1] or not process.cmdline()[0].startswith(_REPLICA_TITLE):
-                    continue
                 spawned = [
                     child
                     for child in process.children()

@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,12 +25,14 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import openai
 from PIL import Image
 
 from benchmarks.ray_cluster import RayCluster, wait_until
 from benchmarks.servers import start_mmjax
 
 _TIMEOUT_S = 300.0
+_MAX_TRIES = 5
 SERVER_ARGS = {"precompile": "all", "max_num_seqs": 16}
 REPLICA_ARGS = {**SERVER_ARGS, "num_cpus": 1}
 
@@ -59,6 +62,8 @@ class Answer:
     is_whole: bool = False
     """Whether the stream came to its end."""
     num_chunks: int = 0
+    last_event: str = ""
+    """The `id` of the last one, if they have some."""
 
 
 async def stream(
@@ -66,9 +71,11 @@ async def stream(
     body: Mapping[str, Any],
     on_chunk: Callable[[], None] = lambda: None,
     headers: Mapping[str, str] | None = None,
+    answer: Answer | None = None,
 ) -> Answer:
-    """Ask for a stream, and read it; errors are in the answer."""
-    answer = Answer()
+    """Ask for a stream, and read it; errors are in the answer. `answer`: what came before."""
+    answer = Answer() if answer is None else answer
+    number = ""
     try:
         async with client.stream(
             "POST", "/v1/chat/completions", json={**body, "stream": True}, headers=headers
@@ -78,11 +85,51 @@ async def stream(
                 answer.error = f"{response.status_code}: {response.text[:200]}"
                 return answer
             async for line in response.aiter_lines():
-                _take(answer, line)
+                if line.startswith("id: "):
+                    number = line.removeprefix("id: ")
+                elif line.startswith("data: "):
+                    _take(answer, line)
+                    answer.last_event = number
                 on_chunk()
     except httpx2.HTTPError as error:
         answer.error = f"{type(error).__name__}: {error}"
     return answer
+
+
+async def resumed(
+    client: httpx2.AsyncClient, body: Mapping[str, Any], on_chunk: Callable[[], None]
+) -> Answer:
+    """Ask for a stream, and for the rest of it when it is cut, as docs/scaling.md says."""
+    answer, headers = Answer(), {"idempotency-key": uuid.uuid4().hex}
+    for number in range(_MAX_TRIES):
+        await asyncio.sleep(0.5 * number)
+        answer.error = ""
+        await stream(client, body, on_chunk, headers, answer)
+        if answer.is_whole:
+            break
+        if answer.last_event:
+            headers["last-event-id"] = answer.last_event
+    return answer
+
+
+async def not_streamed(
+    client: httpx2.AsyncClient, body: Mapping[str, Any], on_chunk: Callable[[], None]
+) -> Answer:
+    """Ask as OpenAI's client does by itself."""
+    # An own name of the engine's, which this client does not know.
+    known = {name: value for name, value in body.items() if name != "ignore_eos"}
+    url = f"{str(client.base_url).rstrip('/')}/v1"
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as own:
+            model = (await own.models.list()).data[0].id
+            for _ in range(4):
+                on_chunk()
+            answer = await own.chat.completions.create(
+                model=model, **known, extra_body={"ignore_eos": True}
+            )
+    except openai.OpenAIError as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+    return Answer(answer.choices[0].message.content or "", is_whole=True)
 
 
 def _take(answer: Answer, line: str) -> None:
@@ -221,25 +268,28 @@ async def undisturbed(url: str, bodies: list[dict[str, Any]]) -> list[str]:
 
 
 async def kill_under_streams(
-    cluster: RayCluster, which: str, bodies: list[dict[str, Any]], expected: list[str]
+    cluster: RayCluster,
+    which: str,
+    bodies: list[dict[str, Any]],
+    expected: list[str],
+    ask: Callable[..., Awaitable[Answer]] = stream,
 ) -> Losses:
-    """SIGKILL a replica's P0 or P1 when half of the streams have shown some of their text."""
+    """SIGKILL a replica's P0 or P1, or a front, when half of the streams have shown some text."""
     losses, progress = Losses(), Counter[int]()
     started = time.monotonic()
 
     async def kill() -> None:
         while sum(count >= 4 for count in progress.values()) < len(bodies) / 2:
             await asyncio.sleep(0.01)
-        replicas = await asyncio.to_thread(cluster.replicas)
-        getattr(replicas[0], which).kill()
+        if which == "front":
+            (await asyncio.to_thread(cluster.fronts))[0].kill()
+        else:
+            getattr((await asyncio.to_thread(cluster.replicas))[0], which).kill()
 
     async with _client(cluster.url) as client:
         killing = asyncio.create_task(kill())
         found = await asyncio.gather(
-            *(
-                stream(client, body, lambda i=i: progress.update([i]))
-                for i, body in enumerate(bodies)
-            )
+            *(ask(client, body, lambda i=i: progress.update([i])) for i, body in enumerate(bodies))
         )
         await killing
     for answer, text in zip(found, expected, strict=True):
@@ -340,7 +390,14 @@ def cluster_of(folder: Path, mode: str, **args: Any) -> RayCluster:
     return RayCluster(settings, port=port, log=folder / f"ray_{mode}.log")
 
 
-EXPERIMENTS = ("hits", "latency", "p1", "p0", "update", "scale")
+EXPERIMENTS = ("hits", "latency", "p1", "p0", "update", "scale", "front")
+
+
+CLIENTS = {
+    "streams": stream,
+    "streams with a key": resumed,
+    "OpenAI's client, not streamed": not_streamed,
+}
 
 
 class Report:
@@ -383,7 +440,13 @@ async def _measure_cluster(
     only: Sequence[str],
 ) -> None:
     mode = report.name
-    if set(only) - {"scale"}:
+    if "front" in only and mode == "front":
+        with cluster_of(folder, mode, num_fronts=2) as cluster:
+            for name, ask in CLIENTS.items():
+                losses = await kill_under_streams(cluster, "front", bodies, texts, ask)
+                report.add(f"SIGKILL of one of two fronts, {name}", _told(losses))
+                await asyncio.to_thread(wait_until, lambda: len(cluster.fronts()) == 2)
+    if set(only) - {"scale", "front"}:
         with cluster_of(folder, mode) as cluster:
             for which in ("p1", "p0"):
                 if which in only:

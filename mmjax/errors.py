@@ -53,6 +53,20 @@ class ResponseNotFoundError(RequestValueError):
     code = "response_not_found"
 
 
+class AnswerNotHeldError(RequestValueError):
+    """The rest of an answer that no replica holds (any more)."""
+
+    status = 404
+    code = "answer_not_held"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the rest of this answer is not held (any more), and another one may differ; send the "
+            "request without `Last-Event-ID`",
+            param="Last-Event-ID",
+        )
+
+
 class MediaError(RequestValueError):
     """Media that could not be fetched or decoded."""
 

@@ -61,6 +61,17 @@ class DeployConfig:
         it may have to be sent again. More get a 429.""",
         minimum=1,
     )
+    held_answer_s: float = setting(
+        60.0,
+        """Seconds for which a replica holds an answer that was asked for with an `Idempotency-Key`
+        and that nobody reads, in the mode `front`; 0: none is held.""",
+        minimum=0,
+    )
+    max_held_answer_bytes: int = setting(
+        64 * 2**20,
+        "Bytes of the answers that a replica holds, about; the oldest are dropped for newer ones.",
+        minimum=1,
+    )
     num_cpus: float = setting(
         1.0, "CPUs that a replica, or each of its processes, reserves in Ray.", minimum=0
     )

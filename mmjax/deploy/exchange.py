@@ -16,6 +16,7 @@ from starlette.types import Send
 from mmjax.deploy.replica import (
     ForwardedRequest,
     Headers,
+    NotHeld,
     ReplicaLostError,
     Replicas,
     ResponseEnd,
@@ -23,7 +24,13 @@ from mmjax.deploy.replica import (
     ResponseItem,
     ResponsePart,
 )
-from mmjax.errors import CapacityError, EngineUnavailableError, RequestError, RequestTimeoutError
+from mmjax.errors import (
+    AnswerNotHeldError,
+    CapacityError,
+    EngineUnavailableError,
+    RequestError,
+    RequestTimeoutError,
+)
 from mmjax.logger import get_logger
 from mmjax.server.openai.continuation import SentEvents
 from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
@@ -65,8 +72,12 @@ class Exchange:
         timeout_s: float,
         keep_alive_s: float,
         patience: Patience,
+        last_event: int = 0,
     ) -> None:
-        """`timeout_s`: until the response begins; `keep_alive_s`: between comments; 0: none."""
+        """`timeout_s`: until the response begins; `keep_alive_s`: between comments; 0: none.
+
+        `last_event`: the number of the last one that the client has, from another front.
+        """
         self._replicas = replicas
         self._request = request
         self._keys = keys
@@ -74,6 +85,10 @@ class Exchange:
         self._timeout_s = (timeout_s if request.body else patience.question_s) or None
         self._keep_alive_s = keep_alive_s
         self._patience = patience
+        self._last_event = last_event
+        self._num_events = 0
+        self._is_search = request.held_key is not None
+        """Whether no replica has said yet that it holds the answer, and one may."""
         self._timeout: asyncio.Timeout | None = None
         self._sent = SentEvents()
         self._avoided: list[str] = []
@@ -106,10 +121,14 @@ class Exchange:
     async def _try(self) -> bool:
         """Give the request to a replica; return whether its client has the whole answer."""
         age_s = time.monotonic() - self._started_at
-        request = self._request._replace(attempt=self._num_tries, age_s=age_s, sent=self._sent)
+        request = self._request._replace(
+            attempt=self._num_tries, age_s=age_s, sent=self._sent, is_search=self._is_search
+        )
         self._num_tries += 1
         self._replica = None
-        items = self._replicas.respond(request, keys=self._keys, avoided=list(self._avoided))
+        # A search makes nobody an owner.
+        keys = [] if self._is_search else self._keys
+        items = self._replicas.respond(request, keys=keys, avoided=list(self._avoided))
         async with aclosing(items):
             try:
                 return await self._read(items)
@@ -133,8 +152,11 @@ class Exchange:
                 match item:
                     case None:
                         await self._send_body(KEEP_ALIVE)
+                    case NotHeld():
+                        return self._search_on(item.replica)
                     case ResponseHead():
                         head, self._replica = item, item.replica
+                        self._is_search = False
                     case ResponsePart() if head is not None and _is_stream(head):
                         await self._begin(head)
                         await self._show(item)
@@ -168,7 +190,13 @@ class Exchange:
     async def _show(self, part: ResponsePart) -> None:
         """Send a part of a stream."""
         self._stop_waiting()
-        await self._send_body(part.body)
+        if part.body == KEEP_ALIVE:
+            await self._send_body(part.body)
+            return
+        self._num_events += 1
+        if self._num_events > self._last_event:
+            number = b"id: %d\n" % self._num_events if self._request.held_key else b""
+            await self._send_body(number + part.body)
         if part.mark is not None:
             self._sent.add(part.mark)
         self._is_done |= part.body == DONE
@@ -193,6 +221,17 @@ class Exchange:
         return True
 
     # ---- what to do about it --------------------------------------------------------------------
+
+    def _search_on(self, replica: str) -> bool:
+        """Ask the next replica for the answer; if all were asked, let one compute it."""
+        if replica not in self._avoided:
+            self._avoided.append(replica)
+            return False
+        self._avoided.clear()
+        self._is_search = False
+        if self._last_event:
+            raise AnswerNotHeldError
+        return False
 
     def _is_for_another(self, head: ResponseHead) -> bool:
         """Whether a replica refused what another one may take; each is asked once."""

@@ -16,8 +16,10 @@ from starlette.types import Message, Receive, Scope, Send
 from mmjax.config import ServerConfig
 from mmjax.deploy.affinity_keys import affinity_keys
 from mmjax.deploy.exchange import Exchange, Patience
+from mmjax.deploy.held import held_key
+from mmjax.deploy.plain_errors import PlainErrorsMiddleware
 from mmjax.deploy.replica import ForwardedRequest, Replicas
-from mmjax.errors import CapacityError
+from mmjax.errors import CapacityError, RequestValueError
 from mmjax.logger import REQUEST_ID
 from mmjax.server.app import add_protection
 from mmjax.server.middleware import RequestIdMiddleware
@@ -27,6 +29,7 @@ from mmjax.server.openai.streaming import while_connected
 
 _INLINE_BYTES = 64 * 2**10
 """Smaller bodies are read for keys in the event loop, in less time than a thread takes to start."""
+_MAX_EVENT_DIGITS = 9
 _NOT_FORWARDED = frozenset(
     {b"connection", b"content-length", b"origin", b"transfer-encoding", b"x-request-id"}
 )
@@ -63,6 +66,7 @@ def create_front(
     async def forward(request: Request) -> Response:
         return _Forwarding(replicas, config, reader, room, patience or Patience())
 
+    app.add_middleware(PlainErrorsMiddleware)
     add_protection(app, config)
     app.add_middleware(RequestIdMiddleware)
     return app
@@ -128,11 +132,14 @@ class _Forwarding(Response):
         with self._room.taken(receive) as counted:
             request = Request(scope, counted)
             forwarded = _to_forward(request, bytes(await self._reader.receive(request)))
+            last_event = _last_event(request)
+            forwarded, keys = await _with_keys(forwarded)
             exchange = Exchange(
                 self._replicas,
                 forwarded,
-                await _keys_of(forwarded),
+                keys,
                 send,
+                last_event=last_event,
                 timeout_s=self._config.request_timeout_s,
                 keep_alive_s=self._config.sse_keep_alive_interval_s,
                 patience=self._patience,
@@ -155,10 +162,26 @@ def _to_forward(request: Request, body: bytes) -> ForwardedRequest:
     )
 
 
-async def _keys_of(request: ForwardedRequest) -> list[str]:
+def _last_event(request: Request) -> int:
+    """Return the number of the last event that a client has; it counts only with a key."""
+    given = request.headers.get("last-event-id")
+    if given is None or not request.headers.get("idempotency-key"):
+        return 0
+    if not given.isdecimal() or len(given) > _MAX_EVENT_DIGITS:
+        raise RequestValueError(
+            "`Last-Event-ID` must be the `id` of an event of this answer", param="Last-Event-ID"
+        )
+    return int(given)
+
+
+async def _with_keys(request: ForwardedRequest) -> tuple[ForwardedRequest, list[str]]:
+    """Return the request with what its answer is held by, and its keys."""
     headers: Mapping[str, str] = {
         name.decode("latin-1").lower(): value.decode("latin-1") for name, value in request.headers
     }
-    if len(request.body) <= _INLINE_BYTES:
-        return affinity_keys(headers, request.body)
-    return await asyncio.to_thread(affinity_keys, headers, request.body)
+
+    def read() -> tuple[ForwardedRequest, list[str]]:
+        held = request._replace(held_key=held_key(headers, request))
+        return held, affinity_keys(headers, request.body)
+
+    return read() if len(request.body) <= _INLINE_BYTES else await asyncio.to_thread(read)

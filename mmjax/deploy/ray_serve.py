@@ -35,6 +35,7 @@ from mmjax.deploy.config import (
     settings_of_process,
 )
 from mmjax.deploy.front import create_front
+from mmjax.deploy.held import HeldAnswers
 from mmjax.deploy.ray_gang import find_coordinator, make_members
 from mmjax.deploy.replica import ForwardedRequest, Replica, ReplicaLostError, ResponseItem
 from mmjax.deploy.routing import AffinityTable, RoutingConfig
@@ -198,20 +199,27 @@ class FrontedReplica(_ServedReplica):
     """A replica that a front forwards to."""
 
     async def __init__(self, args: Mapping[str, Any], has_keys: bool) -> None:
-        await self.start(args, has_keys)
+        config = read_deployment(args).config
+        replica = await self.start(args, has_keys)
+        self._held = HeldAnswers(
+            replica.name,
+            replica.respond,
+            seconds=config.held_answer_s,
+            max_bytes=config.max_held_answer_bytes,
+        )
 
     async def respond(
         self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
     ) -> AsyncGenerator[ResponseItem, None]:
         """Yield the response; `AffinityRouter` has read `keys` and `avoided`."""
-        assert self.replica is not None, "started before"
-        async with aclosing(self.replica.respond(request)) as items:
+        async with aclosing(self._held.respond(request)) as items:
             async for item in items:
                 yield item
 
     async def __del__(self) -> None:
         """End the engine process, after the last request."""
         if self.replica is not None:
+            await self._held.close()
             await self.replica.close()
 
 

@@ -36,6 +36,10 @@ class ForwardedRequest(NamedTuple):
     attempt: int = 0
     sent: SentEvents | None = None
     """The events that the client has from earlier tries."""
+    held_key: str | None = None
+    """What its answer is held by, for a client that comes again."""
+    is_search: bool = False
+    """Whether only a held answer is asked for."""
 
 
 class ResponseHead(NamedTuple):
@@ -61,7 +65,13 @@ class ResponseEnd(NamedTuple):
     """Else the engine was lost, and another replica must go on."""
 
 
-ResponseItem = ResponseHead | ResponsePart | ResponseEnd
+class NotHeld(NamedTuple):
+    """All that a replica answers to a search for what it does not hold."""
+
+    replica: str
+
+
+ResponseItem = ResponseHead | ResponsePart | ResponseEnd | NotHeld
 
 
 class Replica:

@@ -1,5 +1,6 @@
 """A front before replicas over the echo engine, all in the test's own process, without Ray."""
 
+import asyncio
 import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -16,6 +17,7 @@ from starlette.testclient import TestClient
 from mmjax.config import SchedulerConfig, ServerConfig
 from mmjax.deploy.exchange import Patience
 from mmjax.deploy.front import create_front
+from mmjax.deploy.held import HeldAnswers
 from mmjax.deploy.replica import (
     ForwardedRequest,
     Replica,
@@ -43,11 +45,14 @@ class Engine(EchoSupervisor):
 class LocalReplicas:
     """Replicas in this process, of which any can be cut off."""
 
-    replicas: dict[str, Replica]
+    replicas: dict[str, HeldAnswers]
     table: AffinityTable = field(default_factory=AffinityTable)
     cuts: list[int] = field(default_factory=list)
     """After how many items of each of the next tries its replica dies."""
     tries: list[tuple[str, ForwardedRequest]] = field(default_factory=list)
+    run_on: bool = False
+    """Whether a replica goes on with what a front that is gone has asked for, as in Ray."""
+    _reading: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def respond(
         self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
@@ -60,6 +65,8 @@ class LocalReplicas:
         self.tries.append((name, request))
         num_left = self.cuts.pop(0) if self.cuts else None
         items = self.replicas[name].respond(request)
+        if self.run_on:
+            items = self._running_on(items)
         try:
             async for item in items:
                 if num_left == 0:
@@ -69,6 +76,21 @@ class LocalReplicas:
         finally:
             await items.aclose()
 
+    async def _running_on(
+        self, items: AsyncGenerator[ResponseItem, None]
+    ) -> AsyncGenerator[ResponseItem, None]:
+        """Yield `items`, which are read to their end whether or not these are."""
+        queue: asyncio.Queue[ResponseItem | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for item in items:
+                queue.put_nowait(item)
+            queue.put_nowait(None)
+
+        self._reading.append(asyncio.create_task(read()))
+        while (item := await queue.get()) is not None:
+            yield item
+
 
 @dataclass(frozen=True)
 class Deployment:
@@ -77,6 +99,8 @@ class Deployment:
     replicas: LocalReplicas
     engines: list[Engine]
     encode: Callable[[str], list[int]]
+    other_front: FastAPI
+    """Before the same replicas."""
 
     def post(self, path: str = "/v1/chat/completions", **fields: Any) -> Any:
         """Post a body; a chat's message is given if `fields` do not say."""
@@ -130,11 +154,13 @@ def make_deployment(
             chat_template: str | None = None,
             patience: Patience | None = None,
             max_body_bytes: int = 2**31,
+            held_s: float = 60.0,
             **config: Any,
         ) -> Deployment:
             server = ServerConfig(**config)
             engines = [Engine() for _ in input_processors]
             replicas: dict[str, Replica] = {}
+            held: dict[str, HeldAnswers] = {}
             for number, engine in enumerate(engines):
                 # A client forgets what its engine held when that dies.
                 processor = new_input_processor() if has_deaths else input_processors[number]
@@ -144,23 +170,29 @@ def make_deployment(
                     template = ChatTemplate(chat_template, processor.tokenizer)
                     parser = replace(parser, template=template)
                 app = create_app(client, parser, server)
-                replicas[str(number)] = Replica(str(number), app, engine)
-            local = LocalReplicas(replicas)
-            front = create_front(
-                local,
-                server,
-                max_requests=max_requests,
-                max_body_bytes=max_body_bytes,
-                patience=patience,
+                name = str(number)
+                replica = replicas[name] = Replica(name, app, engine)
+                held[name] = HeldAnswers(name, replica.respond, seconds=held_s, max_bytes=2**20)
+            local = LocalReplicas(held)
+            front, other_front = (
+                create_front(
+                    local,
+                    server,
+                    max_requests=max_requests,
+                    max_body_bytes=max_body_bytes,
+                    patience=patience,
+                )
+                for _ in range(2)
             )
             http = stack.enter_context(TestClient(front, raise_server_exceptions=False))
             assert http.portal is not None
             # In the front's own event loop; one after the other, as a task group needs.
-            for replica in replicas.values():
+            for name, replica in replicas.items():
                 http.portal.call(replica.open)
                 stack.callback(_close_in, http, replica)
+                stack.callback(_close_in, http, held[name])
             encode = partial(input_processors[0].tokenizer.encode, add_special_tokens=False)
-            made = Deployment(front, http, local, engines, encode)
+            made = Deployment(front, http, local, engines, encode, other_front)
             # An echo of a chat would hold the tokens that end an answer, and go on after them.
             made.will_say("a red circle, and a blue square")
             return made
@@ -168,9 +200,9 @@ def make_deployment(
         yield make
 
 
-def _close_in(http: TestClient, replica: Replica) -> None:
+def _close_in(http: TestClient, opened: Replica | HeldAnswers) -> None:
     assert http.portal is not None
-    http.portal.call(replica.close)
+    http.portal.call(opened.close)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mmjax.deploy.exchange import Exchange, Patience
 from mmjax.deploy.replica import (
     ForwardedRequest,
+    NotHeld,
     ReplicaLostError,
     ResponseEnd,
     ResponseHead,
@@ -22,6 +23,7 @@ from mmjax.deploy.replica import (
     ResponsePart,
 )
 from mmjax.errors import (
+    AnswerNotHeldError,
     CapacityError,
     EngineUnavailableError,
     RequestError,
@@ -76,6 +78,7 @@ class Scripted:
     scripts: list[list[Step]]
     requests: list[ForwardedRequest] = field(default_factory=list)
     avoided: list[list[str]] = field(default_factory=list)
+    keys: list[list[str]] = field(default_factory=list)
 
     async def respond(
         self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
@@ -84,6 +87,7 @@ class Scripted:
         # A copy, as over a network: the front goes on to change it.
         self.requests.append(copy.deepcopy(request))
         self.avoided.append(avoided)
+        self.keys.append(keys)
         for step in script:
             if isinstance(step, Exception):
                 raise step
@@ -126,6 +130,9 @@ def ask(
     timeout_s: float = 0.0,
     keep_alive_s: float = 0.0,
     patience: Patience = PATIENT,
+    held_key: str | None = None,
+    last_event: int = 0,
+    keys: Sequence[str] = (),
 ) -> tuple[Client, Scripted]:
     """Send a request to replicas that say `scripts`, one after the other."""
     client, replicas = Client(), Scripted(list(scripts))
@@ -134,9 +141,10 @@ def ask(
     async def run() -> None:
         await Exchange(
             replicas,
-            request,
-            [],
+            request._replace(held_key=held_key),
+            list(keys),
             client.send,
+            last_event=last_event,
             timeout_s=timeout_s,
             keep_alive_s=keep_alive_s,
             patience=patience,
@@ -320,14 +328,62 @@ def test_a_request_that_no_replica_begins_times_out() -> None:
         ask([60.0], body=b"", patience=EAGER)
 
 
+# ---- answers that a replica holds ---------------------------------------------------------------
+
+
+def not_held(replica: str) -> list[Step]:
+    return [NotHeld(replica)]
+
+
+def test_every_replica_is_asked_for_it_once_before_one_computes_it() -> None:
+    searches = [not_held("a"), not_held("b"), not_held("a")]
+    client, replicas = ask(*searches, stream(), held_key="k", keys=["picture"])
+    assert client.is_whole
+    assert [one.is_search for one in replicas.requests] == [True, True, True, False]
+    assert replicas.avoided == [[], ["a"], ["a", "b"], []]
+    assert replicas.keys == [[], [], [], ["picture"]], "a search makes nobody an owner"
+
+
+def test_a_request_without_a_key_is_not_searched() -> None:
+    client, replicas = ask(stream())
+    assert not any(one.is_search for one in replicas.requests)
+    assert b"id: " not in client.body
+
+
+@pytest.mark.parametrize("last_event", range(5))
+def test_events_that_the_client_has_are_left_out(last_event: int) -> None:
+    client, _ = ask(not_held("a"), stream(replica="b"), held_key="k", last_event=last_event)
+    events = [b"id: %d\ndata: %d\n\n" % (i, i) for i in (1, 2, 3)] + [b"id: 4\n" + DONE]
+    assert client.body == b"".join(events[last_event:])
+    assert client.is_whole
+
+
+@pytest.mark.parametrize("shown", [1, 2, 3, 4])
+def test_one_that_is_lost_goes_on_from_all_of_its_tokens(shown: int) -> None:
+    """Those that the client has from another front, too."""
+    client, replicas = ask(cut(stream(), shown), stream(shown), held_key="k", last_event=1)
+    assert client.body == b"id: 2\ndata: 2\n\nid: 3\ndata: 3\n\nid: 4\n" + DONE
+    second = replicas.requests[1]
+    assert not second.is_search
+    assert second.sent is not None
+    assert second.sent.token_ids.get((0, 0), []) == list(range(1, shown))
+
+
+def test_the_rest_of_what_nobody_holds_is_refused() -> None:
+    with pytest.raises(AnswerNotHeldError):
+        ask(not_held("a"), not_held("a"), stream(), held_key="k", last_event=2)
+
+
 # ---- any of it ----------------------------------------------------------------------------------
 
-Kind = Literal["stream", "whole", 400, 404, 429, 503]
+Kind = Literal["stream", "whole", "not held", 400, 404, 429, 503]
 
 
 def script_of(kind: Kind, cut_at: int | None, replica: str) -> Sequence[Step]:
     if isinstance(kind, int):
         steps = refusal(kind, replica)
+    elif kind == "not held":
+        steps = not_held(replica)
     elif kind == "whole":
         steps = [ResponseHead(replica, 200, JSON), ResponsePart(b"{}", None), ResponseEnd(True)]
     else:
@@ -337,19 +393,24 @@ def script_of(kind: Kind, cut_at: int | None, replica: str) -> Sequence[Step]:
 
 SCRIPTS = st.builds(
     script_of,
-    st.sampled_from(["stream", "whole", 400, 404, 429, 503]),
+    st.sampled_from(["stream", "whole", "not held", 400, 404, 429, 503]),
     st.none() | st.integers(0, 5),
     st.sampled_from("abc"),
 )
 
 
-@given(st.lists(SCRIPTS, min_size=1, max_size=6), st.sampled_from(["/v1/responses", "/v1/models"]))
+@given(
+    st.lists(SCRIPTS, min_size=1, max_size=6),
+    st.sampled_from(["/v1/responses", "/v1/models"]),
+    st.integers(0, 2),
+)
 def test_every_request_gets_one_whole_response_or_one_error(
-    scripts: list[list[Step]], path: str
+    scripts: list[list[Step]], path: str, last_event: int
 ) -> None:
     client, replicas = Client(), Scripted([*scripts, refusal(400)])
-    request = ForwardedRequest("POST", path, b"", [], b"{}", "key", 0)
+    request = ForwardedRequest("POST", path, b"", [], b"{}", "key", 0, held_key="k")
     options: Any = {"timeout_s": 0.0, "keep_alive_s": 1.0, "patience": PATIENT}
+    options["last_event"] = last_event
 
     async def run() -> None:
         try:

@@ -93,6 +93,15 @@ def test_no_stream_is_lost_with_a_process(tmp_path: Path, texts: Texts, which: s
         assert again == expected[:4]
 
 
+@pytest.mark.parametrize("ask", [ray_serve.resumed, ray_serve.not_streamed])
+def test_no_answer_is_lost_with_a_front(tmp_path: Path, texts: Texts, ask: Any) -> None:
+    """Where clients do as docs/scaling.md says; OpenAI's does by itself."""
+    bodies, expected = texts
+    with cluster(tmp_path, "front", num_fronts=2) as two:
+        losses = asyncio.run(ray_serve.kill_under_streams(two, "front", bodies, expected, ask))
+    assert (losses.lost, losses.num_different) == ([], 0)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rolling_update_loses_nothing(tmp_path: Path, texts: Texts, mode: str) -> None:
     bodies, expected = texts

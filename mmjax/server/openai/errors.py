@@ -153,6 +153,14 @@ def plain_error_response(
     return ErrorResponse(status, ErrorBody(info), headers)
 
 
+def http_error_response(
+    status: int, headers: Mapping[str, str] | None = None, *, message: str | None = None
+) -> ErrorResponse:
+    """Return the response to an error of which only the status is known, and perhaps a message."""
+    message = message or _HTTP_MESSAGES.get(status, "this request cannot be served")
+    return plain_error_response(status, message, code=f"http_{status}", headers=headers)
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Install handlers that answer all errors with OpenAI's body.
 
@@ -170,15 +178,13 @@ def install_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http_error(request: Request, error: HTTPException) -> Response:
-        status = error.status_code
-        message = _HTTP_MESSAGES.get(status, "this request cannot be served")
-        if status == 413:  # of a body, whose detail is ours
-            message = error.detail
         headers = dict(error.headers or {})
-        if status == 405:
+        if error.status_code == 405:
             # Starlette names those of the first route alone.
             headers["Allow"] = ", ".join(_methods_at(request))
-        return plain_error_response(status, message, code=f"http_{status}", headers=headers)
+        # Of a body that is too large the detail is ours.
+        message = error.detail if error.status_code == 413 else None
+        return http_error_response(error.status_code, headers, message=message)
 
 
 def client_address(scope: Scope) -> str:
