@@ -23,6 +23,7 @@ from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
+from mmjax.engine.device.threads import DeviceThreads, open_devices
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
@@ -59,6 +60,7 @@ class EngineParts(NamedTuple):
     programs: StagedPrograms
     limits_of: Callable[[Buckets], StepLimits]
     """What a step may hold that has no other buckets."""
+    device_threads: DeviceThreads
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
 
@@ -83,7 +85,8 @@ class EngineStart:
         """Load the weights (unless `params` are given), allocate, and compile programs."""
         config = self.config
         with self._timed("open_devices"), reporting(logger, lambda: "opening the devices"):
-            device = jax.local_devices()[0]
+            device_threads = open_devices()
+        device = jax.local_devices()[0]
         dtype = resolve_dtype(
             config.model.dtype,
             device.platform,
@@ -132,6 +135,7 @@ class EngineStart:
             self._adapters,
             staged,
             self._limits_of,
+            device_threads,
             self.seconds,
         )
 

@@ -15,7 +15,7 @@ from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, WireError
 
 __all__ = ["VERSION", "Buffer", "Message", "WireError", "decode", "encode"]
 
-VERSION = 7
+VERSION = 8
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage

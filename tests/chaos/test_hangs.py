@@ -3,11 +3,14 @@
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
+from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
+from tests.chaos.hanging_engine import CULPRIT_TOKENS, LONG_STEP_S
 from tests.chaos.service import (
     ECHO_MAIN,
     default_config,
@@ -18,7 +21,9 @@ from tests.chaos.service import (
     serving,
     until,
 )
+from tests.chaos.test_kills import FEW, ask_all, until_tokens
 
+HANG_S = 5.0
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=60)
 
 
@@ -57,5 +62,50 @@ def test_the_default_engine_that_is_stopped_is_replaced() -> None:
                 print(f"\nfound after {loop.time() - start:.1f} s")
                 await service.until_ready(number + 1)
                 assert await asked == expected
+
+    run(body)
+
+
+HANGING_MAINS = ("run_hanging_engine", pytest.param("run_locked_engine", marks=pytest.mark.slow))
+
+
+@pytest.mark.parametrize("main", HANGING_MAINS)
+def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(main: str) -> None:
+    """Prints after how long."""
+
+    async def body() -> None:
+        config = default_config(*FEW, "--precompile", "none")
+        main_path = f"tests.chaos.hanging_engine:{main}"
+        async with serving(config, main=main_path, hang_timeout_s=HANG_S) as service:
+            expected = await ask_all(service, range(3), 40)
+            asked = asyncio.create_task(ask_all(service, range(3), 40))
+            await until_tokens(service, 6)
+            start = time.monotonic()
+            culprit = asyncio.create_task(service.ask(question(9), params(9, CULPRIT_TOKENS)))
+            for number in range(1, 3):
+                await until(lambda: service.supervisor.state != "ready")
+                print(f"\nfound {time.monotonic() - start:.1f} s after it was sent", end="")
+                await service.until_ready(number)
+                print(f", ready again after {time.monotonic() - start:.1f} s")
+                start = time.monotonic()
+            with pytest.raises(RequestQuarantinedError):
+                await culprit
+            assert await asked == expected
+            assert service.supervisor.num_restarts == 2
+
+    run(body)
+
+
+@pytest.mark.slow
+def test_a_step_that_computes_for_long_is_no_hang() -> None:
+    async def body() -> None:
+        config = default_config(*FEW, "--precompile", "none")
+        main = "tests.chaos.hanging_engine:run_slow_engine"
+        async with serving(config, main=main, hang_timeout_s=HANG_S) as service:
+            start = time.monotonic()
+            answer = await service.ask(question(9), params(9, CULPRIT_TOKENS))
+            assert len(answer.token_ids) == CULPRIT_TOKENS
+            assert time.monotonic() - start > LONG_STEP_S
+            assert service.supervisor.num_restarts == 0
 
     run(body)

@@ -147,7 +147,8 @@ def test_the_heart_beats_during_a_long_step(
     frontend.serve(core)
     frontend.sender.send(message("a", ([2],)))
     beats = [frontend.receive(Heartbeat) for _ in range(6)]
-    # The step's age grows from beat to beat; no CPU is used meanwhile.
+    # The step's age grows from beat to beat, and its idleness: no CPU is used meanwhile.
+    assert beats[-1].loop.idle_s >= HEARTBEAT_INTERVAL_S
     ages = [beat.loop.turn_s for beat in beats[1:]]
     assert ages == sorted(ages)
     assert ages[-1] >= 3 * HEARTBEAT_INTERVAL_S
