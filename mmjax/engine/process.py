@@ -21,7 +21,7 @@ from mmjax.errors import (
 from mmjax.logger import configure_logging, get_logger
 from mmjax.niceness import give_way
 from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
-from mmjax.transport.codec import Message
+from mmjax.transport.codec import Message, Remainder
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
@@ -159,8 +159,11 @@ class EngineLoop:
             message = self._receiver.receive(0.0)
         return True
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, AbortRequests):
+    def _take(self, message: Message | Remainder) -> None:
+        if isinstance(message, Remainder):
+            for request_id in message.request_ids:
+                self._fail(request_id, InternalError("the request could not be read"))
+        elif isinstance(message, AbortRequests):
             self.core.abort(message.request_ids)
         elif isinstance(message, EngineCoreRequest):
             computing = self._record.request_ids
