@@ -3,7 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -69,8 +73,27 @@ def test_the_default_engine_that_is_stopped_is_replaced() -> None:
 HANGING_MAINS = ("run_hanging_engine", pytest.param("run_locked_engine", marks=pytest.mark.slow))
 
 
+@contextmanager
+def busy_machine(num_processes: int) -> Iterator[None]:
+    """Run processes that compute for ever."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+BUSY = pytest.mark.parametrize("num_busy", [0, pytest.param(20, marks=pytest.mark.slow)])
+
+
+@BUSY
 @pytest.mark.parametrize("main", HANGING_MAINS)
-def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(main: str) -> None:
+def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
+    main: str, num_busy: int
+) -> None:
     """Prints after how long."""
 
     async def body() -> None:
@@ -78,32 +101,34 @@ def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(main: st
         main_path = f"tests.chaos.hanging_engine:{main}"
         async with serving(config, main=main_path, hang_timeout_s=HANG_S) as service:
             expected = await ask_all(service, range(3), 40)
-            asked = asyncio.create_task(ask_all(service, range(3), 40))
-            await until_tokens(service, 6)
-            start = time.monotonic()
-            culprit = asyncio.create_task(service.ask(question(9), params(9, CULPRIT_TOKENS)))
-            for number in range(1, 3):
-                await until(lambda: service.supervisor.state != "ready")
-                print(f"\nfound {time.monotonic() - start:.1f} s after it was sent", end="")
-                await service.until_ready(number)
-                print(f", ready again after {time.monotonic() - start:.1f} s")
-                start = time.monotonic()
-            with pytest.raises(RequestQuarantinedError):
-                await culprit
+            with busy_machine(num_busy):
+                asked = asyncio.create_task(ask_all(service, range(3), 40))
+                await until_tokens(service, 6)
+                culprit = asyncio.create_task(service.ask(question(9), params(9, CULPRIT_TOKENS)))
+                for number in range(1, 3):
+                    await until(lambda: service.supervisor.state != "ready")
+                    start, fault = time.monotonic(), service.supervisor._fault
+                    await service.until_ready(number)
+                    assert fault is not None
+                    print(f"\nit {fault.text}; ready again after {time.monotonic() - start:.1f} s")
+                with pytest.raises(RequestQuarantinedError):
+                    await culprit
             assert await asked == expected
             assert service.supervisor.num_restarts == 2
 
     run(body)
 
 
+@BUSY
 @pytest.mark.slow
-def test_a_step_that_computes_for_long_is_no_hang() -> None:
+def test_a_step_that_computes_for_long_is_no_hang(num_busy: int) -> None:
     async def body() -> None:
         config = default_config(*FEW, "--precompile", "none")
         main = "tests.chaos.hanging_engine:run_slow_engine"
         async with serving(config, main=main, hang_timeout_s=HANG_S) as service:
             start = time.monotonic()
-            answer = await service.ask(question(9), params(9, CULPRIT_TOKENS))
+            with busy_machine(num_busy):
+                answer = await service.ask(question(9), params(9, CULPRIT_TOKENS))
             assert len(answer.token_ids) == CULPRIT_TOKENS
             assert time.monotonic() - start > LONG_STEP_S
             assert service.supervisor.num_restarts == 0
