@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from mmjax.frontend.engine_client.supervisor import EngineListener, EngineState
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
-from mmjax.transport.codec import decode, encode
+from mmjax.transport.codec import Remainder, decode, encode
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
@@ -356,6 +356,20 @@ def _fail_at_start(mood: str) -> None:
             raise KeyError("lost")
 
 
+def _take(
+    engine: EchoEngine,
+    mood: str,
+    message: EngineCoreRequest,
+    say: Callable[[FrontendMessage], None],
+) -> None:
+    if mood == "dies on requests" or message.prompt_token_ids[-1] == DEATH_TOKEN:
+        os._exit(9)
+    try:
+        engine.add_request(message)
+    except MultiModalCacheMissError as miss:
+        say(CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes))
+
+
 def _serve(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> None:
     receiver, sender = Receiver(address_in), Sender(address_out)
     record = StepRecord(step_record_path(address_in))
@@ -380,16 +394,14 @@ def _serve(engine: EchoEngine, mood: str, address_in: str, address_out: str) -> 
         match message:
             case Shutdown():
                 break
+            case Remainder():
+                for request_id in message.request_ids:
+                    say(RequestFailed(request_id=request_id, message="it could not be read"))
             case AbortRequests():
                 engine.abort(message.request_ids)
             case EngineCoreRequest():
                 record.write((*engine.running, message.request_id))
-                if mood == "dies on requests" or message.prompt_token_ids[-1] == DEATH_TOKEN:
-                    os._exit(9)
-                try:
-                    engine.add_request(message)
-                except MultiModalCacheMissError as miss:
-                    say(CacheMiss(request_id=message.request_id, mm_hashes=miss.mm_hashes))
+                _take(engine, mood, message, say)
         record.write(list(engine.running))
         if deltas := engine.step():
             say(StepOutput(deltas=deltas))

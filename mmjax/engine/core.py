@@ -91,6 +91,7 @@ class EngineCore:
         self._host_bytes = parts.host_bytes
         self.num_programs = parts.programs.num_programs
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
+        self.device_threads = parts.device_threads
         self.startup_seconds = parts.seconds
         """Seconds that the start took, by phase."""
         self._in_flight: _Dispatched | None = None

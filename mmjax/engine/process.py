@@ -1,6 +1,5 @@
 """The main of P1, the engine process: messages in, steps, messages out. Only P1 uses devices."""
 
-import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from tqdm import tqdm
 
 from mmjax.config import EngineConfig
 from mmjax.engine.core import EngineCore
+from mmjax.engine.device.threads import StepThreads
 from mmjax.errors import (
     InternalError,
     MMJaxError,
@@ -21,7 +21,7 @@ from mmjax.errors import (
 from mmjax.logger import configure_logging, get_logger
 from mmjax.niceness import give_way
 from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
-from mmjax.transport.codec import Message
+from mmjax.transport.codec import Message, Remainder
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
@@ -160,8 +160,11 @@ class EngineLoop:
             message = self._receiver.receive(0.0)
         return True
 
-    def _take(self, message: Message) -> None:
-        if isinstance(message, AbortRequests):
+    def _take(self, message: Message | Remainder) -> None:
+        if isinstance(message, Remainder):
+            for request_id in message.request_ids:
+                self._fail(request_id, InternalError("the request could not be read"))
+        elif isinstance(message, AbortRequests):
             self.core.abort(message.request_ids)
         elif isinstance(message, EngineCoreRequest):
             computing = self._record.request_ids
@@ -232,12 +235,13 @@ class HeartbeatThread:
     """
 
     def __init__(self, loop: EngineLoop, address_out: str) -> None:
+        """Tell of `loop`, which the calling thread is about to run."""
         self._loop = loop
         self._address_out = address_out
         self._is_over = threading.Event()
         self._turn = 0
-        self._turn_s = 0.0
-        self._busy_before = 0.0
+        self._turn_s = self._idle_s = 0.0
+        self._step_threads = StepThreads(loop.core.device_threads)
         self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -273,19 +277,9 @@ class HeartbeatThread:
         state, now = self._loop.state, time.monotonic()
         elapsed, self._last_beat = now - self._last_beat, now
         if state.num_turns != self._turn:
-            self._turn, self._turn_s = state.num_turns, 0.0
+            self._turn, self._turn_s, self._idle_s = state.num_turns, 0.0, 0.0
             return state
-        if not self._turn_s:
-            self._busy_before = _count_busy_seconds()
-        self._turn_s += min(elapsed, 2 * HEARTBEAT_INTERVAL_S)
-        busy_s = max(0.0, _count_busy_seconds() - self._busy_before)
-        return msgspec.structs.replace(state, turn_s=self._turn_s, turn_busy_s=busy_s)
-
-
-def _count_busy_seconds() -> float:
-    """Return how long the process's threads have computed, and waited for a CPU where known."""
-    waited_ns = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # of a thread that has just ended
-            waited_ns += int(path.read_text().split()[1])
-    return time.process_time() + waited_ns * 1e-9
+        elapsed = min(elapsed, 2 * HEARTBEAT_INTERVAL_S)
+        self._turn_s += elapsed
+        self._idle_s = 0.0 if self._step_threads.look() else self._idle_s + elapsed
+        return msgspec.structs.replace(state, turn_s=self._turn_s, idle_s=self._idle_s)

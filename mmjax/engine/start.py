@@ -23,6 +23,7 @@ from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
 from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
+from mmjax.engine.device.threads import DeviceThreads, open_devices
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
@@ -62,6 +63,7 @@ class EngineParts(NamedTuple):
     """What a step may hold that has no other buckets."""
     host_bytes: dict[str, int]
     """Bytes of the device's arrays in the host's memory, by cause."""
+    device_threads: DeviceThreads
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
 
@@ -86,7 +88,8 @@ class EngineStart:
         """Load the weights (unless `params` are given), allocate, and compile programs."""
         config = self.config
         with self._timed("open_devices"), reporting(logger, lambda: "opening the devices"):
-            device = jax.local_devices()[0]
+            device_threads = open_devices()
+        device = jax.local_devices()[0]
         dtype = resolve_dtype(
             config.model.dtype,
             device.platform,
@@ -136,6 +139,7 @@ class EngineStart:
             staged,
             self._limits_of,
             programs.host_bytes(self.num_kv_blocks),
+            device_threads,
             self.seconds,
         )
 

@@ -22,7 +22,15 @@ import zmq.asyncio
 
 from mmjax.errors import ConfigError, MMJaxError
 from mmjax.logger import get_logger
-from mmjax.transport.codec import Buffer, Message, WireError, decode, encode
+from mmjax.transport.codec import (
+    Buffer,
+    Message,
+    Remainder,
+    WireError,
+    decode,
+    encode,
+    read_remainder,
+)
 
 logger = get_logger(__name__)
 
@@ -113,10 +121,10 @@ class _Reader:
         self._last_numbers: dict[bytes, int] = {}
         self.num_received = 0
 
-    def read(self, frames: Sequence[zmq.Frame]) -> Message | None:
-        """Return a message; None for one that is malformed or doubled.
+    def read(self, frames: Sequence[zmq.Frame]) -> Message | Remainder | None:
+        """Return a message, or what is left of it; None for one that has no number or came twice.
 
-        Raises MessagesLostError if some are missing before it.
+        Raises MessagesLostError if some are missing before it, or nothing is left of it.
         """
         try:
             end, number = _unpack_number([frame.buffer for frame in frames])
@@ -131,11 +139,15 @@ class _Reader:
             raise MessagesLostError(f"message {number} came after message {last}")
         self._last_numbers[end] = number
         self.num_received += 1
+        buffers = [frame.buffer for frame in frames[1:]]
         try:
-            return decode([frame.buffer for frame in frames[1:]])
+            return decode(buffers)
         except WireError as error:
-            logger.error("dropped a malformed message: %s", error)
-            return None
+            remainder = read_remainder(buffers)
+            if remainder is None:
+                raise MessagesLostError(f"message {number}: {error}") from error
+            logger.error("message %d is lost for %s: %s", number, remainder.request_ids, error)
+            return remainder
 
 
 def _unpack_number(frames: Sequence[Buffer]) -> tuple[bytes, int]:
@@ -204,10 +216,10 @@ class Receiver:
         """Messages that were received, without those that came twice."""
         return self._reader.num_received
 
-    def receive(self, timeout_s: float | None = None) -> Message | None:
+    def receive(self, timeout_s: float | None = None) -> Message | Remainder | None:
         """Return the next message, or None after `timeout_s` (None: wait; 0: do not wait).
 
-        A malformed message, and one that came before, is logged and dropped.
+        A message without a number, and one that came before, is logged and dropped.
         """
         while True:
             timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
@@ -260,8 +272,8 @@ class AsyncReceiver:
         self._socket = _open(zmq.asyncio.Context.instance(), zmq.PULL, address, bind=bind)
         self._reader = _Reader()
 
-    async def receive(self) -> Message:
-        """Wait for the next well-formed message."""
+    async def receive(self) -> Message | Remainder:
+        """Wait for the next message, as `Receiver.receive`."""
         while True:
             message = self._reader.read(await self._socket.recv_multipart(copy=False))
             if message is not None:

@@ -6,16 +6,31 @@ decoded.
 """
 
 from collections.abc import Sequence
-from typing import Union, get_args
+from typing import NamedTuple, Union, get_args
 
 import msgspec
 
-from mmjax.transport.messages import EngineCoreRequest, EngineMessage, FrontendMessage
+from mmjax.transport.messages import (
+    EngineCoreRequest,
+    EngineMessage,
+    FrontendMessage,
+    RequestOutputDelta,
+    StepOutput,
+)
 from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, WireError
 
-__all__ = ["VERSION", "Buffer", "Message", "WireError", "decode", "encode"]
+__all__ = [
+    "VERSION",
+    "Buffer",
+    "Message",
+    "Remainder",
+    "WireError",
+    "decode",
+    "encode",
+    "read_remainder",
+]
 
-VERSION = 7
+VERSION = 8
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage
@@ -34,6 +49,31 @@ def encode(message: Message) -> list[Buffer]:
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
         raise WireError(f"the message cannot be encoded: {error}") from error
     return [bytes([VERSION]) + header, *arrays.frames]
+
+
+class Remainder(NamedTuple):
+    """What can be read of a message that cannot be decoded."""
+
+    request_ids: list[str]
+    """The requests for which it is lost."""
+    output: StepOutput
+    """What it says of others."""
+
+
+def read_remainder(frames: Sequence[Buffer]) -> Remainder | None:
+    """Return what can be read of a message; None if not even whom it concerns."""
+    remainder = Remainder([], StepOutput(deltas=[]))
+    try:
+        wire = msgspec.msgpack.decode(memoryview(frames[0]).cast("B")[1:])
+        for part in wire["deltas"] if wire["type"] == StepOutput.__name__ else [wire]:
+            # No other message has what a delta needs.
+            try:
+                remainder.output.deltas.append(msgspec.convert(part, RequestOutputDelta))
+            except msgspec.ValidationError:
+                remainder.request_ids.append(msgspec.convert(part["request_id"], str))
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, RecursionError):
+        return None
+    return remainder if remainder.request_ids else None
 
 
 def decode(frames: Sequence[Buffer]) -> Message:

@@ -194,8 +194,8 @@ class LoopState(msgspec.Struct, kw_only=True, frozen=True):
     """Turns of the loop; each reads all messages, and runs a step if there is work."""
     turn_s: float = 0.0
     """Age of the current turn, in seconds in which the process was not stopped."""
-    turn_busy_s: float = 0.0
-    """Seconds that the process's threads computed during the turn, or waited for a CPU."""
+    idle_s: float = 0.0
+    """Its last seconds, in which no thread of the step computed or waited for a CPU."""
     num_received: int = 0
     """Messages of P0 that were read."""
     num_sent: int = 0

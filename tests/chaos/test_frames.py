@@ -1,14 +1,18 @@
 """Frames between P0 and P1 are lost, doubled, reordered and damaged: no answer differs."""
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
+from mmjax.errors import InternalError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
+from mmjax.transport.channel import _NUMBER
 from mmjax.transport.messages import StepOutput
 from tests.chaos.service import ECHO_MAIN, Service, echo_config, run, serving
 
@@ -138,5 +142,57 @@ def test_a_loss_is_noticed_though_nothing_comes_after_it(
             assert await service.ask("red", LONG) == expected
             assert bridge.is_done
             assert service.supervisor.num_restarts == 1
+
+    run(body)
+
+
+def resend(frames: list[Any], header: bytes) -> list[Any]:
+    """Return a message with another header, which has its checksum."""
+    end, number, _ = _NUMBER.unpack(frames[0])
+    return [_NUMBER.pack(end, number, zlib.crc32(header)), header, *frames[2:]]
+
+
+def make_unfit(frames: list[Any]) -> list[Any]:
+    """Give a field of a request, or of one request's output, a value that it cannot have."""
+    fields = msgspec.msgpack.decode(frames[1][1:])
+    if "deltas" in fields:
+        fields["deltas"][-1]["new_token_ids"] = "none"
+    else:
+        fields["prompt_token_ids"] = "none"
+    return resend(frames, frames[1][:1] + msgspec.msgpack.encode(fields))
+
+
+UNREADABLE: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "whose request is known": make_unfit,
+    "of nobody": lambda frames: resend(frames, frames[1][:1] + b"\xc1"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("direction", ["requests", "outputs"])
+def test_a_message_that_came_whole_but_cannot_be_decoded(
+    input_processor: InputProcessor, name: str, direction: str
+) -> None:
+    """Fails its request alone; if that is not known, P1 is replaced, and nothing is lost."""
+
+    async def body() -> None:
+        config = echo_config(input_processor.model_config, "slow")
+        async with serving(config, input_processor, main=ECHO_MAIN) as service:
+            expected = await ask_all(service)
+            kind, place = ("EngineCoreRequest", to_p1), ("deltas", from_p1)
+            of, put = kind if direction == "requests" else place
+            bridge = Bridge(lambda messages: [UNREADABLE[name](messages[0])], is_a(of), count=1)
+            put(service, bridge)
+            texts = [f"red {number} circle" for number in range(4)]
+            asked = (service.ask(text, LONG) for text in texts)
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert bridge.is_done
+            failed = [one for one in answers if isinstance(one, BaseException)]
+            assert [type(one) for one in failed] == [InternalError] * (name != "of nobody")
+            assert [one for one in answers if one not in failed] == [
+                one for one, answer in zip(expected, answers, strict=True) if answer not in failed
+            ]
+            assert service.supervisor.num_restarts == int(name == "of nobody")
+            assert service.client.num_requests == 0
 
     run(body)

@@ -3,11 +3,19 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
+from mmjax.errors import RequestQuarantinedError
+from mmjax.frontend.engine_client.liveness import Fault
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
+from tests.chaos.hanging_engine import CULPRIT_TOKENS, LONG_STEP_S
 from tests.chaos.service import (
     ECHO_MAIN,
     default_config,
@@ -18,7 +26,9 @@ from tests.chaos.service import (
     serving,
     until,
 )
+from tests.chaos.test_kills import FEW, ask_all, until_tokens
 
+HANG_S = 5.0
 ENDLESS = SamplingParams(ignore_eos=True, max_tokens=60)
 
 
@@ -57,5 +67,77 @@ def test_the_default_engine_that_is_stopped_is_replaced() -> None:
                 print(f"\nfound after {loop.time() - start:.1f} s")
                 await service.until_ready(number + 1)
                 assert await asked == expected
+
+    run(body)
+
+
+HANGING_MAINS = ("run_hanging_engine", pytest.param("run_locked_engine", marks=pytest.mark.slow))
+
+
+@contextmanager
+def busy_machine(num_processes: int) -> Iterator[None]:
+    """Run processes that compute for ever."""
+    command = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(command) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+BUSY = pytest.mark.parametrize("num_busy", [0, pytest.param(20, marks=pytest.mark.slow)])
+
+
+@BUSY
+@pytest.mark.parametrize("main", HANGING_MAINS)
+def test_a_request_whose_step_hangs_while_others_compute_is_found_alone(
+    main: str, num_busy: int
+) -> None:
+    """Prints after how long."""
+
+    async def body() -> None:
+        config = default_config(*FEW, "--precompile", "none")
+        main_path = f"tests.chaos.hanging_engine:{main}"
+        async with serving(config, main=main_path, hang_timeout_s=HANG_S) as service:
+            expected = await ask_all(service, range(3), 40)
+            faults, replace = [], service.supervisor._replace
+
+            def note_and_replace(fault: Fault) -> None:
+                faults.append(fault.text)
+                replace(fault)
+
+            service.supervisor._replace = note_and_replace  # type: ignore[method-assign]
+            with busy_machine(num_busy):
+                asked = asyncio.create_task(ask_all(service, range(3), 40))
+                await until_tokens(service, 6)
+                culprit = asyncio.create_task(service.ask(question(9), params(9, CULPRIT_TOKENS)))
+                for number in range(1, 3):
+                    await until(lambda: service.supervisor.state != "ready")
+                    start = time.monotonic()
+                    await service.until_ready(number)
+                    print(f"\nit {faults[-1]}; ready again after {time.monotonic() - start:.1f} s")
+                with pytest.raises(RequestQuarantinedError):
+                    await culprit
+            assert await asked == expected
+            assert service.supervisor.num_restarts == 2
+
+    run(body)
+
+
+@BUSY
+@pytest.mark.slow
+def test_a_step_that_computes_for_long_is_no_hang(num_busy: int) -> None:
+    async def body() -> None:
+        config = default_config(*FEW, "--precompile", "none")
+        main = "tests.chaos.hanging_engine:run_slow_engine"
+        async with serving(config, main=main, hang_timeout_s=HANG_S) as service:
+            start = time.monotonic()
+            with busy_machine(num_busy):
+                answer = await service.ask(question(9), params(9, CULPRIT_TOKENS))
+            assert len(answer.token_ids) == CULPRIT_TOKENS
+            assert time.monotonic() - start > LONG_STEP_S
+            assert service.supervisor.num_restarts == 0
 
     run(body)

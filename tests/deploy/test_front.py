@@ -14,6 +14,7 @@ from mmjax.deploy.front import Room
 from mmjax.errors import CapacityError
 from tests.deploy.conftest import Deployment, MakeDeployment
 from tests.server.conftest import TOOLS_TEMPLATE
+from tests.server.test_quarantine import crash_after
 
 PICTURE = (
     "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGA"
@@ -387,3 +388,16 @@ def test_nothing_over_http_makes_a_request_a_continuation(deployment: Deployment
         for name in ("continuation", "generated_token_ids", "sent", "key")
     ]
     assert [answer.status_code for answer in answers] == [400] * 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_ends_an_engine_is_given_to_no_other(
+    make_deployment: MakeDeployment, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    deployment = make_deployment(has_deaths=True)
+    crash_after(int(stream), deployment.engines, monkeypatch)
+    response = deployment.post(stream=stream)
+    error = json.loads(events(response)[-2][6:]) if stream else response.json()
+    assert error["error"]["code"] == "request_quarantined"
+    assert stream or response.status_code == 500
+    assert len(deployment.tried()) == 1

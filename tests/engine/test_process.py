@@ -33,6 +33,7 @@ from mmjax.processing.tensors.fields import (
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path
+from mmjax.transport.codec import encode
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
     AbortRequests,
@@ -148,7 +149,8 @@ def test_the_heart_beats_during_a_long_step(
     frontend.serve(core)
     frontend.sender.send(message("a", ([2],)))
     beats = [frontend.receive(Heartbeat) for _ in range(6)]
-    # The step's age grows from beat to beat; no CPU is used meanwhile.
+    # The step's age grows from beat to beat, and its idleness: no CPU is used meanwhile.
+    assert beats[-1].loop.idle_s >= HEARTBEAT_INTERVAL_S
     ages = [beat.loop.turn_s for beat in beats[1:]]
     assert ages == sorted(ages)
     assert ages[-1] >= 3 * HEARTBEAT_INTERVAL_S
@@ -166,6 +168,18 @@ def test_a_bad_request_fails_alone(serving: Frontend) -> None:
     assert "200 tokens" in failure.message
     serving.sender.send(good := message("again", ([2, 5], (1, 1), [7])))
     assert serving.answer_of("again") == dense_greedy(good)
+
+
+def test_a_request_that_cannot_be_decoded_fails_alone(serving: Frontend) -> None:
+    good = message("good", ([2, 5], (1, 1), [7]))
+    header = bytes(encode(message("bad", ([2],)))[0]).replace(
+        b"prompt_token_ids", b"prompt_token_idx"
+    )
+    serving.sender._socket.send_multipart(serving.sender._numbering.wrap([header]))
+    serving.sender.send(good)
+    failure = serving.receive(RequestFailed)
+    assert (failure.request_id, failure.status) == ("bad", 500)
+    assert serving.answer_of("good") == dense_greedy(good)
 
 
 def test_a_miss_is_said_and_the_request_may_come_again(serving: Frontend) -> None:

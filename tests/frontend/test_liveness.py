@@ -41,20 +41,20 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("turn_s", "turn_busy_s", "is_hang"),
+    ("turn_s", "idle_s", "is_hang"),
     [
-        (6.9, 0.0, False),
-        (7.0, 0.0, True),
-        (7.0, 0.1, True),
-        (60.0, 30.0, False),  # a long step, or a compilation
-        (MAX_TURN_S, MAX_TURN_S, True),
+        (6.9, 6.9, False),
+        (7.0, 7.0, True),
+        (60.0, 0.0, False),  # a long step, or a compilation
+        (60.0, 7.0, True),  # one that computed, and waits now
+        (MAX_TURN_S, 0.0, True),
     ],
 )
 def test_a_step_that_waits_for_too_long_is_a_hang(
-    turn_s: float, turn_busy_s: float, is_hang: bool
+    turn_s: float, idle_s: float, is_hang: bool
 ) -> None:
     watch = EngineWatch(timeout_s=TIMEOUT_S)
-    fault = check(watch, turn_s=turn_s, turn_busy_s=turn_busy_s)
+    fault = check(watch, turn_s=turn_s, idle_s=idle_s)
     assert (fault is not None and fault.cause == "crash") == is_hang
 
 

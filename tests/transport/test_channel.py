@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -27,8 +28,8 @@ from mmjax.transport.channel import (
     Sender,
     _Reader,
 )
-from mmjax.transport.codec import encode
-from mmjax.transport.messages import AbortRequests, Shutdown
+from mmjax.transport.codec import VERSION, Remainder, encode
+from mmjax.transport.messages import AbortRequests, RequestOutputDelta, Shutdown, StepOutput
 
 
 @pytest.fixture
@@ -48,6 +49,26 @@ def test_messages_arrive_in_order(directory: IpcDirectory) -> None:
     finally:
         sender.close()
         receiver.close()
+
+
+def test_of_a_message_that_cannot_be_decoded_its_requests_are_told() -> None:
+    good = RequestOutputDelta(request_id="good", new_token_ids=[1])
+    output = {"type": "StepOutput", "deltas": [good, {"request_id": "bad"}]}
+    for wire, remainder in (
+        ({"type": "EngineCoreRequest", "request_id": "a"}, Remainder(["a"], StepOutput(deltas=[]))),
+        (output, Remainder(["bad"], StepOutput(deltas=[good]))),
+    ):
+        header = bytes([VERSION]) + msgspec.msgpack.encode(wire)
+        assert _Reader().read(framed(header)) == remainder
+    for wire in ({"type": "AbortRequests"}, {"type": "StepOutput", "deltas": [{}]}, [7]):
+        header = bytes([VERSION]) + msgspec.msgpack.encode(wire)
+        with pytest.raises(MessagesLostError, match="message 1: the message cannot be decoded"):
+            _Reader().read(framed(header))
+
+
+def framed(header: bytes) -> list[zmq.Frame]:
+    number = _NUMBER.pack(b"12345678", 1, zlib.crc32(header))
+    return [zmq.Frame(frame) for frame in (number, header)]
 
 
 def test_receive_waits_no_longer_than_told(directory: IpcDirectory) -> None:

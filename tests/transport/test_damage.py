@@ -19,7 +19,7 @@ from mmjax.processing.tensors.inputs import (
     PlaceholderRange,
 )
 from mmjax.sampling_params import SamplingParams
-from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
+from mmjax.transport.codec import VERSION, Message, WireError, decode, encode, read_remainder
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,
@@ -114,6 +114,8 @@ def _decode_or_frame_error(frames: list[bytes]) -> bool:
         decode(frames)
     except WireError as error:
         assert str(error)  # noqa: PT017 (any other exception fails the test, and must)
+        remainder = read_remainder(frames)
+        assert remainder is None or all(type(one) is str for one in remainder.request_ids)
         return False
     return True
 

@@ -16,8 +16,6 @@ MAX_BUSY_SILENCE_S = 60.0
 """Of a P1 that uses the CPU or waits for it, though its heartbeats do not come."""
 MAX_TURN_S = 600.0
 """Of a turn, whatever the process does meanwhile: a step of a large model may take a minute."""
-MIN_BUSY_SHARE = 0.05
-"""Of a turn that computes, rather than waits for what never comes."""
 NUM_LOSS_TICKS = 4
 """Ticks during which every heartbeat lacks messages that were sent before."""
 
@@ -76,7 +74,7 @@ class EngineWatch:
     """Finds out that one P1 hangs, or that messages to or from it were lost."""
 
     def __init__(self, *, timeout_s: float, pid: int | None = None) -> None:
-        """Allow `timeout_s` of silence, or of a turn that uses no CPU; watch the process `pid`."""
+        """Allow `timeout_s` of silence, or of a step that uses no CPU; watch the process `pid`."""
         self.silence = SilenceTimer(timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._activity = ProcessActivity(pid)
@@ -113,9 +111,8 @@ class EngineWatch:
             num_received: Messages that had come from it, without heartbeats.
         """
         loop = heartbeat.loop
-        waits = loop.turn_busy_s < MIN_BUSY_SHARE * loop.turn_s
-        if loop.turn_s >= MAX_TURN_S or (waits and loop.turn_s >= self._timeout_s):
-            text = f"is in one step for {loop.turn_s:.0f} s, {loop.turn_busy_s:.1f} s of them busy"
+        if loop.turn_s >= MAX_TURN_S or loop.idle_s >= self._timeout_s:
+            text = f"is in one step for {loop.turn_s:.0f} s, and idle for {loop.idle_s:.0f} s"
             return Fault("crash", text)
         if not self._is_short(loop, num_received):
             self._complete_at_tick = self._num_ticks

@@ -19,8 +19,10 @@ from mmjax.frontend.engine_client.restarts import FIRST_PAUSE_S, RestartBreaker
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
 from mmjax.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
+from mmjax.transport.codec import Remainder
 from mmjax.transport.messages import (
     MESSAGES_LOST_STATUS,
+    AbortRequests,
     AdapterLoaded,
     CacheMiss,
     EngineMessage,
@@ -380,8 +382,18 @@ class Supervisor:
                     if isinstance(message, StepOutput):
                         self._breaker.note_progress()
                     _notify(partial(listener.on_message, message))
+                case Remainder():
+                    await self._fail_unread(message, listener)
                 case _:
                     logger.error("P1 sent a %s; ignored", type(message).__name__)
+
+    async def _fail_unread(self, remainder: Remainder, listener: EngineListener) -> None:
+        """Tell of a message that cannot be decoded: the requests that it is lost for fail."""
+        _notify(partial(listener.on_message, remainder.output))
+        for request_id in remainder.request_ids:
+            failed = RequestFailed(request_id=request_id, message="its output could not be read")
+            _notify(partial(listener.on_message, failed))
+        await self.send(AbortRequests(request_ids=remainder.request_ids))
 
     def _on_ready(self, ready: Ready) -> None:
         self.ready, self.state, self._was_ready = ready, "ready", True

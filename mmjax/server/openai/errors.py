@@ -16,6 +16,7 @@ from mmjax.errors import (
     BodyTimeoutError,
     RequestCancelledError,
     RequestError,
+    RequestQuarantinedError,
     ShuttingDownError,
 )
 from mmjax.logger import REQUEST_ID, get_logger
@@ -60,7 +61,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 def error_body(error: RequestError) -> ErrorBody:
     """Return the body of a request's error; an internal error's names the request's id."""
-    if error.status == 500:
+    if error.status == 500 and not isinstance(error, RequestQuarantinedError):
         return internal_error_body()
     kind = _TYPE_BY_STATUS.get(error.status, "invalid_request_error")
     return ErrorBody(
@@ -131,8 +132,8 @@ def error_response(error: RequestError) -> ErrorResponse:
         headers["Retry-After"] = str(max(1, round(retry_after_s)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
-    elif error.status == 408:
-        # OpenAI's clients retry a 408, which would time out again.
+    elif error.status == 408 or isinstance(error, RequestQuarantinedError):
+        # OpenAI's clients retry these, which would time out again, or be refused.
         headers["x-should-retry"] = "false"
     if isinstance(error, BodyTimeoutError | ShuttingDownError):
         # The rest of the body is not read.

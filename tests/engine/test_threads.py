@@ -1,0 +1,41 @@
+"""A step that waits is told from one that works, whatever other threads of the process do."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mmjax.engine.device import threads
+from mmjax.engine.device.threads import DeviceThreads, StepThreads
+
+
+def run_states(kind: str) -> dict[str, list[bool]]:
+    command = [sys.executable, "-m", "tests.engine.step_states", kind]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env, timeout=200)
+    looks: dict[str, list[bool]] = json.loads(result.stdout)
+    return looks
+
+
+def test_a_step_that_waits_is_seen_to_wait_while_programs_compile() -> None:
+    # The last looks may be at the thread that has waited, and needs the interpreter to say so.
+    waits = {name: looks.count(False) for name, looks in run_states("waits").items()}
+    assert len(waits) == 4
+    assert min(waits.values()) >= 2, waits
+
+
+def test_a_step_that_works_is_seen_to_work() -> None:
+    works = run_states("works")
+    assert len(works) == 6
+    assert all(looks and all(looks) for looks in works.values()), works
+
+
+def test_a_system_that_does_not_tell_of_threads_tells_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]
+) -> None:
+    monkeypatch.setattr(threads, "_TASKS", tmp_path)
+    looked = StepThreads(DeviceThreads())
+    sum(range(10**6))
+    assert looked.look()
