@@ -29,7 +29,7 @@ _OBJECT_BYTES = 64 * 2**20
 
 
 def measure_shm(repeats: int) -> Iterator[str]:
-    """Send fresh items of 64 MB to another process through the ring, and copy as much beside it."""
+    """Send fresh items of 64 MB to another process by shared memory, and copy as much."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     sender = ShmObjectStoreSenderCache(5 * _OBJECT_BYTES)
@@ -40,7 +40,7 @@ def measure_shm(repeats: int) -> Iterator[str]:
     item = _item("pixel_values", source[None])
     trips, copies = [], []
     try:
-        for number in range(repeats + 8):  # the first laps make the ring's pages
+        for number in range(repeats + 8):  # the first find nothing loaded
             start = time.perf_counter()
             sent, _ = sender.get_and_update_item((item, []), str(number))
             ours.send_bytes(b"".join(_framed(sent, str(number))))
@@ -55,7 +55,7 @@ def measure_shm(repeats: int) -> Iterator[str]:
         sender.close()
     trip, copy = (statistics.median(times[8:]) for times in (trips, copies))
     rate, share = _OBJECT_BYTES / trip / 1e9, copy / trip
-    yield f"shm round trip of 64 MB: {rate:.2f} GB/s, {share:.2f}x memcpy's bandwidth (floor 0.5)"
+    yield f"shm round trip of 64 MB: {rate:.2f} GB/s, {share:.2f}x memcpy's bandwidth"
 
 
 def measure_bridge() -> Iterator[str]:

@@ -31,7 +31,7 @@ class ProcessFigures(NamedTuple):
 
 
 class SegmentFigures(NamedTuple):
-    """The shared-memory files of one server."""
+    """The directories of items in shared memory of one server."""
 
     num_files: int
     num_bytes: int
@@ -58,11 +58,11 @@ def find_engine(pid: int) -> int | None:
 
 
 def measure_segments(pid: int) -> SegmentFigures:
-    """Return what a server has in /dev/shm; its files' names begin with P0's `pid`."""
+    """Return what a server has in /dev/shm; its directory's name begins with P0's `pid`."""
     sizes = []
     for path in Path(f"/dev/shm/mmjax-{os.geteuid()}").glob(f"{pid}-*"):
         with suppress(FileNotFoundError):
-            sizes.append(path.stat().st_blocks * 512)
+            sizes.append(sum(item.stat().st_blocks * 512 for item in path.iterdir()))
     return SegmentFigures(len(sizes), sum(sizes))
 
 

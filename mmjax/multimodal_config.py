@@ -61,7 +61,7 @@ class MultiModalConfig:
         minimum=1,
     )
     mm_shm_name: str | None = None
-    """The shared-memory segment that P0 creates and P1 attaches; only for the cache type shm."""
+    """The directory in shared memory that P0 makes and P1 opens; only for the cache type shm."""
     mm_hasher_algorithm: HasherAlgorithm = setting("blake3", "Hash that identifies items.")
     max_image_pixels: int = setting(
         50_000_000, "An image with more pixels is refused before it is decoded.", minimum=1

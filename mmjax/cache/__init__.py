@@ -18,7 +18,7 @@ from mmjax.cache.media.processor_cache import (
     MultiModalProcessorOnlyCache,
 )
 from mmjax.cache.media.selection import (
-    config_with_segment,
+    config_with_directory,
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
@@ -39,7 +39,7 @@ __all__ = [
     "MultiModalReceiverCache",
     "ShmObjectStoreReceiverCache",
     "ShmObjectStoreSenderCache",
-    "config_with_segment",
+    "config_with_directory",
     "engine_receiver_cache_from_config",
     "generate_block_hash_extra_keys",
     "hash_block_tokens",

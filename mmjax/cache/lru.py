@@ -39,6 +39,8 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         self._hits = 0
         self._total = 0
         self._last_info = CacheInfo(0, 0)
+        self.on_removed: Callable[[V], object] = lambda value: None
+        """Called with each value that is evicted, replaced or removed."""
 
     @property
     def currsize(self) -> int:
@@ -95,11 +97,15 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
             raise ValueError(f"value of size {size} does not fit: the capacity is {self.capacity}")
         if key in self._values:
             del self[key]
-        while self._size + size > self.capacity:
-            self.popitem()
+        self.make_room(size)
         self._values[key] = value
         self._sizes[key] = size
         self._size += size
+
+    def make_room(self, size: int) -> None:
+        """Evict until a value of `size`, which is at most the capacity, fits."""
+        while self._size + size > self.capacity:
+            self.popitem()
 
     def put_if_fits(self, key: K, value: V) -> bool:
         """Store a value if it fits, and return whether it does; drop an old value in any case."""
@@ -110,8 +116,9 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         return True
 
     def __delitem__(self, key: K) -> None:
-        del self._values[key]
+        value = self._values.pop(key)
         self._size -= self._sizes.pop(key)
+        self.on_removed(value)
 
     def popitem(self) -> tuple[K, V]:
         """Evict the least recently used value; KeyError if the cache is empty."""
@@ -120,12 +127,6 @@ class LRUCache(MutableMapping[K, V], Generic[K, V]):
         key, value = next(iter(self._values.items()))
         del self[key]
         return key, value
-
-    def clear(self) -> None:
-        """Forget every value; statistics stay."""
-        self._values.clear()
-        self._sizes.clear()
-        self._size = 0
 
     def stat(self, *, delta: bool = False) -> CacheInfo:
         """Return hits and look-ups: all, or those since the last call with `delta`."""

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from mmjax.cache import config_with_segment
+from mmjax.cache import config_with_directory
 from mmjax.config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestValueError
@@ -101,7 +101,7 @@ class LLM:
             opened.callback(self._pool.shutdown, cancel_futures=True)
             warm_up = self._pool.submit(self._input_processor.warm_up)
             cache = self._input_processor.cache
-            self.engine = EngineCore(config.with_mm(config_with_segment(config.model.mm, cache)))
+            self.engine = EngineCore(config.with_mm(config_with_directory(config.model.mm, cache)))
             opened.callback(self.engine.close)
             warm_up.result()
             opened.pop_all()

@@ -71,15 +71,15 @@ def ended_on_error(supervisor: Any) -> Iterator[None]:
 
 def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
     """Configure P1, and return the application."""
-    from mmjax.cache import config_with_segment, processor_cache_from_config
-    from mmjax.cache.media.shm.files import remove_dead_segments
+    from mmjax.cache import config_with_directory, processor_cache_from_config
+    from mmjax.cache.media.shm.directory import remove_dead_directories
     from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 
-    remove_dead_segments()
+    remove_dead_directories()
     engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
     cache = processor_cache_from_config(engine.model.mm)
-    supervisor.configure(engine.with_mm(config_with_segment(engine.model.mm, cache)))
+    supervisor.configure(engine.with_mm(config_with_directory(engine.model.mm, cache)))
     return _application(engine, server, supervisor, cache)
 
 

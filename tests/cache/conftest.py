@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.segment import PAGE
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from tests.cache.shm_kit import PAGE
 
 
 @pytest.fixture

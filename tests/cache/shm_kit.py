@@ -1,11 +1,11 @@
-"""Items, handles and forgeries for the tests of shared memory."""
+"""Items and handles for the tests of shared memory."""
 
-from dataclasses import replace
+import mmap
+from pathlib import Path
 
 import numpy as np
 
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.segment import HEADER, PAGE
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.processing import (
     MultiModalFeatureSpec,
@@ -22,11 +22,10 @@ from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 
 UPDATES = [PromptReplacement("image", [1], [2]).resolve(0)]
-ONE_PAGE = PAGE - HEADER
-"""Bytes of an array whose object takes one page."""
+PAGE = mmap.PAGESIZE
 
 
-def make_item(num_bytes: int = ONE_PAGE, value: int = 7) -> MultiModalKwargsItem:
+def make_item(num_bytes: int = PAGE, value: int = 7) -> MultiModalKwargsItem:
     data = np.full(num_bytes, value, np.uint8)
     return MultiModalKwargsItem({"x": MultiModalFieldElem(data, MultiModalBatchedField())})
 
@@ -56,6 +55,11 @@ def read(receiver: ShmObjectStoreReceiverCache, item: ItemData | None) -> MultiM
     return resolved.tensors
 
 
+def num_mapped(directory: Path) -> int:
+    """Return how many items this process has mapped, also of files that are unlinked."""
+    return Path("/proc/self/maps").read_text().count(f" {directory}/")
+
+
 def over_the_bridge(item: ItemData) -> ItemData:
     message = EngineCoreRequest(
         request_id="r",
@@ -68,14 +72,3 @@ def over_the_bridge(item: ItemData) -> ItemData:
     data = decoded.mm_features[0].data
     assert data is not None
     return data
-
-
-def forge(handle: ItemData, name: str) -> SharedItem:
-    """Change one bit of one field."""
-    assert isinstance(handle, SharedItem)
-    value = getattr(handle, name)
-    if isinstance(value, int):
-        return replace(handle, **{name: value ^ 1})
-    raw = bytearray(value.encode() if isinstance(value, str) else value)
-    raw[0] ^= 1
-    return replace(handle, **{name: raw.decode() if isinstance(value, str) else bytes(raw)})

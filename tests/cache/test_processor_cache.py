@@ -16,7 +16,7 @@ from mmjax.cache import (
     MultiModalReceiverCache,
     ShmObjectStoreReceiverCache,
     ShmObjectStoreSenderCache,
-    config_with_segment,
+    config_with_directory,
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
@@ -111,7 +111,7 @@ def make(num_api_processes: int = 1, **settings: Any):
     config = MultiModalConfig(**settings)
     sender = processor_cache_from_config(config, num_api_processes=num_api_processes)
     receiver = engine_receiver_cache_from_config(
-        config_with_segment(config, sender), num_api_processes=num_api_processes
+        config_with_directory(config, sender), num_api_processes=num_api_processes
     )
     for cache in (receiver, sender):
         if cache is not None:
@@ -149,11 +149,11 @@ def test_the_largest_shared_item_is_what_the_config_says():
     with contextlib.closing(cache):
         cache.get_and_update([item(2**19), item(2**20 + 1)], ["small", "large"])
         assert cache.is_cached(["small", "large"]) == [True, False]
-        assert config_with_segment(config, cache).mm_shm_name == cache.name
-    assert config_with_segment(config, None) is config
+        assert config_with_directory(config, cache).mm_shm_name == cache.name
+    assert config_with_directory(config, None) is config
 
 
-def test_without_room_for_a_segment_both_halves_are_lru(
+def test_without_room_in_shared_memory_both_halves_are_lru(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def refuse(*_: object) -> None:
@@ -161,15 +161,15 @@ def test_without_room_for_a_segment_both_halves_are_lru(
 
     monkeypatch.setattr("mmjax.cache.media.selection.logger.propagate", True)
     before = sorted(Path("/dev/shm").glob(f"mmjax-{os.geteuid()}/{os.getpid()}-*"))
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
     assert make(mm_processor_cache_type="shm", mm_shm_cache_max_object_size_mb=7) == MIRRORED
     assert len(caplog.records) == 1
     assert "No space left on device" in caplog.text
-    # What was made of the segment is gone.
+    # What was made of it is gone.
     assert sorted(Path("/dev/shm").glob(f"mmjax-{os.geteuid()}/{os.getpid()}-*")) == before
 
 
-def test_another_fault_of_a_segment_is_the_operators():
+def test_another_fault_of_shared_memory_is_the_operators():
     with pytest.raises(ConfigError, match="`mm_shm_name` is"):
         make(mm_processor_cache_type="shm", mm_shm_name="a/b")
 

@@ -5,10 +5,8 @@ import multiprocessing
 import os
 import signal
 import stat
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -16,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.media.shm.files import create_file, new_segment_name, remove_file, remove_leftovers
+from mmjax.cache.media.shm.directory import SharedDirectory
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.segment import PAGE
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
 from mmjax.processing.tensors.inputs import ItemData
@@ -26,7 +23,7 @@ from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
-from tests.cache.shm_kit import feature, make_item, put, read
+from tests.cache.shm_kit import PAGE, feature, make_item, put, read
 
 # ---- readers that die --------------------------------------------------------------------------
 
@@ -88,23 +85,15 @@ def reading(sender: ShmObjectStoreSenderCache, directory: Path) -> Iterator[Read
 def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
     sender = ShmObjectStoreSenderCache(4 * PAGE, directory=tmp_path)
     with reading(sender, tmp_path) as reader:
-        for value in range(4):
+        # It holds them all: more than the cache.
+        for value in range(6):
             handle = put(sender, str(value), value=value)
-            assert reader.send([handle]) == [(value, value, PAGE - 64)]
-        assert sender.num_in_use == 4
-        # All room is held: P0 goes on, by message.
-        inline = put(sender, "4", value=4)
-        assert not isinstance(inline, SharedItem)
-        assert reader.send([inline]) == [(4, 4, PAGE - 64)]
-    assert sender.num_in_use == 4
+            assert isinstance(handle, SharedItem)
+            assert reader.send([handle]) == [(value, value, PAGE)]
     sender.reset_readers()
-    assert sender.num_in_use == 0
     with reading(sender, tmp_path) as reader:
-        handles = [put(sender, str(value), value=99) for value in range(4)]
-        assert reader.send(handles) == [(value, value, PAGE - 64) for value in range(4)]
-    sender.reset_readers()
-    assert isinstance(put(sender, "5", value=5), SharedItem)
-    assert sender.is_cached_item("0") is False
+        handles = [put(sender, str(value), value=99) for value in range(2, 6)]
+        assert reader.send(handles) == [(value, value, PAGE) for value in range(2, 6)]
     sender.close()
     assert not list(tmp_path.iterdir())
 
@@ -134,13 +123,12 @@ def test_a_dead_writers_file_goes_at_the_next_start_and_a_living_ones_stays(tmp_
     with start_writer(tmp_path, 60) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "ready\n"
-        with pytest.raises(ConfigError, match=r"`.*victim\.ring` cannot be made: File exists"):
+        with pytest.raises(ConfigError, match=r"`.*victim` cannot be made: File exists"):
             ShmObjectStoreSenderCache(PAGE, name="victim", directory=tmp_path)
-        assert remove_leftovers(tmp_path) == []
         reader = ShmObjectStoreReceiverCache("victim", directory=tmp_path)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["victim.ring"]
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
     # The reader that is left keeps nothing alive.
     sender = ShmObjectStoreSenderCache(PAGE, name="victim", directory=tmp_path)
     assert isinstance(put(sender, "a"), SharedItem)
@@ -157,12 +145,16 @@ def test_a_writer_that_ends_without_closing_leaves_no_file_and_says_nothing(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_a_forked_child_leaves_its_parents_file_alone(tmp_path: Path):
-    path, fd = create_file("name", PAGE, tmp_path)
-    remove_file(path, os.dup(fd), os.getpid() + 1)
-    assert path.exists()
-    remove_file(path, fd, os.getpid())
-    assert not path.exists()
+def test_a_forked_child_leaves_its_parents_directory_alone(tmp_path: Path):
+    directory = SharedDirectory.create("name", tmp_path)
+    pid = os.fork()
+    if not pid:
+        directory.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert directory.path.exists()
+    directory.close()
+    assert not directory.path.exists()
 
 
 def test_a_forgotten_writer_takes_its_file_along(tmp_path: Path):
@@ -170,20 +162,17 @@ def test_a_forgotten_writer_takes_its_file_along(tmp_path: Path):
     assert sender.path.parent == tmp_path
     del sender
     gc.collect()
-    # A thread that warms its pages may have been the last to know it.
-    deadline = time.monotonic() + 5
-    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-        gc.collect()
     assert not list(tmp_path.iterdir())
 
 
 # ---- files -------------------------------------------------------------------------------------
 
 
-def test_the_file_is_this_users_alone():
+def test_files_are_this_users_alone():
     sender = ShmObjectStoreSenderCache(PAGE)
-    for path, mode in ((sender.path, 0o600), (sender.path.parent, 0o700)):
+    put(sender, "a")
+    (file,) = sender.path.iterdir()
+    for path, mode in ((file, 0o600), (sender.path, 0o700), (sender.path.parent, 0o700)):
         status = path.stat()
         assert stat.S_IMODE(status.st_mode) == mode
         assert status.st_uid == os.geteuid()
@@ -202,16 +191,12 @@ def test_a_name_is_a_name(tmp_path: Path, name: str):
         ShmObjectStoreSenderCache(PAGE, name=name, directory=tmp_path)
 
 
-def test_names_differ():
-    assert len({new_segment_name() for _ in range(100)}) == 100
-
-
 def test_what_others_could_write_is_refused(tmp_path: Path):
     sender = ShmObjectStoreSenderCache(PAGE, directory=tmp_path)
-    os.chmod(sender.path, 0o640)
-    with pytest.raises(ConfigError, match="mode 640"):
+    os.chmod(sender.path, 0o740)
+    with pytest.raises(ConfigError, match="mode 740"):
         ShmObjectStoreReceiverCache(sender.name, directory=tmp_path)
-    os.chmod(sender.path, 0o600)
+    os.chmod(sender.path, 0o700)
     os.chmod(tmp_path, 0o750)
     with pytest.raises(ConfigError, match="mode 750"):
         ShmObjectStoreSenderCache(PAGE, directory=tmp_path)
@@ -221,31 +206,25 @@ def test_what_others_could_write_is_refused(tmp_path: Path):
     sender.close()
 
 
-def test_a_link_is_not_followed(tmp_path: Path):
-    target = tmp_path / "target"
-    target.write_bytes(b"precious")
-    (tmp_path / "link.ring").symlink_to(target)
-    with pytest.raises(ConfigError, match="symbolic links"):
+def test_a_link_is_not_followed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory):
+    target = tmp_path_factory.mktemp("precious")
+    (target / "file").write_bytes(b"precious")
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(ConfigError, match="must be a directory"):
         ShmObjectStoreReceiverCache("link", directory=tmp_path)
+    # Nor removed as what a dead writer left.
     with pytest.raises(ConfigError, match="File exists"):
         ShmObjectStoreSenderCache(PAGE, name="link", directory=tmp_path)
-    assert remove_leftovers(tmp_path) == []
-    assert target.read_bytes() == b"precious"
+    assert (target / "file").read_bytes() == b"precious"
 
 
-def test_a_segment_that_is_not_there_is_named(tmp_path: Path):
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path):
     for directory in (None, tmp_path):
         with pytest.raises(ConfigError, match="`absent` is not there"):
             ShmObjectStoreReceiverCache("absent", directory=directory)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"x" * 3 * PAGE, struct.pack("3Q", int.from_bytes(b"mmjaxshm", "little"), 2, PAGE)],
-)
-def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes):
-    path = tmp_path / "odd.ring"
-    path.write_bytes(content.ljust(3 * PAGE, b"\0") if content else b"")
-    path.chmod(0o600)
-    with pytest.raises(ConfigError, match="is not a segment of version 1"):
+def test_a_file_is_no_directory(tmp_path: Path):
+    (tmp_path / "odd").touch(0o600)
+    with pytest.raises(ConfigError, match="must be a directory"):
         ShmObjectStoreReceiverCache("odd", directory=tmp_path)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from mmjax.cache import config_with_segment, processor_cache_from_config
+from mmjax.cache import config_with_directory, processor_cache_from_config
 from mmjax.config import EngineConfig, ModelConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import ENGINE_MAIN, Supervisor
@@ -102,7 +102,7 @@ async def serving(
     cache = None
     if input_processor is None:
         cache = processor_cache_from_config(config.model.mm)
-        config = config.with_mm(config_with_segment(config.model.mm, cache))
+        config = config.with_mm(config_with_directory(config.model.mm, cache))
         input_processor = InputProcessor(config.model, cache=cache)
     options = {"main": ENGINE_MAIN, "shutdown_timeout_s": 2.0, **options}
     supervisor = Supervisor(config, **options)

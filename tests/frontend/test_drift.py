@@ -1,6 +1,7 @@
 """P0 and P1 may come to differ in what they hold: no client ever sees it."""
 
 import asyncio
+import gc
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from mmjax.cache import (
     MultiModalProcessorSenderCache,
     MultiModalReceiverCache,
     ShmObjectStoreSenderCache,
-    config_with_segment,
+    config_with_directory,
     processor_cache_from_config,
 )
 from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
@@ -22,6 +23,7 @@ from mmjax.errors import EngineUnavailableError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.sampling_params import SamplingParams
+from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import FORGET_TOKEN, REFUSED_TOKEN, EchoSupervisor, item_tokens
 from tests.kit import IMAGE_START, draw
 
@@ -105,7 +107,8 @@ class Run:
         cache = self.client.input_processor.cache
         if isinstance(cache, ShmObjectStoreSenderCache):
             self.supervisor.engine.added.clear()
-            assert cache.num_in_use == 0, "all that was read was given back"
+            gc.collect()
+            assert num_mapped(cache.path) == 0, "all that was read was given back"
             return
         assert self.p0.order == self.p1.order
         assert self.p0.currsize == self.p1.currsize
@@ -140,7 +143,7 @@ def with_run(
 ) -> None:
     async def run() -> None:
         cache = processor_cache_from_config(mm)
-        supervisor = EchoSupervisor(mm=config_with_segment(mm, cache))
+        supervisor = EchoSupervisor(mm=config_with_directory(mm, cache))
         processor = InputProcessor(
             replace(model_config, mm=mm), cache=cache, enable_prefix_caching=enable_prefix_caching
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.cache import config_with_segment, processor_cache_from_config
+from mmjax.cache import config_with_directory, processor_cache_from_config
 from mmjax.config import EngineConfig, ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
@@ -75,7 +75,7 @@ def with_service(
 ) -> None:
     model_config = replace(model_config, mm=mm)
     cache = processor_cache_from_config(mm)
-    engine_config = EngineConfig(model=model_config).with_mm(config_with_segment(mm, cache))
+    engine_config = EngineConfig(model=model_config).with_mm(config_with_directory(mm, cache))
     supervisor = Supervisor(engine_config, main=MAIN, shutdown_timeout_s=1.0)
     oracle = Oracle(model_config)
     processor = InputProcessor(model_config, cache=cache)

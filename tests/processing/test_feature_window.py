@@ -91,9 +91,7 @@ class TestStripping:
 
     def test_an_address_in_shared_memory_stays(self):
         features = [feature(0, 4)]
-        features[0].data = SharedItem(
-            mm_hash="a", address=0, object_id=1, epoch=1, lease_number=1, size=64, layout=b""
-        )
+        features[0].data = SharedItem(mm_hash="a", number=1, layout=b"")
         assert strip_covered_mm_data(features, 4) == features
 
     def test_an_item_that_was_never_sent_stays_absent(self):

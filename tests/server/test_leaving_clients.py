@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 from benchmarks.leaving_clients import STAGES, leave
-from mmjax.cache import ShmObjectStoreSenderCache, config_with_segment
+from mmjax.cache import ShmObjectStoreSenderCache, config_with_directory
 from mmjax.config import MultiModalConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.media.connector import MediaConnector
@@ -25,6 +25,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.model_source import load_model_config
 from mmjax.server.app import create_app
+from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.test_serve import message_about
@@ -54,7 +55,7 @@ class Serving:
             "unsent messages": len(client._resend_queue._pending),
             "outputs": len(client._output_processor._parent_by_id),
             "the engine's requests": len(self.supervisor.engine.running),
-            "items in shared memory": self.cache.num_in_use,
+            "items in shared memory": num_mapped(self.cache.path),
         }
         return {name: number for name, number in numbers.items() if number}
 
@@ -111,7 +112,7 @@ async def serving(checkpoint: Path) -> AsyncIterator[Serving]:
     processor = InputProcessor(config, make_connector=make_connector)
     cache = processor.cache
     assert isinstance(cache, ShmObjectStoreSenderCache)
-    supervisor = EchoSupervisor(mm=config_with_segment(mm, cache), delay_s=0.01)
+    supervisor = EchoSupervisor(mm=config_with_directory(mm, cache), delay_s=0.01)
     client = AsyncEngineClient(processor, supervisor, SchedulerConfig())
     app = create_app(client, ChatParser.for_model(processor), ServerConfig())
     silent = await asyncio.start_server(say_nothing, "127.0.0.1", 0)

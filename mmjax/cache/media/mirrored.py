@@ -35,8 +35,9 @@ class MultiModalProcessorSenderCache(LRUProcessorCache):
     (`mmjax.processing.commit` makes those of one request).
     """
 
-    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
-        return None, mm_item[1]
+    def _store(self, mm_item: ProcessedItem, mm_hash: str) -> SentItem:
+        self._keep(mm_hash, get_item_size(mm_item[0]), (None, mm_item[1]))
+        return mm_item
 
     def reset_readers(self) -> None:
         self.clear_cache()

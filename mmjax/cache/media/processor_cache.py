@@ -182,7 +182,7 @@ class OversizeNotice:
         )
 
 
-class _Entry(NamedTuple):
+class CacheEntry(NamedTuple):
     item_size: int
     """Bytes of the tensors. Prompt updates are small, and share contents among items."""
     hit: SentItem
@@ -193,14 +193,19 @@ class LRUProcessorCache(BaseMultiModalProcessorCache):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__()
-        self._cache: LRUCache[str, _Entry] = LRUCache(
+        self._cache: LRUCache[str, CacheEntry] = LRUCache(
             capacity_bytes, getsizeof=lambda entry: entry.item_size
         )
         self._oversize = OversizeNotice()
 
     @abstractmethod
-    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
-        """Return what further look-ups of a new item return."""
+    def _store(self, mm_item: ProcessedItem, mm_hash: str) -> SentItem:
+        """Store a new item by `_keep`, and return what P1 is sent of it."""
+
+    def _keep(self, mm_hash: str, item_size: int, hit: SentItem) -> None:
+        """Have further look-ups return `hit`."""
+        if not self._cache.put_if_fits(mm_hash, CacheEntry(item_size, hit)):
+            self._oversize.give(item_size, self._cache.capacity)
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -234,10 +239,7 @@ class LRUProcessorCache(BaseMultiModalProcessorCache):
                 return entry.hit
             if mm_item is None:
                 raise MultiModalCacheMissError([mm_hash])
-            entry = _Entry(get_item_size(mm_item[0]), self._make_hit(mm_item))
-            if not self._cache.put_if_fits(mm_hash, entry):
-                self._oversize.give(entry.item_size, self._cache.capacity)
-            return mm_item
+            return self._store(mm_item, mm_hash)
 
     def invalidate(self, mm_hash: str) -> None:
         with self._lock:
@@ -255,7 +257,8 @@ class LRUProcessorCache(BaseMultiModalProcessorCache):
 class MultiModalProcessorOnlyCache(LRUProcessorCache):
     """Keeps tensors and prompt updates in P0; P1 is sent the tensors every time."""
 
-    def _make_hit(self, mm_item: ProcessedItem) -> SentItem:
+    def _store(self, mm_item: ProcessedItem, mm_hash: str) -> SentItem:
+        self._keep(mm_hash, get_item_size(mm_item[0]), mm_item)
         return mm_item
 
     def reset_readers(self) -> None:

@@ -8,7 +8,7 @@ from mmjax.cache.media.processor_cache import (
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
 )
-from mmjax.cache.media.shm.files import NoSharedMemoryError
+from mmjax.cache.media.shm.directory import NoSharedMemoryError
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.config import MultiModalConfig
@@ -24,9 +24,9 @@ _MIB, _GIB = 2**20, 2**30
 def processor_cache_from_config(
     config: MultiModalConfig, *, num_api_processes: int = 1
 ) -> BaseMultiModalProcessorCache | None:
-    """Return P0's cache, or None if it is off; the type shm creates its segment here.
+    """Return P0's cache, or None if it is off; the type shm makes its directory here.
 
-    Without room for a segment, it is one of the type lru.
+    Without room for it, it is one of the type lru.
     """
     match _get_cache_type(config, num_api_processes):
         case "processor_only":
@@ -58,17 +58,17 @@ def engine_receiver_cache_from_config(
             if config.mm_shm_name is None:
                 raise ConfigError(
                     "`mm_shm_name` is None; make P0's cache first, and give P1 "
-                    "`config_with_segment` of it"
+                    "`config_with_directory` of it"
                 )
             return ShmObjectStoreReceiverCache(config.mm_shm_name)
         case _:
             return None
 
 
-def config_with_segment(
+def config_with_directory(
     config: MultiModalConfig, cache: BaseMultiModalProcessorCache | None
 ) -> MultiModalConfig:
-    """Return P1's configuration: with the type of P0's `cache`, and the name of its segment."""
+    """Return P1's configuration: with the type of P0's `cache`, and the name of its directory."""
     if isinstance(cache, ShmObjectStoreSenderCache):
         return replace(config, mm_shm_name=cache.name)
     had_no_room = isinstance(cache, MultiModalProcessorSenderCache)

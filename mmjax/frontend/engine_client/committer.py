@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from mmjax.cache import BaseMultiModalProcessorCache, ShmObjectStoreSenderCache
+from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
@@ -100,9 +100,6 @@ class SenderCacheCommitter:
     def revert(self, message: EngineCoreRequest) -> None:
         """Undo the commit of a message that will not be sent."""
         with self._lock:
-            for feature in message.mm_features:
-                if isinstance(self._cache, ShmObjectStoreSenderCache) and feature.data is not None:
-                    self._cache.withdraw(feature.data)
             self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
     def reset_engine(self, begin: Callable[[int], None] | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Layout of an item's arrays in one object: the writer copies them, the reader makes views.
+"""Layout of an item's arrays in one file: the writer decides all offsets, the reader makes views.
 
-The writer decides all offsets; the reader is sent them as msgpack.
+The reader is sent the offsets as msgpack.
 """
 
 import math
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from mmjax.cache.media.shm.segment import HEADER
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from mmjax.processing.tensors.wire_forms import DTYPES, WireArray, WireError, WireForm, item_form
 from mmjax.rounding import round_up
@@ -18,34 +17,27 @@ ALIGNMENT = 64
 """Alignment of arrays in bytes: the size of a cache line, and of a vector register."""
 
 Arrays = list[tuple[int, np.ndarray]]
-"""(offset, array)"""
+"""(offset, C-contiguous array of a wire dtype)"""
 
 
 class Plan(NamedTuple):
-    """Where an item's arrays will be in an object."""
+    """Where an item's arrays will be in its file."""
 
     layout: bytes
     arrays: Arrays
     size: int
-    """Bytes, including the header."""
-
-    def write(self, buffer: memoryview) -> None:
-        """Copy the arrays to their offsets in an object's bytes."""
-        for offset, array in self.arrays:
-            if array.size:
-                dtype = DTYPES[array.dtype.name]
-                part = buffer[offset : offset + array.size * dtype.itemsize]
-                np.copyto(np.frombuffer(part, dtype).reshape(array.shape), array)
+    """Bytes of the file."""
 
 
 def make_plan(item: MultiModalKwargsItem) -> Plan | None:
-    """Lay an item out; None if it holds dtypes or fields without a wire form."""
+    """Lay an item out; None if it holds dtypes or fields without a wire form, or no bytes."""
     arrays: Arrays = []
     try:
         layout = _ENCODER.encode(_ITEM.pack(item, arrays))
     except WireError:
         return None
-    return Plan(layout, arrays, _stop(arrays))
+    size = _stop(arrays)
+    return Plan(layout, arrays, size) if size else None
 
 
 def view_item(layout: bytes, root: np.ndarray) -> MultiModalKwargsItem:
@@ -57,13 +49,14 @@ def _place(array: np.ndarray, arrays: Arrays) -> WireArray:
     if array.dtype.name not in DTYPES:
         raise WireError(f"an array of dtype {array.dtype} has no wire form")
     offset = round_up(_stop(arrays), ALIGNMENT)
-    arrays.append((offset, array))
+    # An array of ndarray's subclasses comes as a plain one; `order` keeps () as (), not (1,).
+    arrays.append((offset, np.array(array, DTYPES[array.dtype.name], copy=None, order="C")))
     return WireArray(array.dtype.name, list(array.shape), offset)
 
 
 def _stop(arrays: Arrays) -> int:
     if not arrays:
-        return HEADER
+        return 0
     offset, last = arrays[-1]
     return offset + last.nbytes
 
