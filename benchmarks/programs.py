@@ -288,7 +288,7 @@ def make_programs(config: Any, architecture: str) -> Programs:
     rows = MAX_EMBEDS
     if isinstance(spec, EncoderSpec):
         rows = round_up(max(1, 2 * encoder_len), spec.tokens_per_unit)
-    placement = make_placement(ParallelConfig(), num_heads=4, num_kv_heads=4)
+    placement = make_placement(ParallelConfig(), num_kv_heads=4)
     shape = ModelShape.of(graphdef, params)
     cache_type = choose_cache_type(placement.platform, model.kv_cache_spec, shape.dtype)
     buckets = Buckets.create(
