@@ -53,6 +53,7 @@ def test_a_bar_is_for_terminals_and_notebooks(
             update(2)
         return capsys.readouterr().err
 
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     assert work() == ""
     monkeypatch.setitem(sys.modules, "ipykernel", sys)
     assert "requests: 100%" in work()

@@ -216,13 +216,13 @@ class TestEngineProcess:
         assert config.model_class == f"mmjax.models.gemma3.model:{gemma3.ARCHITECTURE}"
 
     def test_a_class_of_a_function_is_refused_there_and_served_here(
-        self, capsys: pytest.CaptureFixture[str]
+        self, tiny_gemma3: Path, capsys: pytest.CaptureFixture[str]
     ):
         class Local:
             pass
 
         register_model(gemma3.ARCHITECTURE, register(Local))
-        assert mmjax.serve.main([str(gemma3.directory()), "--port", "0"]) == 1
+        assert mmjax.serve.main([str(tiny_gemma3), "--port", "0"]) == 1
         said = capsys.readouterr().err
         assert "test_registry:TestEngineProcess" in said
         assert "Local`, which the engine's process cannot import" in said
