@@ -94,7 +94,11 @@ def test_log_lines_stand_above_the_bar() -> None:
     assert end == ""
 
 
-def test_a_file_gets_lines_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_gets_lines_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another test may have run a notebook's cells.
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
     with mmjax_logger():
         configure_logging("info")
         programs = [Program(f"program {n}", Lowered(), {}) for n in range(3)]
