@@ -35,7 +35,7 @@ def broken(page: Path) -> Iterator[str]:
 
 def main() -> int:
     """Print every broken link; return 1 if there is one."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("checkpoints/*/*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("checkpoints/*/*.md")]
     found = [f"{page.relative_to(ROOT)}: {problem}" for page in pages for problem in broken(page)]
     print("\n".join(found) or f"{len(pages)} pages, every link leads somewhere")
     return int(bool(found))

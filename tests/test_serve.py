@@ -119,6 +119,16 @@ def ask(url: str, seed: int, **fields: Any) -> Any:
         )
 
 
+def ask_about(url: str, picture: Image.Image) -> Any:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with client:
+        return client.chat.completions.create(
+            model="tiny_scenes",
+            temperature=0,
+            messages=[message_about(picture, "What color is the circle?")],
+        )
+
+
 def test_questions_about_pictures(url: str) -> None:
     alone = [ask(url, seed).choices[0].message.content for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:
@@ -377,13 +387,7 @@ def test_the_embedded_default_reads_a_picture() -> None:
     server = Served(*FEW)
     try:
         address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
-        client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        with client:
-            answer = client.chat.completions.create(
-                model="tiny_scenes",
-                temperature=0,
-                messages=[message_about(picture, "What color is the circle?")],
-            )
+        answer = ask_about(address, picture)
         assert answer.choices[0].message.content == "red"
         assert answer.choices[0].finish_reason == "stop"
     finally:

@@ -14,7 +14,7 @@ from mmjax.rounding import cdiv
 CACHED_SCORES = 2**19
 """Scores that the CPU computes at a time, of one head: 2 MiB, which its caches hold."""
 MANY_SCORES = 2**20
-"""Scores of one sequence from which on all at once would take twice the time (docs/log.md)."""
+"""Scores of one sequence from which on all at once take twice the time (docs/notes/log.md)."""
 
 
 def dense_attention(
@@ -62,7 +62,7 @@ def _in_xla(
 ) -> Float[Array, "B T N _value"]:
     """Attend with heads before positions.
 
-    XLA's CPU backend runs `bnth,bnsh` at 1.5 to 2 times the speed of `btnh,bsnh` (docs/log.md).
+    XLA's CPU backend runs `bnth,bnsh` at 1.5 to 2 times `btnh,bsnh`'s speed (docs/notes/log.md).
     """
     batch, length, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[2]

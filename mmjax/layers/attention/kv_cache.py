@@ -80,7 +80,7 @@ class HeadSharding:
 class TransposedCache(NamedTuple):
     """Transposed keys, so that a block's scores are one product over contiguous memory.
 
-    The layout for attention in XLA (docs/log.md has the figures), which XLA shards by itself.
+    The layout for attention in XLA (docs/notes/log.md has the figures), which XLA shards by itself.
     """
 
     keys: Shaped[Array, "M K H Q"]

@@ -75,7 +75,7 @@ def _by_float32_sums(
     """Multiply bfloat16 numbers, add in float32, and round once.
 
     XLA's CPU library has programs for such sums, from two rows on: a lone row, or sums in bfloat16,
-    would take up to ten times as long (docs/log.md).
+    would take up to ten times as long (docs/notes/log.md).
     """
     rows = x if len(x) > 1 else jnp.concatenate([x, jnp.zeros_like(x)])
     out = _by_rows(rows, weight, jnp.dtype(jnp.float32))[: len(x)]
