@@ -16,16 +16,16 @@ from tests.test_serve import ROOT, SMALL, Served, message_about
 
 MODEL = """
 from mmjax import MULTIMODAL_REGISTRY
+from mmjax.models.family import FamilyDummyInputs
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.gemma3.processor import (
-    Gemma3DummyInputsBuilder,
     Gemma3MultiModalProcessor,
     Gemma3ProcessingInfo,
 )
 
 
 @MULTIMODAL_REGISTRY.register_processor(
-    Gemma3MultiModalProcessor, info=Gemma3ProcessingInfo, dummy_inputs=Gemma3DummyInputsBuilder
+    Gemma3MultiModalProcessor, info=Gemma3ProcessingInfo, dummy_inputs=FamilyDummyInputs
 )
 class SeasideForConditionalGeneration(Gemma3ForConditionalGeneration):
     @classmethod

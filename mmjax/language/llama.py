@@ -2,18 +2,40 @@
 
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
-arXiv 2505.09388).
+arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
+Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146).
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
-from mmjax.layers.decoder import GroupedQueryAttention, PreNormLayer, RotaryDecoder
+from mmjax.layers.decoder import (
+    GroupedQueryAttention,
+    PostNormLayer,
+    PreNormLayer,
+    RotaryDecoder,
+)
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
+
+HEAD_NORM_EPS = 1e-5
+"""Of Chameleon's queries and keys; no key of the config."""
+_MOLMO_REQUIRED = {
+    "layer_norm_type": "rms",
+    "clip_qkv": None,
+    "weight_tying": False,
+    "block_type": "sequential",
+    "moe_num_experts": None,
+}
+"""Keys of which every published checkpoint but MolmoE's, where it has them, has one value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,49 +52,121 @@ class LlamaConfig:
     hidden_act: str
     rms_norm_eps: float
     has_qkv_bias: bool
-    has_output_bias: bool
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    """Whether each head's queries and keys are normed, before they are rotated."""
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    qk_norm: Literal["head", "own", "wide"] | None = None
+    """How queries and keys are normed, before they are rotated: each head by one norm; each head by
+    a norm of its own; all heads together; None: not at all."""
+    is_post_norm: bool = False
+    """Whether what attention and MLP give is normed, and not what they read."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
 
-    @classmethod
-    def from_hf(cls, hf_config: Any) -> "LlamaConfig":
+    @staticmethod
+    def from_hf(hf_config: Any) -> "LlamaConfig":
         """Read HF's config; `CheckpointError` for what a decoder of this kind cannot have."""
-        kind, num_heads = hf_config.model_type, hf_config.num_attention_heads
-        has_qkv_bias = kind.startswith("qwen2") or getattr(hf_config, "attention_bias", False)
-        num_layers = hf_config.num_hidden_layers
-        window = getattr(hf_config, "sliding_window", None)
-        types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
-        unknown = set(types) - {"sliding_attention", "full_attention"}
-        if unknown:
+        read = _READERS.get(hf_config.model_type, _read_llama)
+        num_heads = hf_config.num_attention_heads
+        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
+        own_head_dim = getattr(hf_config, "head_dim", None)
+        if not own_head_dim and (hf_config.hidden_size % num_heads or num_heads % num_kv_heads):
             raise CheckpointError(
-                f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
+                f"`num_attention_heads` is {num_heads}; it must divide `hidden_size`, and be a "
+                f"multiple of `num_key_value_heads`: they are {hf_config.hidden_size} and "
+                f"{num_kv_heads} beside {num_heads} heads"
             )
-        shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-        return cls(
-            **{name: getattr(hf_config, name) for name in shared},
-            num_attention_heads=num_heads,
-            num_key_value_heads=hf_config.num_key_value_heads,
-            head_dim=getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads,
-            hidden_act=hf_config.hidden_act,
-            rms_norm_eps=hf_config.rms_norm_eps,
-            has_qkv_bias=has_qkv_bias,
-            has_output_bias=has_qkv_bias and not kind.startswith("qwen2"),
-            has_mlp_bias=getattr(hf_config, "mlp_bias", False),
-            has_qk_norm=kind == "qwen3",
-            windows=tuple(window if one == "sliding_attention" else None for one in types),
-            rope_parameters=_read_rope(hf_config),
+        same = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        shared = {
+            **{name: getattr(hf_config, name) for name in same},
+            "num_key_value_heads": num_kv_heads,
+            "head_dim": own_head_dim or hf_config.hidden_size // num_heads,
+            "windows": (None,) * hf_config.num_hidden_layers,
+        }
+        return LlamaConfig(**{**shared, **read(hf_config)})
+
+
+def _read_llama(hf_config: Any) -> dict[str, Any]:
+    kind = hf_config.model_type
+    has_qkv_bias = kind.startswith("qwen2") or getattr(hf_config, "attention_bias", False)
+    window = getattr(hf_config, "sliding_window", None)
+    num_layers = hf_config.num_hidden_layers
+    types = getattr(hf_config, "layer_types", None) or ["sliding_attention"] * num_layers
+    unknown = set(types) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise CheckpointError(
+            f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-
-
-def _read_rope(hf_config: Any) -> dict[str, Any]:
     # NOTE: HF's Qwen2-VL assumes these sections where the config names none.
-    has_axes = hf_config.model_type in ("qwen2_vl_text", "qwen2_5_vl_text")
-    assumed = {"mrope_section": [16, 24, 24]} if has_axes else {}
-    return assumed | dict(hf_config.rope_parameters)
+    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text")
+    sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "hidden_act": hf_config.hidden_act,
+        "rms_norm_eps": hf_config.rms_norm_eps,
+        "has_qkv_bias": has_qkv_bias,
+        "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
+        "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
+        "qk_norm": "head" if kind == "qwen3" else None,
+        "windows": tuple(window if one == "sliding_attention" else None for one in types),
+        "rope_parameters": sections | dict(hf_config.rope_parameters),
+    }
+
+
+def _read_chameleon(hf_config: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size,
+        "hidden_act": hf_config.hidden_act,
+        "rms_norm_eps": hf_config.rms_norm_eps,
+        "has_qkv_bias": bool(hf_config.attention_bias),
+        "has_output_bias": bool(hf_config.attention_bias),
+        "has_mlp_bias": hf_config.mlp_bias,
+        "qk_norm": "own",
+        "is_post_norm": bool(hf_config.swin_norm),
+        "rope_parameters": dict(hf_config.rope_parameters),
+    }
+
+
+def _read_molmo(hf_config: Any) -> dict[str, Any]:
+    for name, value in _MOLMO_REQUIRED.items():
+        found = getattr(hf_config, name, value)
+        if found != value:
+            raise CheckpointError(f"`{name}` is {found!r}; mmjax's Molmo takes {value!r} alone")
+    return {
+        # Rows of the table that have logits; padding makes them even.
+        "vocab_size": getattr(hf_config, "embedding_size", None) or hf_config.vocab_size,
+        "intermediate_size": hf_config.intermediate_size // 2,  # the file's counts both halves
+        "hidden_act": "silu",
+        "rms_norm_eps": hf_config.layer_norm_eps,
+        "has_qkv_bias": hf_config.qkv_bias,
+        "qk_norm": "wide" if hf_config.attention_layer_norm else None,
+        "is_post_norm": hf_config.norm_after,
+        "rope_parameters": {"rope_theta": float(hf_config.rope_theta)},
+    }
+
+
+_READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
+    {"chameleon": _read_chameleon, "molmo": _read_molmo}
+)
+"""By `model_type`, where it is not as Llama's."""
+
+
+class HeadNorm(nnx.Module):
+    """LayerNorm over each head, with parameters of its own for each: `weight[N, H]`, `bias`."""
+
+    def __init__(self, num_heads: int, head_dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.ones((num_heads, head_dim), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_heads, head_dim), dtype))
+
+    def __call__(self, x: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Normalise the last axis; rounded before the weight, as in HF."""
+        wide = x.astype(jnp.float32)
+        mean = wide.mean(-1, keepdims=True)
+        variance = jnp.square(wide - mean).mean(-1, keepdims=True)
+        normed = ((wide - mean) * jax.lax.rsqrt(variance + HEAD_NORM_EPS)).astype(x.dtype)
+        return normed * self.weight[...][None] + self.bias[...][None]
 
 
 class LlamaTextModel(RotaryDecoder):
@@ -89,12 +183,17 @@ class LlamaTextModel(RotaryDecoder):
         )
 
 
+def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
+    if config.qk_norm is None:
+        return None
+    if config.qk_norm == "own":
+        return HeadNorm(num_heads, config.head_dim, dtype=dtype)
+    width = config.head_dim * (num_heads if config.qk_norm == "wide" else 1)
+    return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
+
+
 def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
-    head_norms = [
-        RMSNorm(config.head_dim, eps=eps, dtype=dtype) if config.has_qk_norm else None
-        for _ in range(2)
-    ]
     attention = GroupedQueryAttention(
         width,
         num_heads=config.num_attention_heads,
@@ -102,7 +201,11 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         head_dim=config.head_dim,
         has_qkv_bias=config.has_qkv_bias,
         has_output_bias=config.has_output_bias,
-        norms=(head_norms[0], head_norms[1]),
+        norms=(
+            _build_qk_norm(config, config.num_attention_heads, dtype=dtype),
+            _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
+        ),
+        norms_are_wide=config.qk_norm == "wide",
         window=window,
         dtype=dtype,
     )
@@ -113,4 +216,5 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         use_bias=config.has_mlp_bias,
         dtype=dtype,
     )
-    return PreNormLayer(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    kind = PostNormLayer if config.is_post_norm else PreNormLayer
+    return kind(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

@@ -68,18 +68,23 @@ class GroupedQueryAttention(nnx.Module):
         has_qkv_bias: bool,
         has_output_bias: bool,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
+        norms_are_wide: bool = False,
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
         dtype: Any,
     ) -> None:
-        """`norms`, `scale`, `window` and `soft_cap`: as of `attend_by_heads`."""
+        """`norms`, `scale`, `window` and `soft_cap`: as of `attend_by_heads`.
+
+        `norms_are_wide`: they norm all heads together, before these are cut apart.
+        """
         inner, key_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = Linear(width, inner, use_bias=has_qkv_bias, dtype=dtype)
         self.k_proj = Linear(width, key_width, use_bias=has_qkv_bias, dtype=dtype)
         self.v_proj = Linear(width, key_width, use_bias=has_qkv_bias, dtype=dtype)
         self.o_proj = Linear(inner, width, use_bias=has_output_bias, dtype=dtype)
         self.q_norm, self.k_norm = norms
+        self.norms_are_wide = norms_are_wide
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -104,15 +109,22 @@ class GroupedQueryAttention(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], LayerCache | None]:
         """Attend with projected queries to the keys and values of `x`."""
+        key, norms = self.k_proj(x), (self.q_norm, self.k_norm)
+        if self.norms_are_wide:
+            query, key = (
+                part if norm is None else norm(part)
+                for norm, part in zip(norms, (query, key), strict=True)
+            )
+            norms = (None, None)
         out, cache = attend_by_heads(
             query,
-            self.k_proj(x),
+            key,
             self.v_proj(x),
             cache,
             metadata,
             head_dim=self.head_dim,
             angles=angles,
-            norms=(self.q_norm, self.k_norm),
+            norms=norms,
             scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,

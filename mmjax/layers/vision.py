@@ -41,7 +41,9 @@ class PatchEmbedding(nnx.Module):
     def project(self, patches: Float[Array, "... _pixels"]) -> Float[Array, "... D"]:
         """Project patches that are cut already, their pixels by channel, row and column."""
         weight = self.weight[...].reshape(self.weight.shape[0], -1)
-        return linear(patches, weight, None if self.bias is None else self.bias[...])
+        return linear(
+            patches.astype(weight.dtype), weight, None if self.bias is None else self.bias[...]
+        )
 
 
 class PositionTable(nnx.Module):

@@ -144,6 +144,46 @@ class HostInputs(ABC):
         return None
 
 
+class UnitHostInputs(HostInputs):
+    """Images, tiles or crops of one size: `pixel_values` uint8[C, Y, X], or [units, C, Y, X]."""
+
+    pixel_keys: Sequence[str] = ("pixel_values",)
+    """What an item's pixels are called, by layout and modality."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        shape, num_tokens = self.read_unit(hf_config)
+        self.encoder_spec = EncoderSpec(
+            inputs=byte_pixels("pixel_values", shape), tokens_per_unit=num_tokens
+        )
+
+    @staticmethod
+    @abstractmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
+        """Return the shape of a unit's pixels, [C, Y, X], and how many embeddings it has."""
+
+    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the item's units as `[units, C, Y, X]`."""
+        pixels = next(item[name] for name in self.pixel_keys if name in item)
+        return {"pixel_values": pixels if pixels.ndim == 4 else pixels[None]}
+
+
+def choose_features(num_features: int, strategy: str) -> slice:
+    """Return which of a tower's features `vision_feature_select_strategy` leaves."""
+    # "default" drops the first feature of any tower, also where that is a patch.
+    kept: Mapping[str, slice] = {
+        "default": slice(1, None),
+        "full": slice(None),
+        "class": slice(0, 1),
+    }
+    if strategy not in kept:
+        raise CheckpointError(
+            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
+            f"it must be one of {', '.join(kept)}"
+        )
+    return slice(*kept[strategy].indices(num_features))
+
+
 def _find_affine(item: Mapping[str, np.ndarray]) -> np.ndarray:
     for key in AFFINE_KEYS.values():
         if key in item:

@@ -27,6 +27,10 @@ DEFAULT_ADAPTERS = {f"{DEFAULT_MODEL}/italian": "italian"}
 DEFAULT_MAX_MODEL_LEN = 8192
 """Cap of the default `max_model_len`, which bounds the KV cache's size."""
 
+_BY_TOWER: Mapping[tuple[str, Any], str] = {
+    ("LlavaForConditionalGeneration", "pixtral"): "PixtralForConditionalGeneration",
+}
+"""Families that checkpoints name by the wrapper around them, by that and the vision tower."""
 _GENERATION_CONFIG = "generation_config.json"
 _GENERATION_FIELDS = (
     "temperature",
@@ -440,7 +444,8 @@ def _architecture(hf_config: Any) -> str:
         raise CheckpointError(
             "config.json has no `architectures`; add the name of the model's class to it"
         )
-    return architectures[0]
+    tower = getattr(getattr(hf_config, "vision_config", None), "model_type", None)
+    return _BY_TOWER.get((architectures[0], tower), architectures[0])
 
 
 def _max_position_embeddings(hf_config: Any) -> int | None:

@@ -63,6 +63,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
         "MolmoForCausalLM": ModelRow("molmo"),
+        "PixtralForConditionalGeneration": ModelRow("pixtral"),
         "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),

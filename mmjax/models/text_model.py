@@ -6,11 +6,9 @@ from typing import Any
 
 from mmjax.errors import CheckpointError
 from mmjax.language.bart import BartConfig, BartDecoder
-from mmjax.language.chameleon import ChameleonConfig, ChameleonTextModel
 from mmjax.language.deepseek import DeepseekConfig, DeepseekTextModel
 from mmjax.language.gemma import GemmaConfig, GemmaTextModel
 from mmjax.language.llama import LlamaConfig, LlamaTextModel
-from mmjax.language.molmo import MolmoConfig, MolmoTextModel
 from mmjax.language.opt import OPTConfig, OPTTextModel
 from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
 from mmjax.language.qwen import QwenConfig, QwenTextModel
@@ -18,13 +16,13 @@ from mmjax.layers.decoder import Decoder
 
 _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = MappingProxyType(
     {
-        "chameleon": (ChameleonConfig.from_hf, ChameleonTextModel),
+        "chameleon": (LlamaConfig.from_hf, LlamaTextModel),
         "bart": (BartConfig.from_hf, BartDecoder),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
-        "molmo": (MolmoConfig.from_hf, MolmoTextModel),
+        "molmo": (LlamaConfig.from_hf, LlamaTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),
         "qwen": (QwenConfig.from_hf, QwenTextModel),

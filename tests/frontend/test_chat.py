@@ -18,8 +18,8 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 from mmjax.frontend.prompt.literals import ControlTokens
+from mmjax.models.family import FamilyDummyInputs
 from mmjax.models.gemma3.processor import (
-    Gemma3DummyInputsBuilder,
     Gemma3MultiModalProcessor,
     Gemma3ProcessingInfo,
 )
@@ -195,7 +195,7 @@ def registered(
     def make(get_placeholder_str: Callable[[str, int], str | None]) -> InputProcessor:
         body = {"get_placeholder_str": staticmethod(get_placeholder_str)}
         MULTIMODAL_REGISTRY.register_processor(
-            Gemma3MultiModalProcessor, info=Info, dummy_inputs=Gemma3DummyInputsBuilder
+            Gemma3MultiModalProcessor, info=Info, dummy_inputs=FamilyDummyInputs
         )(type("Elsewhere", (), body))
         return InputProcessor(replace(model_config, architecture="Elsewhere"))
 

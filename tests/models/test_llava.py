@@ -10,6 +10,7 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract, flatten_params
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec, byte_pixels
 from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
+from mmjax.models.pixtral.model import PixtralForConditionalGeneration as Pixtral
 from tests.models.families.llava import PIXTRAL_SETTINGS, tiny_config
 
 
@@ -35,7 +36,7 @@ def test_what_the_engine_must_know_is_said():
 
 
 def test_pixtrals_patches_are_packed():
-    host_inputs = Model.host_inputs(tiny_config(**PIXTRAL_SETTINGS))
+    host_inputs = Pixtral.host_inputs(tiny_config(**PIXTRAL_SETTINGS))
     assert host_inputs.encoder_spec == PackedEncoderSpec(
         inputs={**byte_pixels("pixel_values", (3 * 7 * 7,)), "places": ((2,), "int32")},
         patches_per_token=1,
@@ -46,16 +47,21 @@ def test_pixtrals_patches_are_packed():
     np.testing.assert_array_equal(units["pixel_values"][5].reshape(3, 7, 7), pixels[:, 7:, 14:])
 
 
+def test_pixtrals_features_are_all_read():
+    config = tiny_config(tower="pixtral")
+    match = "`vision_feature_select_strategy` .* 'default'; it must be `full` with a `pixtral`"
+    with pytest.raises(CheckpointError, match=match):
+        build_abstract(Pixtral, config, dtype=jnp.float32)
+    with pytest.raises(CheckpointError, match=match):
+        Pixtral.host_inputs(config)
+
+
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
         ({"vision_feature_layer": -5}, r"`vision_feature_layer` is -5, .* 3 layers; .* -4 to 3"),
         ({"vision_feature_layer": [1, 4]}, r"`vision_feature_layer` is \[1, 4\]"),
         ({"vision_feature_layer": []}, r"`vision_feature_layer` is \[\]"),
-        (
-            {"vision_config.model_type": "pixtral"},
-            "`vision_feature_select_strategy` .* 'default'; it must be `full` with a `pixtral`",
-        ),
         ({"vision_feature_select_strategy": "most"}, "'most'; it must be one of default, full"),
         ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
         ({"vision_config.model_type": "dinov2"}, "`vision_config.model_type` is `dinov2`"),

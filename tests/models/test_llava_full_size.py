@@ -15,7 +15,8 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.host_inputs import EncoderSpec
 from mmjax.models.interface import embed_units
-from mmjax.models.llava.model import LlavaForConditionalGeneration as Model
+from mmjax.models.llava import model as llava
+from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
 from mmjax.weights.safetensors import StoredTensor
@@ -187,7 +188,9 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def abstract(name: str) -> dict[str, Any]:
     """Our tree, flat."""
-    return flatten_params(build_abstract(Model, published_config(name), dtype=jnp.bfloat16)[1])
+    return flatten_params(
+        build_abstract(model_of(name), published_config(name), dtype=jnp.bfloat16)[1]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +203,12 @@ def shapes(name: str) -> dict[str, tuple[int, ...]]:
     if config.tie_word_embeddings:
         del found["lm_head.weight"]
     return found
+
+
+def model_of(name: str) -> Any:
+    """Return our class for a published model."""
+    is_pixtral = name == "pixtral-12b"
+    return PixtralForConditionalGeneration if is_pixtral else llava.LlavaForConditionalGeneration
 
 
 def tell(name: str, layout: str, inner: str) -> str:
@@ -222,7 +231,7 @@ def test_every_tensor_is_used_once_but_for_what_nobody_reads(
         StoredTensor(tell(key, layout, inner), "model.safetensors", shape, "BF16", None)
         for key, shape in shapes.items()
     ]
-    rules = Model.rules(published_config(name))
+    rules = model_of(name).rules(published_config(name))
     # Reports what is missing, unexpected or misshapen, and two tensors for one place.
     sources = match_tensors(tensors, abstract, rules, source=layout)
     assert sources.keys() == abstract.keys()
@@ -239,8 +248,8 @@ def test_the_size_is_the_published_one(name: str, abstract: dict[str, Any]):
 def test_a_picture_and_a_step_have_their_shapes(name: str):
     config = published_config(name)
     width = config.text_config.hidden_size
-    graphdef, params = build_abstract(Model, config, dtype=jnp.bfloat16)
-    spec = Model.host_inputs(config).encoder_spec
+    graphdef, params = build_abstract(model_of(name), config, dtype=jnp.bfloat16)
+    spec = model_of(name).host_inputs(config).encoder_spec
     if isinstance(spec, EncoderSpec):
         assert spec.tokens_per_unit == TOKENS_PER_IMAGE[name]
         size, expected, packed = 2, (2, TOKENS_PER_IMAGE[name], width), {}

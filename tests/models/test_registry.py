@@ -17,6 +17,7 @@ from mmjax.models.registry import (
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.processing.families import gemma3
 from tests.processing.families.family import get_placeholder_str, golden_path
+from tests.processing.families.llava import pixtral
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -26,7 +27,7 @@ def test_every_architecture_has_a_processor(architecture: str):
 
 @pytest.mark.parametrize("folder", sorted({row.folder for row in MODELS.values()}))
 def test_a_directory_alone_gives_a_processor(folder: str):
-    processor = create_processor(golden_path(folder))
+    processor = create_processor(pixtral() if folder == "pixtral" else golden_path(folder))
     inputs = MultiModalProfiler(processor).get_dummy_mm_inputs(
         {"image": 1}, max_num_batched_tokens=1024
     )

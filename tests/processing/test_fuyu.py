@@ -247,7 +247,7 @@ def test_settings_are_the_checkpoints(tmp_path: Path):
             {"processor_config": {"image_processor.patch_size": {"height": 30, "width": 30}}},
             r"`patch_size` of the image processor is .*30.*, but config.json has 10",
         ),
-        ({"tokenizer": {"model.vocab.|SPEAKER|": None}}, r"tokenizer lacks `\|SPEAKER\|`"),
+        ({"tokenizer": {"model.vocab.|SPEAKER|": None}}, r"tokenizer does not know `\|SPEAKER\|`"),
         ({"config": {"image_token_id": 5}}, r"`\|SPEAKER\|` is token 997, but .* is 5"),
         (
             {"processor_config": {"image_processor.do_normalize": False}},

@@ -353,8 +353,8 @@ def test_p0_imports_no_jax_for_another_packages_processor(elsewhere: Path):
         processor.replace("tests.processing.test_processor", "elsewhere.family")
     )
     (elsewhere / "elsewhere" / "family.py").write_text(
+        "from mmjax.models.family import FamilyDummyInputs as DummyInputs\n"
         "from mmjax.models.gemma3.processor import (\n"
-        "    Gemma3DummyInputsBuilder as DummyInputs,\n"
         "    Gemma3MultiModalProcessor as Processor,\n"
         "    Gemma3ProcessingInfo as Info,\n"
         ")\n"

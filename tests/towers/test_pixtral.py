@@ -1,5 +1,6 @@
 """Pixtral's tower against HF's: the states after every block, of pictures of several sizes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ from transformers import PixtralVisionConfig, PixtralVisionModel
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
-from mmjax.models.llava.host_inputs import cut_patches
-from mmjax.towers.pixtral import PixtralConfig, PixtralVisionTower
+from mmjax.models.pixtral.host_inputs import cut_patches
+from mmjax.models.pixtral.model import PixtralForConditionalGeneration
+from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
 from tests.oracle import assert_close, fill_with_unit_norms, params_of
 
 TINY: dict[str, Any] = {
@@ -51,9 +53,12 @@ def test_every_state_is_hfs(name: str):
         )
 
     graphdef, abstract = build_abstract(
-        PixtralVisionTower, PixtralConfig.from_hf(config), dtype=jnp.float32
+        PackedViT, PackedViTConfig.from_hf(config), dtype=jnp.float32
     )
-    params = params_of(reference, abstract, ())
+    wrapper = SimpleNamespace(vision_config=config, vision_feature_layer=-1)
+    rules = PixtralForConditionalGeneration.rules(wrapper)
+    whole_model = torch.nn.ModuleDict({"vision_tower": reference})
+    params = params_of(whole_model, {"vision_tower": abstract}, rules)["vision_tower"]
     ids = np.repeat(np.arange(len(SIZES), dtype=np.int32), [len(u["places"]) for u in units])
     padding = {
         "pixel_values": np.full((NUM_PADDING, 16 * config.num_channels), 3.0, np.float32),
@@ -83,7 +88,7 @@ def test_every_state_is_hfs(name: str):
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, r"rope_type` is 'yarn'"),
+        ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, r"rope_type` is `yarn`"),
         ("patch_size", [16, 14], r"`vision_config.patch_size` is \[16, 14\]; .* square"),
     ],
 )
@@ -91,4 +96,4 @@ def test_what_cannot_be_served_is_refused(name: str, value: Any, match: str):
     config = PixtralVisionConfig(**TINY)
     object.__setattr__(config, name, value)
     with pytest.raises(CheckpointError, match=match):
-        PixtralConfig.from_hf(config)
+        PackedViTConfig.from_hf(config)

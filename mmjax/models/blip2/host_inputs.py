@@ -1,12 +1,9 @@
 """BLIP-2's encoder inputs: every picture is a unit, and gives one embedding for each query."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs
 
 
 def check_language_model(hf_config: Any) -> None:
@@ -18,17 +15,10 @@ def check_language_model(hf_config: Any) -> None:
         )
 
 
-class Blip2HostInputs(HostInputs):
+class Blip2HostInputs(UnitHostInputs):
     """Pictures of one size, with `num_query_tokens` embeddings each."""
 
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         side = hf_config.vision_config.image_size
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", (3, side, side)),
-            tokens_per_unit=hf_config.num_query_tokens,
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the picture as `[1, C, Y, X]`."""
-        return {"pixel_values": item["pixel_values"][None]}
+        return (3, side, side), hf_config.num_query_tokens

@@ -67,7 +67,7 @@ class Blip2ForConditionalGeneration(MultiModalModel):
         """Return what the queries have read of every picture, projected."""
         queries = self.query_tokens[...]
         with jax.named_scope("vision_model"):
-            images = self.vision_model(pixel_values.astype(queries.dtype))
+            images = self.vision_model(pixel_values)
         with jax.named_scope("qformer"):
             shape = (images.shape[0], *queries.shape[1:])
             hidden = self.qformer(jnp.broadcast_to(queries, shape), images)

@@ -1,30 +1,15 @@
-"""Chameleon's encoder inputs: every picture is one unit."""
+"""Chameleon's encoder inputs: every picture is one unit, with a token for each code of its."""
 
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs
 
 
-def count_codes(vq_config: Any) -> int:
-    """Return how many codes the VQ-VAE gives a picture."""
-    side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
-    return side * side
+class ChameleonHostInputs(UnitHostInputs):
+    """Units of one size, with as many codes of the VQ-VAE each."""
 
-
-class ChameleonHostInputs(HostInputs):
-    """Units of one size, with as many codes each."""
-
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         vq_config = hf_config.vq_config
-        shape = (vq_config.in_channels, vq_config.resolution, vq_config.resolution)
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", shape), tokens_per_unit=count_codes(vq_config)
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the picture as `[1, C, Y, X]`."""
-        return {"pixel_values": item["pixel_values"][None]}
+        side = vq_config.resolution // 2 ** (len(vq_config.channel_multiplier) - 1)
+        return (vq_config.in_channels, *[vq_config.resolution] * 2), side * side

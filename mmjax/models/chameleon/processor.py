@@ -4,27 +4,17 @@ Before: `look <image> please`. After: `look <racm3:break> <image>*1024 <eoss> pl
 the `<image>` take embeddings. `return_for_text_completion=True` omits the separator.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
-from mmjax.models.chameleon.host_inputs import count_codes
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
+from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
 from mmjax.processing.image_processors.affine import keep_bytes
-from mmjax.processing.image_processors.image import check_pixel_size, check_resized_pixels
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import (
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
-)
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.image_processors.image import check_resized_pixels
+from mmjax.processing.items.parse import ImagesOnlyDataParser, MultiModalDataItems
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
@@ -34,20 +24,12 @@ CHAT_TEMPLATE = r"""
 """Turns have no names: the separator ends each of them; the processor adds the last."""
 
 
-class ChameleonProcessingInfo(BaseProcessingInfo):
+class ChameleonProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return "<image>" if modality == "image" else None
-
-    def get_num_image_tokens(self) -> int:
-        """Return the number of VQ-VAE codes of an image."""
-        return count_codes(self.get_hf_config().vq_config)
+    host_inputs = ChameleonHostInputs
+    placeholders: ClassVar = {"image": "<image>"}
+    hf_updates_prompt = True
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor: AutoProcessor needs torchvision."""
@@ -59,29 +41,20 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
 
         path = self.ctx.model_config.path
         settings, _ = ChameleonProcessor.get_processor_dict(path)
-        num_image_tokens = self.get_num_image_tokens()
-        if settings.get("image_seq_length") not in (None, num_image_tokens):
-            raise CheckpointError(
-                f"`image_seq_length` of processor_config.json is {settings['image_seq_length']}, "
-                f"but `vq_config` of config.json gives {num_image_tokens}; make them equal"
-            )
+        facts = {"image_seq_length": self.num_unit_tokens}
+        check_settings(settings, facts, source="`vq_config` of config.json gives")
         processor = ChameleonProcessor(
             image_processor=keep_bytes(ChameleonImageProcessorPil).from_pretrained(path),
             tokenizer=self.get_tokenizer(),
-            image_seq_length=num_image_tokens,
             image_token=settings.get("image_token", "<image>"),
+            **facts,
         )
         if self.get_tokenizer().sep_token_id is None:
             raise CheckpointError(
                 "the tokenizer has no `sep_token`, which ends Chameleon's prompts; "
                 "name it in tokenizer_config.json"
             )
-        image_token_id = self.get_hf_config().image_token_id
-        if image_token_id not in (None, processor.image_token_id):
-            raise CheckpointError(
-                f"`{processor.image_token}` is token {processor.image_token_id}, but "
-                f"`image_token_id` of config.json is {image_token_id}"
-            )
+        self.check_token(processor.image_token)
         return processor
 
     def is_for_completion(self, mm_kwargs: Mapping[str, object]) -> bool:
@@ -90,22 +63,25 @@ class ChameleonProcessingInfo(BaseProcessingInfo):
         kwargs = self.ctx.merge_mm_kwargs(mm_kwargs)
         return bool(kwargs.get(name, kwargs.get("text_kwargs", {}).get(name, False)))
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.get_num_image_tokens()}
+    def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
+        """Refuse also what HF would scale to a bomb."""
+        edge = self.get_image_processor().size.shortest_edge
+        max_pixels = self.ctx.get_mm_config().max_image_pixels
+        check_resized_pixels(mm_data.get("images", ()), edge, max_pixels)
+        super().check_sizes(mm_data, mm_kwargs)
+
+    def get_embed_token_id(self, modality: str) -> int:
+        return self.get_hf_processor().image_token_id
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        processor = self.get_hf_processor()
+        codes = super().write_item(modality, size)
+        return [processor.image_start_token_id, *codes, processor.image_end_token_id]
 
 
-class ChameleonDummyInputsBuilder(ImageDummyInputsBuilder[ChameleonProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
+class ChameleonMultiModalProcessor(FamilyProcessor[ChameleonProcessingInfo]):
+    only_tokenizes_text = False
 
-    def get_largest_image(self) -> ImageSize:
-        side = self.info.get_hf_config().vq_config.resolution
-        return ImageSize(width=side, height=side)
-
-
-class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingInfo]):
     def _call_hf_processor(
         self,
         prompt: str,
@@ -113,18 +89,9 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
         mm_kwargs: Mapping[str, object],
         tok_kwargs: Mapping[str, object],
     ) -> BatchFeature:
-        check_resized_pixels(
-            mm_data.get("images", ()),
-            self.info.get_hf_processor().image_processor.size.shortest_edge,
-            self.info.ctx.get_mm_config().max_image_pixels,
-        )
-        # The separator is added here, for text and token ids.
+        # The separator is added below, for text and token ids.
         without_sep = {**mm_kwargs, "return_for_text_completion": True}
-        outputs = super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
-        if "pixel_values" in outputs:
-            side = self.info.get_hf_config().vq_config.resolution
-            check_pixel_size(outputs["pixel_values"], side, side)
-        return outputs
+        return super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
 
     def _apply_hf_processor_main(
         self,
@@ -148,29 +115,5 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
             token_ids = [*token_ids, sep_token_id]
         return token_ids, hf_inputs, is_update_applied
 
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
 
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        processor = self.info.get_hf_processor()
-        framed = [
-            processor.image_start_token_id,
-            *[processor.image_token_id] * processor.image_seq_length,
-            processor.image_end_token_id,
-        ]
-        content = PromptUpdateDetails.select_token_id(framed, processor.image_token_id)
-        return [PromptReplacement("image", [processor.image_token_id], content)]
-
-
-FACTORIES = ProcessorFactories(
-    info=ChameleonProcessingInfo,
-    dummy_inputs=ChameleonDummyInputsBuilder,
-    processor=ChameleonMultiModalProcessor,
-)
+FACTORIES = make_factories(ChameleonProcessingInfo, ChameleonMultiModalProcessor)

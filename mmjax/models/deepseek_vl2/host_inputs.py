@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs
 from mmjax.rounding import cdiv
 
 NEWLINE, SEPARATOR = -1, -2
@@ -73,26 +73,22 @@ def count_image_tokens(side: int, columns: int, rows: int) -> int:
     return side * (side + 1) + 1 + rows * side * (columns * side + 1)
 
 
-class DeepseekVLV2HostInputs(HostInputs):
+class DeepseekVLV2HostInputs(UnitHostInputs):
     """Tiles of one size, with as many embeddings each, and learned ones between them."""
 
     num_extra_rows = 2
 
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         side = read_part(hf_config, "vision_config")["image_size"]
-        self._side = count_side_tokens(hf_config)
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", (3, side, side)), tokens_per_unit=self._side**2
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the view of the whole and the tiles, `[units, 3, S, S]`."""
-        return {"pixel_values": item["pixel_values"]}
+        return (3, side, side), count_side_tokens(hf_config) ** 2
 
     def embed_rows(self, item: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the rows of the view, the separator, and the rows across the tiles."""
-        side, (columns, rows) = self._side, item["images_spatial_crop"].tolist()
+        side, (columns, rows) = (
+            count_side_tokens(self.hf_config),
+            item["images_spatial_crop"].tolist(),
+        )
         cells = np.arange(side**2 * (1 + columns * rows), dtype=np.int32)
         view = cells[: side**2].reshape(side, side)
         tiles = cells[side**2 :].reshape(rows, columns, side, side).transpose(0, 2, 1, 3)

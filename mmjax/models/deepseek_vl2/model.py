@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig
-from mmjax.layers.activation import get_activation
-from mmjax.layers.linear import Linear
 from mmjax.layers.vision import VisionConfig
 from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs, read_part
 from mmjax.models.interface import MultiModalModel
@@ -21,20 +20,6 @@ from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
 
 _NORM_EPS = 1e-6
 """Of the tower's norms, which no configuration names: timm's own."""
-
-
-class DownsampleProjector(nnx.Module):
-    """Squares of `ratio` by `ratio` patches, then two linear layers to the decoder's width."""
-
-    def __init__(self, in_features: int, width: int, ratio: int, *, dtype: Any) -> None:
-        self.linear_1 = Linear(in_features * ratio**2, width, use_bias=True, dtype=dtype)
-        self.linear_2 = Linear(width, width, use_bias=True, dtype=dtype)
-        self.activation = get_activation("gelu")
-        self.ratio = ratio
-
-    def __call__(self, states: Float[Array, "I P D"]) -> Float[Array, "I _tokens F"]:
-        """Return the embeddings of every tile, row by row."""
-        return self.linear_2(self.activation(self.linear_1(join_squares(states, self.ratio))))
 
 
 def join_squares(states: Float[Array, "I P D"], ratio: int) -> Float[Array, "I _tokens _width"]:
@@ -70,11 +55,11 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
                     f"`projector_config.{key}` is {found}; the tower and the decoder beside it "
                     f"need {wanted}"
                 )
+        self.ratio: int = projector["downsample_ratio"]
         with self._mark_tower_model(hf_config, "image"):
             self.vision = SiglipTimmTower(vision, dtype=dtype)
-            self.projector = DownsampleProjector(
-                vision.hidden_size, width, projector["downsample_ratio"], dtype=dtype
-            )
+            features = vision.hidden_size * self.ratio**2
+            self.projector = MLPProjector(features, width, "gelu", dtype=dtype)
             self.image_newline = nnx.Param(jnp.zeros((width,), dtype))
             self.view_seperator = nnx.Param(jnp.zeros((width,), dtype))  # as published
         self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=False)
@@ -119,11 +104,10 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens D"]:
         """Return the embeddings of every tile."""
-        weight = self.projector.linear_1.weight
         with jax.named_scope("vision_tower"):
-            states = self.vision(pixel_values.astype(weight.dtype))
+            states = self.vision(pixel_values)
         with jax.named_scope("multi_modal_projector"):
-            return self.projector(states)
+            return self.projector(join_squares(states, self.ratio))
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the end of a row, and what stands between an image's view and its tiles."""

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs
 
 MAX_ENCODER_LEN = 1024
 """Tokens of the longest encoder prompt: a published model's 577 of a picture, and 447 of text.
@@ -16,11 +14,23 @@ Every prompt is computed at this length, so it is not the 4,096 positions that s
 """
 
 
-class Florence2HostInputs(HostInputs):
+class Florence2HostInputs(UnitHostInputs):
     """An image's pixels; and how long the encoder's prompt around it may be."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
+        (_, height, width), self.num_image_rows = self.read_unit(hf_config)
+        positions = hf_config.get_text_config().max_position_embeddings
+        self.max_encoder_len = min(positions, MAX_ENCODER_LEN)
+        if self.num_image_rows >= self.max_encoder_len:
+            raise CheckpointError(
+                f"a picture of {width}x{height} pixels is {self.num_image_rows} tokens, and the "
+                f"encoder takes {self.max_encoder_len} (`text_config.max_position_embeddings` is "
+                f"{positions}); set a smaller size in the image processor's configuration"
+            )
+
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         height, width = read_image_size(hf_config)
         vision = hf_config.vision_config
         rows, columns = grid_of(vision, height, width)
@@ -30,23 +40,7 @@ class Florence2HostInputs(HostInputs):
                 f"pictures of {width}x{height} pixels make {columns} columns and {rows} rows; set "
                 "a smaller size in the image processor's configuration"
             )
-        self.num_image_rows = rows * columns + 1
-        positions = hf_config.get_text_config().max_position_embeddings
-        self.max_encoder_len = min(positions, MAX_ENCODER_LEN)
-        if self.num_image_rows >= self.max_encoder_len:
-            raise CheckpointError(
-                f"a picture of {width}x{height} pixels is {self.num_image_rows} tokens, and the "
-                f"encoder takes {self.max_encoder_len} (`text_config.max_position_embeddings` is "
-                f"{positions}); set a smaller size in the image processor's configuration"
-            )
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", (vision.in_channels, height, width)),
-            tokens_per_unit=self.num_image_rows,
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return one unit: the image's pixels."""
-        return {"pixel_values": item["pixel_values"][None]}
+        return (vision.in_channels, height, width), rows * columns + 1
 
 
 def read_image_size(hf_config: Any) -> tuple[int, int]:

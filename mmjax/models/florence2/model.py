@@ -13,8 +13,8 @@ from mmjax.language.bart import BartConfig, BartEncoder
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
+from mmjax.models.tower_model import TowerModel
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
 from mmjax.weights.rules import Rule, Transposition
 
@@ -82,7 +82,7 @@ class Florence2MultiModalProjector(nnx.Module):
         return self.image_proj_norm(self.image_projection(rows))
 
 
-class Florence2ForConditionalGeneration(MultiModalModel):
+class Florence2ForConditionalGeneration(TowerModel):
     """Served as HF's class of this name."""
 
     host_inputs = Florence2HostInputs
@@ -113,13 +113,10 @@ class Florence2ForConditionalGeneration(MultiModalModel):
             Rule(r"^model\.", ""),
         )
 
-    def embed_multimodal(self, pixel_values: Float[Array, "U C _y _x"]) -> Float[Array, "U P D"]:
-        """Return the rows of images; a prompt's text changes nothing in them."""
+    def encode_units(self, pixel_values: Float[Array, "U C _y _x"]) -> Float[Array, "U Y X D"]:
+        """Return the grids of images; a prompt's text changes nothing in them."""
         dtype = self.encoder.layernorm_embedding.weight.dtype
-        with jax.named_scope("vision_tower"):
-            grid = self.vision_tower(pixel_values.astype(dtype))
-        with jax.named_scope("multi_modal_projector"):
-            return self.multi_modal_projector(grid)
+        return self.vision_tower(pixel_values.astype(dtype))
 
     def encode_prompts(
         self, inputs_embeds: Float[Array, "B S D"], is_token: Bool[Array, "B S"]

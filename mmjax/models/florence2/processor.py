@@ -7,29 +7,20 @@ the encoder prompt is the task only.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import AddedToken, BatchFeature
+from transformers import AddedToken
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.image_processors.affine import keep_bytes
-from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
-from mmjax.processing.prompt_updates.updates import (
-    PromptIndexTargets,
-    PromptInsertion,
-    PromptUpdate,
-    as_ids,
-)
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages if message.role == 'user' -%}
@@ -43,13 +34,14 @@ IMAGE_TOKEN = "<image>"
 """Of checkpoints whose tokenizer names none."""
 
 
-class Florence2ProcessingInfo(BaseProcessingInfo):
+class Florence2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     """The encoder's prompt has positions for whole images."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
+    host_inputs = Florence2HostInputs
+    limits: ClassVar = {"image": 1}
+    inserts_items = True
+    hf_updates_prompt = True
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, with the tokens that Microsoft's own layout adds in its code."""
@@ -68,7 +60,7 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
         from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-        path, hf_config = self.ctx.model_config.path, self.get_hf_config()
+        path = self.ctx.model_config.path
         settings, _ = Florence2Processor.get_processor_dict(path)
         image_processor = keep_bytes(CLIPImageProcessorPil).from_pretrained(path)
         if not getattr(image_processor, "image_seq_length", None):
@@ -82,24 +74,22 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
             num_additional_image_tokens=settings.get("num_additional_image_tokens", 0),
             post_processor_config=settings.get("post_processor_config"),
         )
-        if processor.image_token_id != hf_config.image_token_id:
-            raise CheckpointError(
-                f"`{processor.image_token}` is token {processor.image_token_id}, but "
-                f"`image_token_id` of config.json is {hf_config.image_token_id}"
-            )
+        self.check_token(processor.image_token)
         return processor
 
-    def get_pixel_size(self) -> tuple[int, int]:
-        """Return the (height, width) that images are resized to."""
-        image_processor = self.get_hf_processor().image_processor
+    def get_unit_size(self) -> ImageSize:
+        """Return the pixels that the image processor's own settings make of an image."""
+        image_processor = self.get_image_processor()
         crops = image_processor.do_center_crop
         size = image_processor.crop_size if crops else image_processor.size
-        return size.height, size.width
+        return ImageSize(width=size.width, height=size.height)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.get_hf_processor().num_image_tokens}
+    @property
+    def num_unit_tokens(self) -> int:
+        return self.get_hf_processor().num_image_tokens
+
+    def get_target(self, modality: str) -> Target:
+        return PromptIndexTargets.start()
 
     def write_task(self, prompt: str) -> str:
         """Replace a task such as `<OD>` by its sentence; other text is unchanged."""
@@ -119,13 +109,11 @@ class Florence2ProcessingInfo(BaseProcessingInfo):
         return next((task for task in tasks if task in text), None)
 
 
-class Florence2DummyInputsBuilder(ImageDummyInputsBuilder[Florence2ProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        height, width = self.info.get_pixel_size()
-        return ImageSize(width=width, height=height)
+class Florence2MultiModalProcessor(
+    FamilyProcessor[Florence2ProcessingInfo], EncDecMultiModalProcessor[Florence2ProcessingInfo]
+):
+    only_tokenizes_text = False
 
-
-class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2ProcessingInfo]):
     def create_encoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
@@ -186,33 +174,6 @@ class Florence2MultiModalProcessor(EncDecMultiModalProcessor[Florence2Processing
         sentence = self.info.write_task(text)
         return token_ids if sentence == text else as_ids(sentence, tokenizer)
 
-    def _call_hf_processor(
-        self,
-        prompt: str,
-        mm_data: Mapping[str, object],
-        mm_kwargs: Mapping[str, object],
-        tok_kwargs: Mapping[str, object],
-    ) -> BatchFeature:
-        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
-        if "pixel_values" in outputs:
-            check_pixel_size(outputs["pixel_values"], *self.info.get_pixel_size())
-        return outputs
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        processor = self.info.get_hf_processor()
-        image_tokens = [processor.image_token_id] * processor.num_image_tokens
-        return [PromptInsertion("image", PromptIndexTargets.start(), image_tokens)]
-
 
 def _add_task_tokens(tokenizer: Any) -> None:
     """Add what follows BART's vocabulary, in the order of the embedding table; last `<image>`."""
@@ -232,8 +193,4 @@ def _add_task_tokens(tokenizer: Any) -> None:
     tokenizer.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
 
 
-FACTORIES = ProcessorFactories(
-    info=Florence2ProcessingInfo,
-    dummy_inputs=Florence2DummyInputsBuilder,
-    processor=Florence2MultiModalProcessor,
-)
+FACTORIES = make_factories(Florence2ProcessingInfo, Florence2MultiModalProcessor)

@@ -10,6 +10,7 @@ from mmjax.layers.linear import Linear
 from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
+from mmjax.models.tower_model import WRAPPER_RULES
 from mmjax.weights.rules import Rule, Split
 
 _DECODER = r"^(language_model\.model|model\.language_model)\."
@@ -43,9 +44,7 @@ class FuyuForCausalLM(MultiModalModel):
                 (head_dim,) * 3,
             ),
             Rule(_DECODER + r"final_layernorm\.", "language_model.norm."),
-            Rule(_DECODER, "language_model."),
-            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
-            Rule(r"^model\.vision_embed_tokens\.", "vision_embed_tokens."),
+            *WRAPPER_RULES,
         )
 
     def embed_multimodal(

@@ -6,31 +6,22 @@ the `|SPEAKER|` take embeddings. A prompt without an image is unchanged.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
-from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.hf_call import KnownKwargs
+from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.fuyu.host_inputs import FuyuHostInputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import fit_within, patchify, to_pixels
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates.updates import (
-    MultiModalPromptUpdates,
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
-)
+from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 IMAGE_TOKEN, NEWLINE_TOKEN = "|SPEAKER|", "|NEWLINE|"
 START_TOKEN, ANSWER_TOKEN = "<s>", "<0x04>"
@@ -86,159 +77,114 @@ class FuyuImageProcessor:
         pixels = np.pad(to_pixels(image), widths, constant_values=self.padding_value)
         return patchify(pixels, patch_height, patch_width)
 
-    def make_affine(self) -> np.ndarray:
-        """Return what makes pixels of the patches' bytes."""
-        return make_affine(
-            rescale_factor=self.rescale_factor, mean=self.image_mean, std=self.image_std
-        )
-
-
-_FIXED_SETTINGS = dict.fromkeys(("do_resize", "do_pad", "do_rescale", "do_normalize"), True)
-_IMAGE_SETTINGS = frozenset(one.name for one in fields(FuyuImageProcessor))
-
-
-@dataclass(frozen=True, slots=True)
-class FuyuProcessor:
-    """Called like HF's processors: returns the unchanged text's ids, and the images' patches."""
-
-    image_processor: FuyuImageProcessor
-    tokenizer: Any
-
     @property
-    def known_kwargs(self) -> KnownKwargs:
-        return {"images_kwargs": _IMAGE_SETTINGS}
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset(self.__dataclass_fields__)
 
-    def split_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[FuyuImageProcessor, dict[str, Any]]:
-        """Return the image processor with `kwargs`, and the tokenizer's kwargs."""
-        for_images = {key: value for key, value in kwargs.items() if key in _IMAGE_SETTINGS}
-        for_images |= kwargs.get("images_kwargs", {})
-        expected = self.image_processor.patch_size
-        if for_images.get("patch_size", expected) != expected:
+    def __call__(
+        self, images: Sequence[Image.Image], *, return_tensors: str, **kwargs: Any
+    ) -> dict[str, np.ndarray]:
+        """Return `image_patches`, uint8[patches, values], `image_grid_hw`, and `image_affine`."""
+        own = self.with_kwargs(kwargs)
+        grids = [own.get_grid(ImageSize(*image.size)) for image in images]
+        return {
+            "image_grid_hw": np.array(grids, np.int64),
+            "image_patches": np.concatenate([own.make_patches(image) for image in images]),
+            "image_affine": make_affine(
+                rescale_factor=own.rescale_factor, mean=own.image_mean, std=own.image_std
+            ),
+        }
+
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "FuyuImageProcessor":
+        """Return the same under an HF call's kwargs."""
+        if kwargs.get("patch_size", self.patch_size) != self.patch_size:
             raise RequestValueError(
-                f"`patch_size` in mm_processor_kwargs must be the model's, {expected}; "
+                f"`patch_size` in mm_processor_kwargs must be the model's, {self.patch_size}; "
                 "leave it out",
                 param="mm_processor_kwargs",
             )
-        taken = {*_IMAGE_SETTINGS, "images_kwargs", "text_kwargs"}
-        for_text = {key: value for key, value in kwargs.items() if key not in taken}
-        return replace(self.image_processor, **for_images), for_text | kwargs.get("text_kwargs", {})
-
-    def __call__(
-        self, *, text: str, return_tensors: str, images: Sequence[Any] = (), **kwargs: Any
-    ) -> BatchFeature:
-        image_processor, for_text = self.split_kwargs(kwargs)
-        outputs: dict[str, Any] = dict(self.tokenizer([text], **for_text))
-        if images:
-            sizes = [ImageSize(*image.size) for image in images]
-            outputs["image_grid_hw"] = np.array([*map(image_processor.get_grid, sizes)], np.int64)
-            outputs["image_patches"] = np.concatenate([*map(image_processor.make_patches, images)])
-            outputs["image_affine"] = image_processor.make_affine()
-        return BatchFeature(outputs, tensor_type=return_tensors)
+        return replace(self, **kwargs)
 
 
-class FuyuProcessingInfo(BaseProcessingInfo):
+_FIXED_SETTINGS = {
+    **dict.fromkeys(("do_resize", "do_pad", "do_rescale", "do_normalize"), True),
+    "padding_mode": "constant",
+}
+
+
+class FuyuProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": 1}
+    host_inputs = FuyuHostInputs
+    limits: ClassVar = {"image": 1}
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         return {IMAGE_TOKEN: self.get_token_id(IMAGE_TOKEN)}
 
-    def get_token_id(self, token: str) -> int:
-        tokenizer = self.get_tokenizer()
-        token_id = tokenizer.convert_tokens_to_ids(token)
-        if token_id in (None, tokenizer.unk_token_id):
-            raise CheckpointError(f"the tokenizer lacks `{token}`, which Fuyu's prompts need")
-        return token_id
-
-    def load_hf_processor(self) -> FuyuProcessor:
+    def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's processor needs torch."""
         # Imported here: it imports torch if it is installed.
         from transformers.image_processing_base import ImageProcessingMixin
 
         settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
-        for name, value in (*_FIXED_SETTINGS.items(), ("padding_mode", "constant")):
+        for name, value in _FIXED_SETTINGS.items():
             if settings.get(name, value) != value:
                 raise CheckpointError(
                     f"`{name}` of the image processor is {settings[name]!r}; it must be {value!r}"
                 )
-        image_processor = FuyuImageProcessor(
-            **{key: value for key, value in settings.items() if key in _IMAGE_SETTINGS}
-        )
-        hf_config = self.get_hf_config()
-        side = hf_config.patch_size
+        names = settings.keys() & FuyuImageProcessor.__dataclass_fields__
+        image_processor = FuyuImageProcessor(**{name: settings[name] for name in names})
+        side = self.get_hf_config().patch_size
         if dict(image_processor.patch_size) != {"height": side, "width": side}:
             raise CheckpointError(
                 f"`patch_size` of the image processor is {image_processor.patch_size}, but "
                 f"config.json has {side}; make them equal"
             )
-        if self.get_token_id(IMAGE_TOKEN) != hf_config.image_token_id:
-            raise CheckpointError(
-                f"`{IMAGE_TOKEN}` is token {self.get_token_id(IMAGE_TOKEN)}, but "
-                f"`image_token_id` of config.json is {hf_config.image_token_id}"
-            )
-        return FuyuProcessor(image_processor, self.get_tokenizer())
+        self.check_token(IMAGE_TOKEN)
+        return ProcessorOfParts(tokenizer=self.get_tokenizer(), image_processor=image_processor)
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger of the checkpoint's size and the operator's, by side."""
-        own: FuyuProcessor = self.get_hf_processor()
-        operators, _ = own.split_kwargs(self.ctx.merge_mm_kwargs({}))
-        sizes = (own.image_processor.size, operators.size)
+        own: FuyuImageProcessor = self.get_image_processor()
+        sizes = (own.size, own.with_kwargs(self.scope_kwargs({})).size)
         return {"size": {side: max(size[side] for size in sizes) for side in ("height", "width")}}
 
     def get_planned_image_processor(self) -> FuyuImageProcessor:
         """Return the image processor that memory is planned for."""
-        kwargs = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
-        image_processor, _ = self.get_hf_processor().split_kwargs(kwargs)
-        return image_processor
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return self.get_image_processor().with_kwargs(kwargs)
 
-    def get_image_size_with_most_features(self) -> ImageSize:
+    def get_largest_image(self) -> ImageSize:
         return ImageSize(**self.get_planned_image_processor().size)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        grid = self.get_planned_image_processor().get_grid(self.get_image_size_with_most_features())
+        grid = self.get_planned_image_processor().get_grid(self.get_largest_image())
         return {"image": math.prod(grid)}
 
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        grids = outputs.get("image_grid_hw", np.empty((0, 2), np.int64))
+        return item_fields(
+            "image", units=["image_patches"], counts=grids.prod(-1), on_host=["image_grid_hw"]
+        )
 
-class FuyuDummyInputsBuilder(ImageDummyInputsBuilder[FuyuProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_image_size_with_most_features()
+    def get_embed_token_id(self, modality: str) -> int:
+        return self.get_token_id(IMAGE_TOKEN)
+
+    def get_target(self, modality: str) -> Target:
+        return [self.get_token_id(START_TOKEN)]
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(tensors["image_grid_hw"].tolist())
+
+    def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
+        (rows, columns), get_id = size, self.get_token_id
+        row = [*[get_id(IMAGE_TOKEN)] * columns, get_id(NEWLINE_TOKEN)]
+        return [*row * rows, get_id(START_TOKEN)]
 
 
-class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        grids = hf_inputs.get("image_grid_hw", np.empty((0, 2), np.int64))
-        return {
-            "image_patches": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(-1)),
-            "image_grid_hw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-        }
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        get_id = self.info.get_token_id
-        image, newline, start = get_id(IMAGE_TOKEN), get_id(NEWLINE_TOKEN), get_id(START_TOKEN)
-
-        def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            item = out_mm_kwargs.get_item("image", item_idx)
-            rows, columns = item["image_grid_hw"].data.tolist()
-            full = [*[image] * columns, newline] * rows + [start]
-            return PromptUpdateDetails.select_token_id(full, image)
-
-        return [PromptReplacement("image", [start], get_replacement)]
-
+class FuyuMultiModalProcessor(FamilyProcessor[FuyuProcessingInfo]):
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
     ) -> tuple[list[int], MultiModalPromptUpdatesApplyResult]:
@@ -257,8 +203,4 @@ class FuyuMultiModalProcessor(BaseMultiModalProcessor[FuyuProcessingInfo]):
         return super()._apply_token_matches([start, *words, *end], mm_prompt_updates)
 
 
-FACTORIES = ProcessorFactories(
-    info=FuyuProcessingInfo,
-    dummy_inputs=FuyuDummyInputsBuilder,
-    processor=FuyuMultiModalProcessor,
-)
+FACTORIES = make_factories(FuyuProcessingInfo, FuyuMultiModalProcessor)

@@ -1,10 +1,8 @@
 """Gemma 3, multimodal: SigLIP, an average-pooling projector, Gemma's decoder."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -12,10 +10,9 @@ from jaxtyping import Array, Float
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.layers.vision import VisionConfig
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
-from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
+from mmjax.models.tower_model import TowerModel
 from mmjax.towers.siglip import SiglipVisionTower
-from mmjax.weights.rules import Rule
 
 
 class Gemma3MultiModalProjector(nnx.Module):
@@ -47,7 +44,7 @@ class Gemma3MultiModalProjector(nnx.Module):
         return projected.reshape(images, side * side, -1)
 
 
-class Gemma3ForConditionalGeneration(MultiModalModel):
+class Gemma3ForConditionalGeneration(TowerModel):
     """Served as HF's class of this name.
 
     The soft token lies outside of the table of embeddings, and reads row 0.
@@ -63,23 +60,5 @@ class Gemma3ForConditionalGeneration(MultiModalModel):
             self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
-    @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
-        """Map the hub's layout, save_pretrained's, and the module's own names."""
-        return (
-            Rule(r"^(model\.)?vision_tower\.(vision_model\.)?head\..*", None),
-            Rule(r"^(model\.)?vision_tower\.(vision_model\.)?", "vision_tower."),
-            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
-            Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
-            Rule(r"^model\.multi_modal_projector\.", "multi_modal_projector."),
-        )
-
-    def embed_multimodal(
-        self, pixel_values: Float[Array, "I C _y _x"]
-    ) -> Float[Array, "I _tokens D"]:
-        """Return the soft tokens of every picture or crop."""
-        weight = self.vision_tower.embeddings.patch_embedding.weight
-        with jax.named_scope("vision_tower"):
-            patches, _ = self.vision_tower(pixel_values.astype(weight.dtype))
-        with jax.named_scope("multi_modal_projector"):
-            return self.multi_modal_projector(patches)
+    def encode_units(self, pixel_values: Float[Array, "I C _y _x"]) -> Float[Array, "I P D"]:
+        return self.vision_tower(pixel_values)[0]

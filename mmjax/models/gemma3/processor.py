@@ -5,27 +5,27 @@ Before: `look <start_of_image>`. After: `look \n\n <start_of_image> <image_soft_
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError, RequestRuntimeError, RequestValueError
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.image_processors.affine import keep_bytes
-from mmjax.processing.items.parse import (
-    ImageEmbedsDataParser,
-    ImageProcessorItems,
-    ImageSize,
-    MultiModalDataItems,
+from mmjax.errors import RequestRuntimeError
+from mmjax.models.family import (
+    FamilyInfo,
+    FamilyProcessor,
+    Target,
+    check_settings,
+    item_fields,
+    make_factories,
 )
-from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
+from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.items.parse import ImageProcessorItems, ImageSize
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     find_mm_placeholders,
@@ -33,13 +33,9 @@ from mmjax.processing.prompt_updates.matching import (
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PlaceholderFeaturesInfo,
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
     as_ids,
 )
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItem, MultiModalKwargsItems
 
 _MAX_NEWLINES = 64
 """Longest run of newlines to look for in the vocabulary (Gemma's has 31)."""
@@ -102,29 +98,23 @@ CHAT_TEMPLATE = r"""
 """The published one's turns; a system's text begins the next turn."""
 
 
-class Gemma3ProcessingInfo(BaseProcessingInfo):
+class Gemma3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
-    data_parser = ImageEmbedsDataParser
+    host_inputs = Gemma3HostInputs
+    placeholders: ClassVar = {"image": "<start_of_image>"}
+    hf_updates_prompt = True
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
+    @property
+    def num_crop_tokens(self) -> int:
+        """How many soft tokens the image has, and each crop."""
+        return self.get_hf_config().mm_tokens_per_image
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Require a multiple of one image's rows: those of the image, then of each crop."""
-        per_crop = self.get_hf_config().mm_tokens_per_image
-        most = self.get_mm_max_tokens_per_item()[modality]
-        if 0 < num_embeds <= most and num_embeds % per_crop == 0:
-            return
+        per_crop, most = self.num_crop_tokens, self.get_mm_max_tokens_per_item()[modality]
         many = f", and {per_crop} for each pan-and-scan crop, {most} at most" * (most > per_crop)
-        raise RequestValueError(
-            f"{modality} embeddings have {num_embeds} rows; an image has {per_crop}{many}: give "
-            "what the model's own tower and projector give",
-            param="multi_modal_data",
-        )
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return "<start_of_image>" if modality == "image" else None
+        hint = f"{per_crop}{many}: give what the model's own tower and projector give"
+        self.check_rows(modality, num_embeds, range(per_crop, most + 1, per_crop), hint)
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         tokenizer = self.get_tokenizer()
@@ -136,26 +126,17 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-        path = self.ctx.model_config.path
+        path, tokenizer = self.ctx.model_config.path, self.get_tokenizer()
         settings, _ = Gemma3Processor.get_processor_dict(path)
-        hf_config, tokenizer = self.get_hf_config(), self.get_tokenizer()
-        num_soft_tokens = settings.get("image_seq_length", 256)
-        if num_soft_tokens != hf_config.mm_tokens_per_image:
-            raise CheckpointError(
-                f"`image_seq_length` of processor_config.json is {num_soft_tokens}, but "
-                f"`mm_tokens_per_image` of config.json is {hf_config.mm_tokens_per_image}; "
-                "make them equal"
-            )
-        if tokenizer.image_token_id != hf_config.image_token_id:
-            raise CheckpointError(
-                f"`{tokenizer.image_token}` is token {tokenizer.image_token_id}, but "
-                f"`image_token_index` of config.json is {hf_config.image_token_id}"
-            )
+        facts = {"image_seq_length": self.num_crop_tokens}
+        source = "`mm_tokens_per_image` of config.json is"
+        check_settings({"image_seq_length": 256, **settings}, facts, source=source)
+        self.check_token(tokenizer.image_token, "image_token_index")
         return Gemma3Processor(
             image_processor=keep_bytes(Gemma3ImageProcessorPil).from_pretrained(path),
             tokenizer=tokenizer,
             chat_template=self.ctx.model_config.chat_template,
-            image_seq_length=num_soft_tokens,
+            **facts,
         )
 
     def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
@@ -174,7 +155,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         """Return the settings with which an image has the most tokens."""
         return self.get_pan_and_scan(self.get_planned_mm_kwargs())
 
-    def get_image_size_with_most_features(self) -> ImageSize:
+    def get_largest_image(self) -> ImageSize:
         """Return the size of an image with the most crops: tall, crops of the input size."""
         pan_and_scan = self.get_largest_pan_and_scan()
         size = self.get_hf_processor().image_processor.size
@@ -187,9 +168,23 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        size = self.get_image_size_with_most_features()
-        num_patches = self.get_largest_pan_and_scan().count_crops(size) + 1
-        return {"image": num_patches * self.get_hf_config().mm_tokens_per_image}
+        num_crops = self.get_largest_pan_and_scan().count_crops(self.get_largest_image())
+        return {"image": (num_crops + 1) * self.num_crop_tokens}
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        counts = outputs.get("num_patches", ())
+        return item_fields("image", units=["pixel_values"], counts=counts, on_host=["num_patches"])
+
+    def get_target(self, modality: str) -> Target:
+        return [self.get_tokenizer().boi_token_id]
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+        return int(tensors["num_patches"]) * self.num_crop_tokens
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        crops = {"num_crops": [size // self.num_crop_tokens - 1]}
+        text = self.get_hf_processor().replace_image_token(crops, 0)
+        return as_ids(text, self.get_tokenizer())
 
     @cached_property
     def newline_counts(self) -> Mapping[int, int]:
@@ -199,17 +194,7 @@ class Gemma3ProcessingInfo(BaseProcessingInfo):
         return {ids[0]: k for k, ids in runs.items() if len(ids) == 1}
 
 
-class Gemma3DummyInputsBuilder(ImageDummyInputsBuilder[Gemma3ProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return self.info.get_hf_processor().boi_token * mm_counts.get("image", 0)
-
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_image_size_with_most_features()
-
-
-class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
-    only_tokenizes_text = True
-
+class Gemma3MultiModalProcessor(FamilyProcessor[Gemma3ProcessingInfo]):
     def _call_hf_processor(
         self,
         prompt: str,
@@ -233,43 +218,6 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
                     param="mm_processor_kwargs",
                 )
         return outputs
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        num_patches = hf_inputs.get("num_patches", np.empty(0, np.int64))
-        return {
-            "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", num_patches),
-            "num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-            "image_embeds": MultiModalFieldConfig.batched("image"),
-        }
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        processor = self.info.get_hf_processor()
-        tokenizer = self.info.get_tokenizer()
-        contents: dict[int, PromptUpdateDetails] = {}  # shared by images of equal crop counts
-
-        def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            num_crops = self._count_patches(out_mm_kwargs.get_item("image", item_idx)) - 1
-            if num_crops not in contents:
-                text = processor.replace_image_token({"num_crops": [num_crops]}, 0)
-                contents[num_crops] = PromptUpdateDetails.select_token_id(
-                    as_ids(text, tokenizer), tokenizer.image_token_id
-                )
-            return contents[num_crops]
-
-        return [PromptReplacement("image", [tokenizer.boi_token_id], get_replacement)]
-
-    def _count_patches(self, item: MultiModalKwargsItem) -> int:
-        """Return the number of an item's encoder inputs: the image and its crops."""
-        if "image_embeds" in item:
-            return len(item["image_embeds"].data) // self.info.get_hf_config().mm_tokens_per_image
-        return int(item["num_patches"].data)
 
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
@@ -349,8 +297,4 @@ class Gemma3MultiModalProcessor(BaseMultiModalProcessor[Gemma3ProcessingInfo]):
         return {"image": placeholders} if placeholders else {}
 
 
-FACTORIES = ProcessorFactories(
-    info=Gemma3ProcessingInfo,
-    dummy_inputs=Gemma3DummyInputsBuilder,
-    processor=Gemma3MultiModalProcessor,
-)
+FACTORIES = make_factories(Gemma3ProcessingInfo, Gemma3MultiModalProcessor)

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs
 
 PIXEL_KEYS: Mapping[str, Mapping[str, str]] = {
     "original": {"image": "pixel_values_flat", "video": "pixel_values_flat_video"},
@@ -44,20 +42,14 @@ def shuffle_factor(hf_config: Any) -> int:
     )
 
 
-class InternVLHostInputs(HostInputs):
+class InternVLHostInputs(UnitHostInputs):
     """Units of one size, with as many embeddings each; of either layout."""
 
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    pixel_keys = tuple(name for keys in PIXEL_KEYS.values() for name in keys.values())
+
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         vision = hf_config.vision_config
         side = only_side(vision.image_size, "image_size")
-        shape = (getattr(vision, "num_channels", 3), side, side)
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", shape),
-            tokens_per_unit=(patches_per_side(hf_config) // shuffle_factor(hf_config)) ** 2,
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the tiles, or frames, as `[units, C, Y, X]`."""
-        names = (name for keys in PIXEL_KEYS.values() for name in keys.values())
-        return {"pixel_values": next(item[name] for name in names if name in item)}
+        num_tokens = (patches_per_side(hf_config) // shuffle_factor(hf_config)) ** 2
+        return (getattr(vision, "num_channels", 3), side, side), num_tokens

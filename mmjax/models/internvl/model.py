@@ -8,17 +8,13 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
+from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
-from mmjax.layers.activation import get_activation
-from mmjax.layers.linear import Linear
-from mmjax.layers.norm import LayerNorm
-from mmjax.models.interface import MultiModalModel
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
 from mmjax.models.text_model import build_text_model
+from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
 from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
 from mmjax.weights.rules import Rule, Split
 
@@ -89,21 +85,7 @@ def pixel_shuffle(
     return squares.transpose(order).reshape(images, side * side, factor**2 * width)
 
 
-class InternVLMultiModalProjector(nnx.Module):
-    """Norm, then two linear layers to the decoder's width."""
-
-    def __init__(self, in_features: int, width: int, activation: str, *, dtype: Any) -> None:
-        self.layer_norm = LayerNorm(in_features, eps=_PROJECTOR_EPS, dtype=dtype)
-        self.linear_1 = Linear(in_features, width, use_bias=True, dtype=dtype)
-        self.linear_2 = Linear(width, width, use_bias=True, dtype=dtype)
-        self.activation = get_activation(activation)
-
-    def __call__(self, states: Float[Array, "I P D"]) -> Float[Array, "I P F"]:
-        """Return the embeddings of every tile."""
-        return self.linear_2(self.activation(self.linear_1(self.layer_norm(states))))
-
-
-class InternVLModel(MultiModalModel):
+class InternVLModel(TowerModel):
     """What both layouts build, of configurations that are spelled differently."""
 
     host_inputs = InternVLHostInputs
@@ -121,24 +103,21 @@ class InternVLModel(MultiModalModel):
         self.factor, self.is_transposed = shuffle_factor(hf_config), is_transposed
         with self._mark_tower_model(hf_config, {"image", "video"}):
             self.vision_tower = InternViT(vision, dtype=dtype)
-            self.multi_modal_projector = InternVLMultiModalProjector(
+            self.multi_modal_projector = MLPProjector(
                 self.factor**2 * vision.hidden_size,
                 hf_config.get_text_config().hidden_size,
                 projector_act,
+                norm_eps=_PROJECTOR_EPS,
                 dtype=dtype,
             )
         self.language_model = build_text_model(hf_config, dtype=dtype, is_tied=is_tied)
 
-    def embed_multimodal(
+    def encode_units(
         self, pixel_values: Float[Array, "I C _y _x"]
-    ) -> Float[Array, "I _tokens D"]:
-        """Return the embeddings of every tile or frame."""
-        weight = self.multi_modal_projector.linear_1.weight
-        with jax.named_scope("vision_tower"):
-            states = self.vision_tower(pixel_values.astype(weight.dtype))
-        with jax.named_scope("multi_modal_projector"):
-            squares = pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
-            return self.multi_modal_projector(squares)
+    ) -> Float[Array, "I _tokens _width"]:
+        """Return the squares of patches of every tile or frame."""
+        states = self.vision_tower(pixel_values)
+        return pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
 
 
 class InternVLForConditionalGeneration(InternVLModel):
@@ -176,9 +155,7 @@ class InternVLForConditionalGeneration(InternVLModel):
                 rf"{tower}embeddings\.patch_embeddings\.projection\.",
                 "vision_tower.embeddings.patch_embeddings.",
             ),
-            Rule(r"^model\.(vision_tower|multi_modal_projector)\.", r"\1."),
-            Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
-            Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
+            *WRAPPER_RULES,
         )
 
 

@@ -6,19 +6,18 @@ video is a sequence of `Frame1: <img> <IMG_CONTEXT>*N </img>`.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache, cached_property
-from typing import ClassVar
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar
 
 import numpy as np
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.internvl.chat_formats import find_chat_template
-from mmjax.models.internvl.host_inputs import PIXEL_KEYS, only_side
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
-from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.models.internvl.host_inputs import PIXEL_KEYS, InternVLHostInputs, only_side
+from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.tiling import (
     HFFrameCutter,
@@ -27,24 +26,11 @@ from mmjax.processing.image_processors.tiling import (
     OriginalTileCutter,
     find_largest_picture,
 )
-from mmjax.processing.items.parse import (
-    EmbeddingItems,
-    ImageSize,
-    MultiModalDataItems,
-    MultiModalDataParser,
-)
-from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
 from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
 from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
-from mmjax.processing.prompt_updates.updates import (
-    MultiModalPromptUpdates,
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
-    as_ids,
-)
+from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates, as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"
 _VIDEO_TOKENS = {
@@ -63,11 +49,13 @@ class InternVLDataParser(MultiModalDataParser):
     }
 
 
-class BaseInternVLProcessingInfo(BaseProcessingInfo):
+class BaseInternVLProcessingInfo(FamilyInfo):
     """Common to both formats."""
 
     chat_template = find_chat_template(None)
     data_parser = InternVLDataParser
+    host_inputs = InternVLHostInputs
+    limits: ClassVar = {"image": None, "video": None}
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
     """Names of the kwargs that enable tiles, and limit their number."""
@@ -99,18 +87,22 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
             param="multi_modal_data",
         )
 
-    def get_token_id(self, token: str) -> int:
-        token_id = self.get_tokenizer().get_vocab().get(token)
-        if token_id is None:
-            raise CheckpointError(f"the tokenizer does not know `{token}`, which InternVL needs")
-        return token_id
+    def get_unit_size(self) -> None:
+        """Return nothing: the cutters refuse other tiles themselves."""
 
     def get_largest_picture(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most tiles, and their number."""
-        parts = self.get_hf_processor()
-        planned = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
-        kwargs = parts.scope_kwargs(planned)["images_kwargs"]
-        return find_largest_picture(parts.image_processor, kwargs)
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return find_largest_picture(self.get_image_processor(), kwargs)
+
+    def get_largest_image(self) -> ImageSize:
+        return self.get_largest_picture()[0]
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        side = self.tile_size
+        return self.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return kwargs with the larger number of tiles of the checkpoint's and the operator's."""
@@ -139,13 +131,41 @@ class BaseInternVLProcessingInfo(BaseProcessingInfo):
             modality: most[modality] * self.num_tile_tokens for modality in self.supported_mm_limits
         }
 
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        fields: dict[str, MultiModalFieldConfig] = {}
+        for modality, pixels in self.pixel_keys.items():
+            count = f"{modality}_num_patches"
+            tiles = outputs.get(count, ())
+            fields |= item_fields(modality, units=[pixels], counts=tiles, on_host=[count])
+            fields[f"{modality}_token_id"] = MultiModalFieldConfig.shared(modality, len(tiles))
+        return fields
+
+    def get_embed_token_id(self, modality: str) -> int:
+        return self.get_token_id(CONTEXT)
+
+    def get_target(self, modality: str) -> Target:
+        return as_ids(self.find_placeholder_str(modality, 1) or "", self.get_tokenizer())
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+        return int(tensors[f"{modality}_num_patches"]) * self.num_tile_tokens
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        if modality == "image":
+            tokens = super().write_item(modality, size)
+            return [self.get_token_id(START), *tokens, self.get_token_id(END)]
+        tile = START + CONTEXT * self.num_tile_tokens + END
+        numbers = range(1, size // self.num_tile_tokens + 1)
+        text = self.frame_separator.join(f"Frame{number}: {tile}" for number in numbers)
+        return as_ids(text, self.get_tokenizer())
+
 
 class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     """The original format, which has no HF processor."""
 
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
-    pixel_keys: ClassVar = PIXEL_KEYS["original"]
+    pixel_keys = PIXEL_KEYS["original"]
+    placeholders: ClassVar = {"image": "<image>", "video": "<video>"}
 
     def __init__(self, ctx: InputProcessingContext) -> None:
         super().__init__(ctx)
@@ -155,11 +175,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
         token = _VIDEO_TOKENS.get(self.get_hf_config().get_text_config().model_type)
         tokenizer = self.get_tokenizer()
         takes_videos = token and (tokenizer is None or token in tokenizer.get_vocab())
-        return {"image": None, "video": None} if takes_videos else {"image": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return {"image": "<image>", "video": "<video>"}.get(modality)
+        return self.limits if takes_videos else {"image": None}
 
     def get_reserved_tokens(self) -> Mapping[str, int]:
         return {CONTEXT: self.get_token_id(CONTEXT)}
@@ -183,14 +199,8 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
 
     frame_separator = "\n"
     tile_kwargs = ("crop_to_patches", "max_patches")
-    pixel_keys: ClassVar = PIXEL_KEYS["hf"]
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None, "video": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return {"image": CONTEXT, "video": "<video>"}.get(modality)
+    pixel_keys = PIXEL_KEYS["hf"]
+    placeholders: ClassVar = {"image": CONTEXT, "video": "<video>"}
 
     @property
     def tile_size(self) -> int:
@@ -216,21 +226,7 @@ class InternVLHFProcessingInfo(BaseInternVLProcessingInfo):
         )
 
 
-class InternVLDummyInputsBuilder(VisionDummyInputsBuilder[BaseInternVLProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_largest_picture()[0]
-
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        side = self.info.tile_size
-        return self.info.get_max_frames(seq_len, mm_counts), ImageSize(width=side, height=side)
-
-
-class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessingInfo]):
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
+class InternVLMultiModalProcessor(FamilyProcessor[BaseInternVLProcessingInfo]):
     def _call_hf_processor(
         self,
         prompt: str,
@@ -242,64 +238,6 @@ class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessing
         for modality in ("image", "video"):
             outputs[f"{modality}_token_id"] = np.array(self.info.get_token_id(CONTEXT))
         return outputs
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields: dict[str, MultiModalFieldConfig] = {}
-        for modality, pixels in self.info.pixel_keys.items():
-            num_tiles = hf_inputs.get(f"{modality}_num_patches", np.empty(0, np.int64))
-            fields |= {
-                pixels: MultiModalFieldConfig.flat_from_sizes(modality, num_tiles),
-                f"{modality}_num_patches": MultiModalFieldConfig.batched(
-                    modality, keep_on_cpu=True
-                ),
-                f"{modality}_embeds": MultiModalFieldConfig.batched(modality),
-                f"{modality}_token_id": MultiModalFieldConfig.shared(modality, len(num_tiles)),
-            }
-        return fields
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        tokenizer, num_tile_tokens = self.info.get_tokenizer(), self.info.num_tile_tokens
-        start, context, end = (self.info.get_token_id(token) for token in (START, CONTEXT, END))
-
-        def count_embeds(modality: str, item_idx: int) -> int:
-            items = mm_items[modality]
-            if isinstance(items, EmbeddingItems):
-                return items.get_feature_size(item_idx)
-            item = out_mm_kwargs.get_item(modality, item_idx)
-            return int(item[f"{modality}_num_patches"].data) * num_tile_tokens
-
-        def replace_image(item_idx: int) -> list[int]:
-            return [start, *[context] * count_embeds("image", item_idx), end]
-
-        @cache  # shared by videos of equal length
-        def write_frames(num_frames: int) -> list[int]:
-            tile = START + CONTEXT * num_tile_tokens + END
-            texts = [f"Frame{number}: {tile}" for number in range(1, num_frames + 1)]
-            return as_ids(self.info.frame_separator.join(texts), tokenizer)
-
-        def replace_video(item_idx: int) -> list[int]:
-            return write_frames(count_embeds("video", item_idx) // num_tile_tokens)
-
-        def make_update(modality: str, replace: Callable[[int], list[int]]) -> PromptReplacement:
-            placeholder = self.info.find_placeholder_str(modality, 1) or ""
-            return PromptReplacement(
-                modality,
-                as_ids(placeholder, tokenizer),
-                lambda item_idx: PromptUpdateDetails.select_token_id(replace(item_idx), context),
-            )
-
-        replacements = {"image": replace_image, "video": replace_video}
-        return [
-            make_update(modality, replacements[modality])
-            for modality in self.info.supported_mm_limits
-        ]
 
     def _apply_token_matches(
         self, prompt: list[int], mm_prompt_updates: MultiModalPromptUpdates
@@ -313,13 +251,5 @@ class InternVLMultiModalProcessor(BaseMultiModalProcessor[BaseInternVLProcessing
         return super()._apply_token_matches(prompt, mm_prompt_updates)
 
 
-FACTORIES = ProcessorFactories(
-    info=InternVLProcessingInfo,
-    dummy_inputs=InternVLDummyInputsBuilder,
-    processor=InternVLMultiModalProcessor,
-)
-HF_FACTORIES = ProcessorFactories(
-    info=InternVLHFProcessingInfo,
-    dummy_inputs=InternVLDummyInputsBuilder,
-    processor=InternVLMultiModalProcessor,
-)
+FACTORIES = make_factories(InternVLProcessingInfo, InternVLMultiModalProcessor)
+HF_FACTORIES = make_factories(InternVLHFProcessingInfo, InternVLMultiModalProcessor)

@@ -1,13 +1,11 @@
-"""LLaVA-1.5's encoder inputs: a picture is a unit of one size, or packed patches (Pixtral)."""
+"""LLaVA-1.5's encoder inputs: a picture is a unit of one size."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import EncoderSpec, HostInputs, PackedEncoderSpec, byte_pixels
+from mmjax.models.host_inputs import UnitHostInputs, choose_features
 
 _NUM_EXTRA_FEATURES: Mapping[str, int] = MappingProxyType(
     {"clip_vision_model": 1, "siglip_vision_model": 0}
@@ -26,18 +24,6 @@ def count_extra_features(hf_config: Any) -> int:
     return _NUM_EXTRA_FEATURES[tower]
 
 
-def choose_features(num_features: int, strategy: str) -> slice:
-    """Return which of a tower's features `vision_feature_select_strategy` leaves."""
-    # "default" drops the first feature of any tower, also where that is a patch.
-    kept = {"default": slice(1, None), "full": slice(None), "class": slice(0, 1)}
-    if strategy not in kept:
-        raise CheckpointError(
-            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
-            f"it must be one of {', '.join(kept)}"
-        )
-    return slice(*kept[strategy].indices(num_features))
-
-
 def count_kept_features(num_features: int, strategy: str) -> int:
     """Return how many of a tower's features `vision_feature_select_strategy` leaves."""
     kept = choose_features(num_features, strategy)
@@ -53,63 +39,11 @@ def count_image_tokens(hf_config: Any) -> int:
     )
 
 
-class LlavaHostInputs(HostInputs):
-    """Units of one size; packed patches before Pixtral's tower."""
+class LlavaHostInputs(UnitHostInputs):
+    """Units of one size."""
 
-    encoder_spec: EncoderSpec | PackedEncoderSpec
-
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         vision = hf_config.vision_config
-        if has_pixtral_tower(hf_config):
-            check_whole_pictures(hf_config)
-            width = vision.num_channels * vision.patch_size**2
-            self.encoder_spec = PackedEncoderSpec(
-                inputs={**byte_pixels("pixel_values", (width,)), "places": ((2,), "int32")},
-                patches_per_token=1,
-            )
-            return
         shape = (vision.num_channels, vision.image_size, vision.image_size)
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", shape),
-            tokens_per_unit=count_image_tokens(hf_config),
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the picture as `[1, C, Y, X]`, or its patches and their places."""
-        pixels = item["pixel_values"]
-        if isinstance(self.encoder_spec, PackedEncoderSpec):
-            return cut_patches(pixels, self.hf_config.vision_config.patch_size)
-        return {"pixel_values": pixels[None]}
-
-
-def has_pixtral_tower(hf_config: Any) -> bool:
-    """Return whether the tower takes pictures of any size, and a prompt marks their rows' ends."""
-    return hf_config.vision_config.model_type == "pixtral"
-
-
-def check_whole_pictures(hf_config: Any) -> None:
-    """Refuse to drop a feature of Pixtral's tower: each stands for a patch, and has a token."""
-    strategy = hf_config.vision_feature_select_strategy
-    if strategy != "full":
-        raise CheckpointError(
-            f"`vision_feature_select_strategy` of config.json is {strategy!r}; "
-            "it must be `full` with a `pixtral` tower"
-        )
-
-
-def cut_patches(pixels: np.ndarray, patch_size: int) -> dict[str, np.ndarray]:
-    """Cut a picture, uint8[C, height, width], row by row.
-
-    Returns:
-        `pixel_values` uint8[P, C * patch_size**2]: a patch's pixels by channel, row and column;
-        `places` int32[P, 2]: the row and the column of each patch.
-    """
-    channels, height, width = pixels.shape
-    rows, columns = height // patch_size, width // patch_size
-    patches = pixels.reshape(channels, rows, patch_size, columns, patch_size)
-    grid = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
-    return {
-        "pixel_values": patches.transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1),
-        "places": np.stack(grid, axis=-1).reshape(-1, 2).astype(np.int32),
-    }
+        return shape, count_image_tokens(hf_config)

@@ -3,41 +3,15 @@
 Before: `look <image> please`. After: `look <image>*576 please`; all of them take embeddings.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from transformers import BatchFeature
+from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError
-from mmjax.models.llava import pixtral
-from mmjax.models.llava.host_inputs import (
-    count_extra_features,
-    count_image_tokens,
-    has_pixtral_tower,
-)
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.commit import ProcessorCache
-from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.models.family import FamilyInfo, check_settings, make_factories
+from mmjax.models.llava.host_inputs import LlavaHostInputs, count_extra_features
 from mmjax.processing.image_processors.affine import keep_bytes
-from mmjax.processing.image_processors.image import (
-    check_pixel_size,
-    check_resized_pixels,
-    check_squared_pixels,
-)
-from mmjax.processing.items.parse import (
-    ImageEmbeddingItems,
-    ImageEmbedsDataParser,
-    ImageProcessorItems,
-    ImageSize,
-    MultiModalDataItems,
-)
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
@@ -56,21 +30,11 @@ CHAT_TEMPLATE = r"""
 """Vicuna's turns, in which LLaVA-1.5 was trained."""
 
 
-class LlavaProcessingInfo(BaseProcessingInfo):
+class LlavaProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
-    data_parser = ImageEmbedsDataParser
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return "<image>" if modality == "image" else None
-
-    @cached_property
-    def num_image_tokens(self) -> int:
-        """How many embeddings an image has."""
-        return count_image_tokens(self.get_hf_config())
+    host_inputs = LlavaHostInputs
+    placeholders: ClassVar = {"image": "<image>"}
+    hf_updates_prompt = True
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor, from config.json if processor_config.json lacks a value."""
@@ -83,12 +47,7 @@ class LlavaProcessingInfo(BaseProcessingInfo):
             "patch_size": hf_config.vision_config.patch_size,
             "vision_feature_select_strategy": hf_config.vision_feature_select_strategy,
         }
-        for name, value in facts.items():
-            if settings.get(name) not in (None, value):
-                raise CheckpointError(
-                    f"`{name}` of processor_config.json is {settings[name]!r}, but config.json has "
-                    f"{value!r}; make them equal"
-                )
+        check_settings(settings, facts)
         processor = LlavaProcessor(
             image_processor=load_image_processor(self.ctx.model_config.path),
             tokenizer=self.get_tokenizer(),
@@ -97,20 +56,22 @@ class LlavaProcessingInfo(BaseProcessingInfo):
             num_additional_image_tokens=count_extra_features(hf_config),
             **facts,
         )
-        if processor.image_token_id != hf_config.image_token_id:
-            raise CheckpointError(
-                f"`{processor.image_token}` is token {processor.image_token_id}, but "
-                f"`image_token_index` of config.json is {hf_config.image_token_id}"
-            )
+        self.check_token(processor.image_token, "image_token_index")
         # HF counts patches, and does not support the strategy "class".
-        replacement = processor.image_token * self.num_image_tokens
+        replacement = processor.image_token * self.num_unit_tokens
         processor.replace_image_token = lambda image_inputs, image_idx, **kwargs: replacement
         return processor
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.num_image_tokens}
+    def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
+        """Refuse also what HF would pad or scale to a bomb."""
+        image_processor = self.get_image_processor()
+        images = mm_data.get("images", ())
+        max_pixels = self.ctx.get_mm_config().max_image_pixels
+        if image_processor.do_pad:
+            check_squared_pixels(images, max_pixels)
+        else:
+            check_resized_pixels(images, image_processor.size.shortest_edge, max_pixels)
+        super().check_sizes(mm_data, mm_kwargs)
 
 
 def load_image_processor(path: Path) -> Any:
@@ -137,76 +98,4 @@ def load_image_processor(path: Path) -> Any:
     return keep_bytes(classes[kind]).from_pretrained(path)
 
 
-class LlavaDummyInputsBuilder(ImageDummyInputsBuilder[LlavaProcessingInfo]):
-    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
-        return self.info.get_hf_processor().image_token * mm_counts.get("image", 0)
-
-    def get_largest_image(self) -> ImageSize:
-        side = self.info.get_hf_config().vision_config.image_size
-        return ImageSize(width=side, height=side)
-
-
-class LlavaMultiModalProcessor(BaseMultiModalProcessor[LlavaProcessingInfo]):
-    only_tokenizes_text = True
-
-    def _call_hf_processor(
-        self,
-        prompt: str,
-        mm_data: Mapping[str, object],
-        mm_kwargs: Mapping[str, object],
-        tok_kwargs: Mapping[str, object],
-    ) -> BatchFeature:
-        image_processor = self.info.get_hf_processor().image_processor
-        images = mm_data.get("images", ())
-        max_pixels = self.info.ctx.get_mm_config().max_image_pixels
-        if image_processor.do_pad:
-            check_squared_pixels(images, max_pixels)
-        else:
-            check_resized_pixels(images, image_processor.size.shortest_edge, max_pixels)
-        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
-        if "pixel_values" in outputs:
-            side = self.info.get_hf_config().vision_config.image_size
-            check_pixel_size(outputs["pixel_values"], side, side)
-        return outputs
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {
-            "pixel_values": MultiModalFieldConfig.batched("image"),
-            "image_embeds": MultiModalFieldConfig.batched("image"),
-        }
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        image_token_id = self.info.get_hf_config().image_token_id
-        images = mm_items.get_items("image", (ImageEmbeddingItems, ImageProcessorItems))
-
-        def get_replacement(item_idx: int) -> list[int]:
-            if isinstance(images, ImageEmbeddingItems):
-                return [image_token_id] * images.get_feature_size(item_idx)
-            return [image_token_id] * self.info.num_image_tokens
-
-        return [PromptReplacement("image", [image_token_id], get_replacement)]
-
-
-class LlavaFactories(ProcessorFactories):
-    """By the checkpoint's tower: Pixtral's images have rows of their own size, and marks."""
-
-    def build_processor(
-        self, ctx: InputProcessingContext, *, cache: ProcessorCache | None = None
-    ) -> BaseMultiModalProcessor[Any]:
-        if has_pixtral_tower(ctx.get_hf_config()):
-            return pixtral.FACTORIES.build_processor(ctx, cache=cache)
-        return super().build_processor(ctx, cache=cache)
-
-
-FACTORIES = LlavaFactories(
-    info=LlavaProcessingInfo,
-    dummy_inputs=LlavaDummyInputsBuilder,
-    processor=LlavaMultiModalProcessor,
-)
+FACTORIES = make_factories(LlavaProcessingInfo)

@@ -87,6 +87,10 @@ class MolmoImageProcessor:
         """Patches between the beginnings of two crops."""
         return self.crop_patches - sum(self.overlap_margins)
 
+    @property
+    def valid_kwargs(self) -> frozenset[str]:
+        return frozenset({"max_crops"})
+
     def count_tokens(self, tiling: Grid) -> Grid:
         """Return the rows and columns of tokens of an image that is tiled so."""
         margin = sum(self.overlap_margins)

@@ -6,35 +6,25 @@ take embeddings. `message_format="none"` leaves the text as it is.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
-from typing import Any
-
-from transformers import BatchFeature
+from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
+    MolmoHostInputs,
     MolmoVisionSizes,
     count_embedding_rows,
     new_token_id,
 )
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.hf_call import KnownKwargs
+from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import (
-    PromptIndexTargets,
-    PromptInsertion,
-    PromptUpdate,
-    PromptUpdateDetails,
-)
+from mmjax.processing.prompt_updates.updates import PromptIndexTargets
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
 CHAT_TEMPLATE = r"""
 {%- set system = '' -%}
@@ -58,7 +48,6 @@ CHAT_TEMPLATE = r"""
 _TURN = "User:"
 
 _TEXT_SETTINGS: Mapping[str, Any] = {"message_format": "role", "always_start_with_space": True}
-_IMAGE_SETTINGS = frozenset({"max_crops"})
 _FIXED_SETTINGS = {"do_normalize": True, "image_padding_mask": True}
 
 
@@ -79,69 +68,20 @@ def format_prompt(text: str, message_format: str, *, always_start_with_space: bo
     return f" {text}" if always_start_with_space else text
 
 
-@dataclass(frozen=True, slots=True)
-class MolmoProcessor:
-    """Called like HF's processors: the text's ids as they are, and the images' crops."""
-
-    image_processor: MolmoImageProcessor
-    tokenizer: Any
-
-    @property
-    def known_kwargs(self) -> KnownKwargs:
-        return {"text_kwargs": frozenset(_TEXT_SETTINGS), "images_kwargs": _IMAGE_SETTINGS}
-
-    def __call__(
-        self, *, text: str, return_tensors: str, images: Sequence[Any] = (), **kwargs: Any
-    ) -> BatchFeature:
-        known = {"text_kwargs", "images_kwargs", *_TEXT_SETTINGS, *_IMAGE_SETTINGS}
-        for_text = {key: value for key, value in kwargs.items() if key not in known}
-        outputs = dict(self.tokenizer([text], **for_text))
-        if images:
-            outputs |= self.image_processor(images, **self.scope_images(kwargs))
-        return BatchFeature(outputs, tensor_type=return_tensors)
-
-    def scope_images(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what of the kwargs is the image processor's."""
-        flat = {key: value for key, value in kwargs.items() if key in _IMAGE_SETTINGS}
-        return flat | kwargs.get("images_kwargs", {})
-
-    @property
-    def bos_token_id(self) -> int:
-        """The tokenizer's BOS; its EOS where it has none, as Qwen2's."""
-        found = self.tokenizer.bos_token_id
-        return self.tokenizer.eos_token_id if found is None else found
-
-    def begin_prompt(self, token_ids: Sequence[int], kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a whole prompt: BOS, once, and its text as a user's turn."""
-        bos = self.bos_token_id
-        words = list(token_ids[1:] if token_ids[:1] == [bos] else token_ids)
-        given = {**kwargs, **kwargs.get("text_kwargs", {})}
-        settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
-        text = self.tokenizer.decode(words, clean_up_tokenization_spaces=False)
-        formatted = format_prompt(text, **settings)
-        if formatted != text:
-            words = self.tokenizer.encode(formatted, add_special_tokens=False)
-        return [bos, *words]
-
-
-class MolmoProcessingInfo(BaseProcessingInfo):
+class MolmoProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        # The published processor places the tokens of a second image wrongly.
-        return {"image": 1}
+    host_inputs = MolmoHostInputs
+    limits: ClassVar = {"image": 1}
+    """The published processor places the tokens of a second image wrongly."""
+    inserts_items = True
 
     @cached_property
     def vocab_size(self) -> int:
         """Token ids at or above this are refused; the last rows have no logits."""
         return count_embedding_rows(self.get_hf_config()) + NUM_NEW_TOKENS
 
-    def get_token_id(self, token: str) -> int:
-        """Return the id of one of the new tokens."""
-        return new_token_id(self.get_hf_config(), token)
-
-    def load_hf_processor(self) -> MolmoProcessor:
+    def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: the published one is remote code."""
         # Imported here: it imports torch if it is installed.
         from transformers.image_processing_base import ImageProcessingMixin
@@ -158,7 +98,11 @@ class MolmoProcessingInfo(BaseProcessingInfo):
         )
         self._check_crops(image_processor, settings)
         self._check_tokens()
-        return MolmoProcessor(image_processor, self.get_tokenizer())
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=image_processor,
+            text_settings=frozenset(_TEXT_SETTINGS),
+        )
 
     def _check_crops(self, processor: MolmoImageProcessor, settings: Mapping[str, Any]) -> None:
         """Refuse crops that the model's encoder does not take, or that pooling would cut."""
@@ -185,7 +129,10 @@ class MolmoProcessingInfo(BaseProcessingInfo):
     def _check_tokens(self) -> None:
         tokenizer = self.get_tokenizer()
         for token in NEW_TOKENS:
-            found, expected = tokenizer.get_vocab().get(token), self.get_token_id(token)
+            found, expected = (
+                tokenizer.get_vocab().get(token),
+                new_token_id(self.get_hf_config(), token),
+            )
             if found != expected:
                 raise CheckpointError(
                     f"`{token}` is token {found} of the tokenizer, but {expected} by "
@@ -197,34 +144,71 @@ class MolmoProcessingInfo(BaseProcessingInfo):
                 "of them: name it in tokenizer_config.json"
             )
 
+    @property
+    def bos_token_id(self) -> int:
+        """The tokenizer's BOS; its EOS where it has none, as Qwen2's."""
+        tokenizer = self.get_tokenizer()
+        found = tokenizer.bos_token_id
+        return tokenizer.eos_token_id if found is None else found
+
+    def begin_prompt(self, token_ids: Sequence[int], mm_kwargs: Mapping[str, Any]) -> list[int]:
+        """Return the ids of a whole prompt: BOS, once, and its text as a user's turn."""
+        tokenizer, bos = self.get_tokenizer(), self.bos_token_id
+        words = list(token_ids[1:] if token_ids[:1] == [bos] else token_ids)
+        given = self.scope_kwargs(mm_kwargs, "text_kwargs")
+        settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
+        text = tokenizer.decode(words, clean_up_tokenization_spaces=False)
+        formatted = format_prompt(text, **settings)
+        if formatted != text:
+            words = tokenizer.encode(formatted, add_special_tokens=False)
+        return [bos, *words]
+
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger of the checkpoint's number of crops and the operator's."""
-        own: MolmoProcessor = self.get_hf_processor()
-        operators = own.scope_images(self.ctx.merge_mm_kwargs({}))
-        cutter = own.image_processor
-        return {"max_crops": max(cutter.max_crops, cutter.resolve_max_crops(operators))}
+        cutter: MolmoImageProcessor = self.get_image_processor()
+        operators = cutter.resolve_max_crops(self.scope_kwargs({}))
+        return {"max_crops": max(cutter.max_crops, operators)}
 
     def find_largest_image(self) -> tuple[ImageSize, int]:
         """Return the size of an image with the most embeddings, and how many."""
-        own: MolmoProcessor = self.get_hf_processor()
-        planned = self.ctx.merge_mm_kwargs(self.get_planned_mm_kwargs())
-        return own.image_processor.find_largest(own.scope_images(planned))
+        kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
+        return self.get_image_processor().find_largest(kwargs)
+
+    def get_largest_image(self) -> ImageSize:
+        return self.find_largest_image()[0]
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
         return {"image": self.find_largest_image()[1]}
 
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        return item_fields(
+            "image",
+            units=["images", "image_masks", "image_input_idx"],
+            counts=outputs.get("num_crops", ()),
+            on_host=["num_crops", "image_grid_hw"],
+        )
 
-class MolmoDummyInputsBuilder(ImageDummyInputsBuilder[MolmoProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        return self.info.find_largest_image()[0]
+    def get_embed_token_id(self, modality: str) -> int:
+        return new_token_id(self.get_hf_config(), "<im_patch>")
+
+    def get_target(self, modality: str) -> Target:
+        return PromptIndexTargets.prefix([self.bos_token_id])
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, ...]:
+        return tuple(tensors["image_grid_hw"].tolist())
+
+    def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
+        side = self.get_image_processor().crop_tokens
+        hf_config = self.get_hf_config()
+        start, end, patch, column = (new_token_id(hf_config, name) for name in NEW_TOKENS[:4])
+        grids = ((side, side), size)
+        rows = [[start, *[*[patch] * columns, column] * rows, end] for rows, columns in grids]
+        return rows[0] + rows[1]
 
 
-class MolmoMultiModalProcessor(BaseMultiModalProcessor[MolmoProcessingInfo]):
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
+class MolmoMultiModalProcessor(FamilyProcessor[MolmoProcessingInfo]):
     def _apply_hf_processor_main(
         self,
         prompt: str | list[int],
@@ -242,45 +226,8 @@ class MolmoMultiModalProcessor(BaseMultiModalProcessor[MolmoProcessingInfo]):
             tokenization_kwargs,
             enable_hf_prompt_update=enable_hf_prompt_update,
         )
-        kwargs = self.info.ctx.merge_mm_kwargs(hf_processor_mm_kwargs)
-        token_ids = self.info.get_hf_processor().begin_prompt(token_ids, kwargs)
+        token_ids = self.info.begin_prompt(token_ids, hf_processor_mm_kwargs)
         return token_ids, hf_inputs, is_update_applied
 
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        num_crops = hf_inputs.get("num_crops", [])
-        by_crops = ("images", "image_masks", "image_input_idx")
-        by_image = ("num_crops", "image_grid_hw")
-        return {
-            **{key: MultiModalFieldConfig.flat_from_sizes("image", num_crops) for key in by_crops},
-            **{key: MultiModalFieldConfig.batched("image", keep_on_cpu=True) for key in by_image},
-        }
 
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        processor: MolmoProcessor = self.info.get_hf_processor()
-        side = processor.image_processor.crop_tokens
-        start, end, patch, column = map(self.info.get_token_id, NEW_TOKENS[:4])
-
-        def write_grid(rows: int, columns: int) -> list[int]:
-            return [start, *[*[patch] * columns, column] * rows, end]
-
-        def get_insertion(item_idx: int) -> PromptUpdateDetails:
-            rows, columns = out_mm_kwargs.get_item("image", item_idx)["image_grid_hw"].data.tolist()
-            full = write_grid(side, side) + write_grid(rows, columns)
-            return PromptUpdateDetails.select_token_id(full, patch)
-
-        target = PromptIndexTargets.prefix([processor.bos_token_id])
-        return [PromptInsertion("image", target, get_insertion)]
-
-
-FACTORIES = ProcessorFactories(
-    info=MolmoProcessingInfo,
-    dummy_inputs=MolmoDummyInputsBuilder,
-    processor=MolmoMultiModalProcessor,
-)
+FACTORIES = make_factories(MolmoProcessingInfo, MolmoMultiModalProcessor)

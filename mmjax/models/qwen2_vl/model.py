@@ -10,7 +10,7 @@ from mmjax.layers.attention.segments import refine_segments
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen2_vl.host_inputs import Qwen2VLHostInputs, Qwen25VLHostInputs
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.qwen2_vl import Qwen2VisionTransformer, Qwen2VLVisionConfig
+from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
 from mmjax.weights.rules import Rule
 
 
@@ -20,9 +20,9 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
     host_inputs = Qwen2VLHostInputs
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision = Qwen2VLVisionConfig.from_hf(hf_config.vision_config)
+        vision = PackedViTConfig.from_hf(hf_config.vision_config)
         with self._mark_tower_model(hf_config, {"image", "video"}):
-            self.visual = Qwen2VisionTransformer(vision, dtype=dtype)
+            self.visual = PackedViT(vision, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
@@ -51,10 +51,13 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         """
         parts = [frame_ids] if window_ids is None else [frame_ids, window_ids]
         # A frame or a window has one embedding at least.
-        num_parts = len(segment_ids) // self.visual.config.spatial_merge_size**2
+        num_parts = len(segment_ids) // self.visual.config.merge_size**2
         segments = [refine_segments(segment_ids, part, num_parts=num_parts) for part in parts]
         with jax.named_scope("visual"):
-            return self.visual(pixel_values, places, segments)
+            embeds, _ = self.visual(
+                pixel_values, places=places, segment_ids=segments[0], window_ids=segments[-1]
+            )
+            return embeds
 
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):

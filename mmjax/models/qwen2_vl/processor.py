@@ -5,20 +5,15 @@ Before: `<|vision_start|> <|image_pad|> <|vision_end|>`. After: `<|vision_start|
 Qwen2.5-VL's videos come with the seconds of a step, of which the decoder's positions are made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
-from mmjax.processing.image_processors.parts import (
-    ProcessorOfParts,
-    load_video_settings,
-)
+from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.models.qwen2_vl.host_inputs import Qwen2VLHostInputs, Qwen25VLHostInputs
+from mmjax.processing.image_processors.parts import ProcessorOfParts, load_video_settings
 from mmjax.processing.image_processors.patches import (
     MIN_FPS,
     ImagePatcher,
@@ -30,20 +25,12 @@ from mmjax.processing.image_processors.patches import (
 from mmjax.processing.items.parse import (
     ImageSize,
     ModalityDataItems,
-    MultiModalDataItems,
     MultiModalDataParser,
     VideoProcessorItems,
 )
 from mmjax.processing.media.encoded import PixelRange
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
 
-_PLACEHOLDERS = {
-    "image": "<|vision_start|><|image_pad|><|vision_end|>",
-    "video": "<|vision_start|><|video_pad|><|vision_end|>",
-}
 _VIDEO_SIZE = {"shortest_edge": 128 * 28 * 28, "longest_edge": 768 * 28 * 28}
 """Of a checkpoint that says nothing (HF: `Qwen2VLVideoProcessor.size`)."""
 _SECONDS = {"second_per_grid_ts": MultiModalFieldConfig.batched("video", keep_on_cpu=True)}
@@ -147,23 +134,22 @@ class Qwen25VLDataParser(Qwen2VLDataParser):
         return VideoProcessorItems(videos, items.metadata, has_pairs=True)
 
 
-class Qwen2VLProcessingInfo(BaseProcessingInfo):
+class Qwen2VLProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
+    host_inputs = Qwen2VLHostInputs
+    limits: ClassVar = {"image": None, "video": None}
+    placeholders: ClassVar = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
     parser: ClassVar[type[Qwen2VLDataParser]] = Qwen2VLDataParser
     video_patcher: ClassVar[type[VideoPatcher]] = VideoPatcher
 
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None, "video": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return _PLACEHOLDERS.get(modality)
-
     def get_counted_placeholder(self, modality: str) -> str | None:
         """Return the pad token, without the tokens around it, which the chat template adds."""
-        return self.get_tokenizer().decode([self.get_pad_id(modality)])
+        return self.get_tokenizer().decode([self.get_embed_token_id(modality)])
 
-    def get_pad_id(self, modality: str) -> int:
+    def get_embed_token_id(self, modality: str) -> int:
         """Return the placeholder token of a modality's items and embeddings."""
         return getattr(self.get_hf_config(), f"{modality}_token_id")
 
@@ -229,17 +215,13 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: sizes are numbers of pixels here, which the image processors limit."""
 
-    def get_scoped_kwargs(self, mm_kwargs: Mapping[str, object]) -> Mapping[str, dict[str, Any]]:
-        """Return each part's kwargs: a request's, merged with the operator's."""
-        return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))
-
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger of the checkpoint's `max_pixels` and the operator's."""
-        parts, scoped = self.get_hf_processor(), self.get_scoped_kwargs({})
+        parts = self.get_hf_processor()
 
         def find_most(modality: str) -> int:
             patcher: ImagePatcher = getattr(parts, f"{modality}_processor")
-            operators = scoped[f"{modality}s_kwargs"]
+            operators = self.scope_kwargs({}, f"{modality}s_kwargs")
             return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
 
         return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in ("image", "video")}
@@ -247,10 +229,18 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
     def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
         """Return the size of the largest image or frame, and its number of embeddings."""
         patcher = getattr(self.get_hf_processor(), f"{modality}_processor")
-        scoped = self.get_scoped_kwargs(self.get_planned_mm_kwargs())
-        grid = patcher.find_largest_frame(scoped[f"{modality}s_kwargs"])
+        planned = self.scope_kwargs(self.get_planned_mm_kwargs(), f"{modality}s_kwargs")
+        grid = patcher.find_largest_frame(planned)
         size = ImageSize(width=grid.width * patcher.unit, height=grid.height * patcher.unit)
         return size, grid.width * grid.height
+
+    def get_largest_image(self) -> ImageSize:
+        return self.get_largest_frame("image")[0]
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        return self.get_max_frames(seq_len, mm_counts), self.get_largest_frame("video")[0]
 
     def get_max_frames(self, seq_len: int | None, mm_counts: Mapping[str, int] | None) -> int:
         """Return the maximum number of frames of a video, if all videos share `seq_len` tokens."""
@@ -271,62 +261,24 @@ class Qwen2VLProcessingInfo(BaseProcessingInfo):
         num_steps = patcher.count_steps(self.get_max_frames(seq_len, mm_counts))
         return {"image": num_image_tokens, "video": num_steps * num_frame_tokens}
 
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        fields: dict[str, MultiModalFieldConfig] = {}
+        for modality in self.limits:
+            grids = outputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64))
+            fields |= make_fields(modality, np.asarray(grids), self.merge_size)
+        return fields
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> int:
+        return int(np.prod(tensors[f"{modality}_grid_thw"])) // self.merge_size**2
+
 
 class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
+    host_inputs = Qwen25VLHostInputs
     parser = Qwen25VLDataParser
     video_patcher = TimedVideoPatcher
 
-
-class Qwen2VLDummyInputsBuilder(VisionDummyInputsBuilder[Qwen2VLProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_largest_frame("image")[0]
-
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        num_frames = self.info.get_max_frames(seq_len, mm_counts)
-        return num_frames, self.info.get_largest_frame("video")[0]
-
-
-class Qwen2VLMultiModalProcessor(BaseMultiModalProcessor[Qwen2VLProcessingInfo]):
-    only_tokenizes_text = True
-
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        fields: dict[str, MultiModalFieldConfig] = {}
-        for modality in ("image", "video"):
-            grids = hf_inputs.get(f"{modality}_grid_thw", np.empty((0, 3), np.int64))
-            fields |= make_fields(modality, np.asarray(grids), self.info.merge_size)
-        return fields
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        def make_update(modality: str) -> PromptReplacement:
-            pad_id = self.info.get_pad_id(modality)
-
-            def get_replacement(item_idx: int) -> list[int]:
-                item = out_mm_kwargs.get_item(modality, item_idx)
-                num_patches = int(np.prod(item[f"{modality}_grid_thw"].data))
-                return [pad_id] * (num_patches // self.info.merge_size**2)
-
-            return PromptReplacement(modality, [pad_id], get_replacement)
-
-        return [make_update(modality) for modality in ("image", "video")]
-
-
-class Qwen25VLMultiModalProcessor(Qwen2VLMultiModalProcessor):
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {**super()._get_mm_fields_config(hf_inputs, hf_processor_mm_kwargs), **_SECONDS}
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        return {**super().get_fields(outputs), **_SECONDS}
 
 
 def make_fields(
@@ -335,22 +287,12 @@ def make_fields(
     """Return the fields of a modality by its grids, int[items, 3]: (time, rows, columns)."""
     num_patches = grid_thw.prod(-1)
     pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
-    return {
-        pixels: MultiModalFieldConfig.flat_from_sizes(modality, num_patches),
-        f"{modality}_embeds": MultiModalFieldConfig.flat_from_sizes(
-            modality, num_patches // merge_size**2
-        ),
-        f"{modality}_grid_thw": MultiModalFieldConfig.batched(modality, keep_on_cpu=True),
-    }
+    fields = item_fields(
+        modality, units=[pixels], counts=num_patches, on_host=[f"{modality}_grid_thw"]
+    )
+    cells = num_patches // merge_size**2
+    return fields | item_fields(modality, units=[f"{modality}_embeds"], counts=cells)
 
 
-FACTORIES = ProcessorFactories(
-    info=Qwen2VLProcessingInfo,
-    dummy_inputs=Qwen2VLDummyInputsBuilder,
-    processor=Qwen2VLMultiModalProcessor,
-)
-QWEN2_5_FACTORIES = ProcessorFactories(
-    info=Qwen25VLProcessingInfo,
-    dummy_inputs=Qwen2VLDummyInputsBuilder,
-    processor=Qwen25VLMultiModalProcessor,
-)
+FACTORIES = make_factories(Qwen2VLProcessingInfo)
+QWEN2_5_FACTORIES = make_factories(Qwen25VLProcessingInfo)

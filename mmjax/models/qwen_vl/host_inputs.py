@@ -6,13 +6,7 @@ from typing import Any
 import numpy as np
 
 from mmjax.errors import CheckpointError
-from mmjax.models.host_inputs import (
-    EncoderSpec,
-    HostInputs,
-    PromptItem,
-    RotaryPositions,
-    byte_pixels,
-)
+from mmjax.models.host_inputs import PromptItem, RotaryPositions, UnitHostInputs
 from mmjax.rounding import count_halvings
 
 NUM_QUERIES = 256
@@ -30,19 +24,13 @@ def visual_config(hf_config: Any) -> Mapping[str, Any]:
     return visual
 
 
-class QwenVLHostInputs(HostInputs):
+class QwenVLHostInputs(UnitHostInputs):
     """One unit an image."""
 
-    def __init__(self, hf_config: Any) -> None:
-        super().__init__(hf_config)
+    @staticmethod
+    def read_unit(hf_config: Any) -> tuple[tuple[int, int, int], int]:
         side = visual_config(hf_config)["image_size"]
-        self.encoder_spec = EncoderSpec(
-            inputs=byte_pixels("pixel_values", (3, side, side)), tokens_per_unit=NUM_QUERIES
-        )
-
-    def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the image as `[1, C, Y, X]`."""
-        return {"pixel_values": item["pixel_values"][None]}
+        return (3, side, side), NUM_QUERIES
 
     def rotary_positions(
         self, num_tokens: int, items: Sequence[PromptItem]

@@ -86,7 +86,7 @@ class QWenLMHeadModel(MultiModalModel):
     ) -> Float[Array, "I _queries D"]:
         """Return what the queries have read of every image, normed and projected."""
         with jax.named_scope("visual"):
-            features = self.visual(pixel_values.astype(self.proj.dtype))
+            features = self.visual(pixel_values)
         with jax.named_scope("attn_pool"):
             return self.ln_post(self.attn_pool(features)) @ self.proj[...]
 

@@ -6,13 +6,13 @@ Before: `Picture 1: <img>cat.png</img>`. After: `Picture 1: <img><imgpad>*256</i
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 from PIL import Image
-from transformers import BatchFeature
 
-from mmjax.errors import CheckpointError
-from mmjax.models.qwen_vl.host_inputs import NUM_QUERIES, visual_config
+from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
+from mmjax.models.qwen_vl.host_inputs import QwenVLHostInputs
 from mmjax.models.qwen_vl.tokenizer import (
     IM_END,
     IMG_END,
@@ -20,27 +20,10 @@ from mmjax.models.qwen_vl.tokenizer import (
     IMG_START,
     load_tokenizer,
 )
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.image_processors.image import to_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import (
-    ImageEmbeddingItems,
-    ImageEmbedsDataParser,
-    ImageProcessorItems,
-    ImageSize,
-    MultiModalDataItems,
-)
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import (
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
-)
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.items.parse import MultiModalDataItems
 
 _AFFINE = make_affine(
     rescale_factor=1 / 255,
@@ -84,16 +67,10 @@ class QwenVLImageProcessor:
         return to_pixels(square)
 
 
-class QwenVLProcessingInfo(BaseProcessingInfo):
+class QwenVLProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
-    data_parser = ImageEmbedsDataParser
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return f"Picture {i}: {IMG_START}{IMG_END}" if modality == "image" else None
+    host_inputs = QwenVLHostInputs
+    placeholders: ClassVar = {"image": f"Picture {{i}}: {IMG_START}{IMG_END}"}
 
     def get_counted_placeholder(self, modality: str) -> str | None:
         return f"{IMG_START}{IMG_END}" if modality == "image" else None
@@ -104,37 +81,24 @@ class QwenVLProcessingInfo(BaseProcessingInfo):
     def get_ending_token_ids(self) -> Sequence[int]:
         return (self.get_token_id(IM_END),)
 
-    def get_token_id(self, token: str) -> int:
-        token_id = self.get_tokenizer().get_vocab().get(token)
-        if token_id is None:
-            raise CheckpointError(f"the tokenizer does not know `{token}`, which Qwen-VL needs")
-        return token_id
-
-    @property
-    def image_side(self) -> int:
-        """Pixels along a side of what the tower takes."""
-        return visual_config(self.get_hf_config())["image_size"]
-
     def load_hf_processor(self) -> ProcessorOfParts:
         return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(), image_processor=QwenVLImageProcessor(self.image_side)
+            tokenizer=self.get_tokenizer(),
+            image_processor=QwenVLImageProcessor(self.get_largest_image().width),
         )
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": NUM_QUERIES}
+    def get_embed_token_id(self, modality: str) -> int:
+        return self.get_token_id(IMG_PAD)
+
+    def get_target(self, modality: str) -> Target:
+        return [self.get_token_id(IMG_START), self.get_token_id(IMG_END)]
+
+    def write_item(self, modality: str, size: int) -> list[int]:
+        start, end = self.get_token_id(IMG_START), self.get_token_id(IMG_END)
+        return [start, *super().write_item(modality, size), end]
 
 
-class QwenVLDummyInputsBuilder(ImageDummyInputsBuilder[QwenVLProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        return ImageSize(width=self.info.image_side, height=self.info.image_side)
-
-
-class QwenVLMultiModalProcessor(BaseMultiModalProcessor[QwenVLProcessingInfo]):
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
+class QwenVLMultiModalProcessor(FamilyProcessor[QwenVLProcessingInfo]):
     def _create_prompts(
         self,
         prompt: str | list[int],
@@ -150,31 +114,6 @@ class QwenVLMultiModalProcessor(BaseMultiModalProcessor[QwenVLProcessingInfo]):
         start, end = (self.info.get_token_id(token) for token in (IMG_START, IMG_END))
         return _drop_between(prompt, start, end), decoders
 
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {
-            "pixel_values": MultiModalFieldConfig.batched("image"),
-            "image_embeds": MultiModalFieldConfig.batched("image"),
-        }
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        start, pad, end = (self.info.get_token_id(token) for token in (IMG_START, IMG_PAD, IMG_END))
-        images = mm_items.get_items("image", (ImageEmbeddingItems, ImageProcessorItems))
-
-        def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            num_embeds = NUM_QUERIES
-            if isinstance(images, ImageEmbeddingItems):
-                num_embeds = images.get_feature_size(item_idx)
-            return PromptUpdateDetails.select_token_id([start, *[pad] * num_embeds, end], pad)
-
-        return [PromptReplacement("image", [start, end], get_replacement)]
-
 
 def _drop_between(token_ids: list[int], start: int, end: int) -> list[int]:
     """Return the tokens without those that stand between a `start` and the next `end`."""
@@ -189,9 +128,6 @@ def _drop_between(token_ids: list[int], start: int, end: int) -> list[int]:
     return kept
 
 
-FACTORIES = ProcessorFactories(
-    info=QwenVLProcessingInfo,
-    dummy_inputs=QwenVLDummyInputsBuilder,
-    processor=QwenVLMultiModalProcessor,
-    load_tokenizer=load_tokenizer,
+FACTORIES = make_factories(
+    QwenVLProcessingInfo, QwenVLMultiModalProcessor, load_tokenizer=load_tokenizer
 )

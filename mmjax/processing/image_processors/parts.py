@@ -28,6 +28,8 @@ class ProcessorOfParts:
     video_processor: Any = None
     defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By scope (`images_kwargs`), what a call may override."""
+    text_settings: frozenset[str] = frozenset()
+    """Text kwargs that are the family's own, and not the tokenizer's."""
 
     def __call__(
         self,
@@ -40,9 +42,8 @@ class ProcessorOfParts:
     ) -> BatchFeature:
         """Tokenize, and process the media; kwargs are scoped, or flat for every part with them."""
         scoped = self.scope_kwargs(kwargs)
-        outputs = dict(
-            self.tokenizer([text], return_tensors=return_tensors, **scoped["text_kwargs"])
-        )
+        for_text = {k: v for k, v in scoped["text_kwargs"].items() if k not in self.text_settings}
+        outputs = dict(self.tokenizer([text], return_tensors=return_tensors, **for_text))
         for part, media, scope in (
             (self.image_processor, images, "images_kwargs"),
             (self.video_processor, videos, "videos_kwargs"),
@@ -58,7 +59,7 @@ class ProcessorOfParts:
         from transformers.processing_utils import TextKwargs
 
         return {
-            "text_kwargs": names_of(TextKwargs),
+            "text_kwargs": names_of(TextKwargs) | self.text_settings,
             "images_kwargs": names_of(self.image_processor.valid_kwargs),
             "videos_kwargs": names_of(getattr(self.video_processor, "valid_kwargs", ())),
         }

@@ -18,8 +18,9 @@ from transformers import (
 )
 from transformers import LlavaForConditionalGeneration as HFModel
 
-from mmjax.models.llava.host_inputs import count_image_tokens, has_pixtral_tower
+from mmjax.models.llava.host_inputs import count_image_tokens
 from mmjax.models.llava.model import LlavaForConditionalGeneration
+from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from tests.models.families.family import (
@@ -91,7 +92,7 @@ def tiny_config(
 def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image."""
     vision = config.vision_config
-    if has_pixtral_tower(config):
+    if vision.model_type == "pixtral":
         rows, columns = GRIDS[media.seed % len(GRIDS)]
         ids = [*[IMAGE_TOKEN] * columns, BREAK_TOKEN] * rows
         ids[-1] = END_TOKEN
@@ -173,7 +174,11 @@ LLAVA = TinyFamily(
     },
 )
 PIXTRAL = TinyFamily(
-    **{**ROW, "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize(*sizes)}},
+    **{
+        **ROW,
+        "model_class": PixtralForConditionalGeneration,
+        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize(*sizes)},
+    },
     name="pixtral",
     served=PIXTRAL_SETTINGS,
     max_embeds={"image": 12},

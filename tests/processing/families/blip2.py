@@ -31,7 +31,7 @@ FAMILY = Family(
     name="blip2",
     make_processor=partial(golden_processor, "blip2"),
     call_hf=call_hf,
-    embed_token_ids=lambda processor: [processor.info.get_image_token_id()],
+    embed_token_ids=lambda processor: [processor.info.get_embed_token_id("image")],
     max_images=1,
     words=(*Family.words, *("</s>", "<s>", "<pad>")),
 )

@@ -119,13 +119,12 @@ def golden_processor(
 ) -> BaseMultiModalProcessor[Any]:
     """Return our processor for the tiny checkpoint in `tests/golden/<name>`, or at `path`."""
     path = path or golden_path(name)
-    hf_config = load_model_config(str(path)).hf_config
-    assert hf_config.architectures, f"{path=}"
+    loaded = load_model_config(str(path))
     config = ModelConfig(
         model=f"tiny-{name}",
         path=path,
-        hf_config=hf_config,
-        architecture=hf_config.architectures[0],
+        hf_config=loaded.hf_config,
+        architecture=loaded.architecture,
         max_model_len=4096,
         mm=MultiModalConfig(**mm),
     )

@@ -114,7 +114,7 @@ def call_pixtral(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> H
 
 VARIANTS = {
     "pixtral": Family(
-        name="llava",
+        name="pixtral",
         make_processor=make_pixtral,
         call_hf=call_pixtral,
         embed_token_ids=lambda processor: [processor.info.get_hf_config().image_token_id],

@@ -6,30 +6,23 @@ Before: `look [IMG] please`. After, for 2 rows of 3 patches: `look [IMG] [IMG] [
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
-
-from transformers import BatchFeature
+from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.llava.host_inputs import check_whole_pictures
-from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
+from mmjax.models.family import FamilyInfo, make_factories
+from mmjax.models.pixtral.host_inputs import PixtralHostInputs, check_whole_pictures
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
-from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.updates import (
-    PromptReplacement,
-    PromptUpdate,
-    PromptUpdateDetails,
-)
-from mmjax.processing.tensors.fields import MultiModalFieldConfig
-from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
+from mmjax.rounding import cdiv
 
 IMAGE_TOKEN = "[IMG]"
-_MARKS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-"""Behind a row, and behind the last; a checkpoint may name others."""
+_TOKENS = {
+    "image_token": IMAGE_TOKEN,
+    "image_break_token": "[IMG_BREAK]",
+    "image_end_token": "[IMG_END]",
+}
+"""Of a patch, behind a row, and behind the last; a checkpoint may name others."""
 CHAT_TEMPLATE = r"""
 {%- set found = namespace(system='', last=0) -%}
 {%- for message in messages -%}
@@ -110,17 +103,12 @@ def _check_sliver(size: ImageSize, longest: int) -> None:
         )
 
 
-class PixtralProcessingInfo(BaseProcessingInfo):
+class PixtralProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     """Nothing says how many embeddings are a row."""
-
-    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
-        return {"image": None}
-
-    @classmethod
-    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
-        return IMAGE_TOKEN if modality == "image" else None
+    host_inputs = PixtralHostInputs
+    placeholders: ClassVar = {"image": IMAGE_TOKEN}
 
     def check_sizes(self, mm_data: Mapping[str, object], mm_kwargs: Mapping[str, object]) -> None:
         """Do nothing: `longest_edge` is held to what was planned, and never scales up."""
@@ -132,24 +120,9 @@ class PixtralProcessingInfo(BaseProcessingInfo):
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
         """The ids of `image_token`, `image_break_token` and `image_end_token`."""
-        vocabulary = self.get_tokenizer().get_vocab()
-        settings = self._settings
-        names = {key: settings.get(key, default) for key, default in _MARKS.items()}
-        names["image_token"] = settings.get("image_token", IMAGE_TOKEN)
-        missing = [name for name in names.values() if name not in vocabulary]
-        if missing:
-            raise CheckpointError(
-                f"the tokenizer does not know {', '.join(f'`{name}`' for name in missing)}, which "
-                "Pixtral's prompts are made of"
-            )
-        ids = {key: vocabulary[name] for key, name in names.items()}
-        expected = self.get_hf_config().image_token_id
-        if ids["image_token"] != expected:
-            raise CheckpointError(
-                f"`{names['image_token']}` is token {ids['image_token']}, but `image_token_index` "
-                f"of config.json is {expected}"
-            )
-        return ids
+        names = {key: self._settings.get(key, default) for key, default in _TOKENS.items()}
+        self.check_token(names["image_token"], "image_token_index")
+        return {key: self.get_token_id(name) for key, name in names.items()}
 
     @cached_property
     def _settings(self) -> Mapping[str, Any]:
@@ -183,61 +156,32 @@ class PixtralProcessingInfo(BaseProcessingInfo):
 
     def get_longest_edge(self, mm_kwargs: Mapping[str, object]) -> int:
         """Return the pixels of an image's longer side under kwargs over the operator's."""
-        parts = self.get_hf_processor()
-        scoped = parts.scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))["images_kwargs"]
-        return parts.image_processor.get_longest_edge(scoped)
+        return self.get_image_processor().get_longest_edge(self.scope_kwargs(mm_kwargs))
 
     def get_largest_mm_kwargs(self) -> Mapping[str, object]:
         """Return the larger one of the checkpoint's size and the operator's."""
-        own = self.get_hf_processor().image_processor.get_longest_edge({})
+        own = self.get_image_processor().get_longest_edge({})
         return {"size": {"longest_edge": max(own, self.get_longest_edge({}))}}
 
-    def get_largest_side(self) -> int:
-        """Return the rows, and the columns, of the image with the most patches."""
-        return -(-self.get_longest_edge(self.get_planned_mm_kwargs()) // self.patch_size)
+    def get_largest_image(self) -> ImageSize:
+        side = self.get_longest_edge(self.get_planned_mm_kwargs())
+        return ImageSize(width=side, height=side)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        return {"image": self.get_largest_side() ** 2}
+        return {"image": cdiv(self.get_largest_image().width, self.patch_size) ** 2}
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the rows and columns of patches."""
+        _, height, width = tensors["pixel_values"].shape
+        return height // self.patch_size, width // self.patch_size
+
+    def write_item(self, modality: str, size: tuple[int, int]) -> list[int]:
+        rows, columns = size
+        ids = self.token_ids
+        tokens = [*[ids["image_token"]] * columns, ids["image_break_token"]] * rows
+        return [*tokens[:-1], ids["image_end_token"]]
 
 
-class PixtralDummyInputsBuilder(ImageDummyInputsBuilder[PixtralProcessingInfo]):
-    def get_largest_image(self) -> ImageSize:
-        side = self.info.get_longest_edge(self.info.get_planned_mm_kwargs())
-        return ImageSize(width=side, height=side)
-
-
-class PixtralMultiModalProcessor(BaseMultiModalProcessor[PixtralProcessingInfo]):
-    def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
-        return False
-
-    def _get_mm_fields_config(
-        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
-    ) -> Mapping[str, MultiModalFieldConfig]:
-        return {"pixel_values": MultiModalFieldConfig.batched("image")}
-
-    def _get_prompt_updates(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        out_mm_kwargs: MultiModalKwargsItems,
-    ) -> Sequence[PromptUpdate]:
-        ids, patch_size = self.info.token_ids, self.info.patch_size
-        image = ids["image_token"]
-
-        def get_replacement(item_idx: int) -> PromptUpdateDetails:
-            pixels: Any = out_mm_kwargs.get_item("image", item_idx)["pixel_values"].data
-            rows, columns = (side // patch_size for side in pixels.shape[1:])
-            full = [*[image] * columns, ids["image_break_token"]] * rows
-            full[-1] = ids["image_end_token"]
-            return PromptUpdateDetails.select_token_id(full, image)
-
-        return [PromptReplacement("image", [image], get_replacement)]
-
-
-FACTORIES = ProcessorFactories(
-    info=PixtralProcessingInfo,
-    dummy_inputs=PixtralDummyInputsBuilder,
-    processor=PixtralMultiModalProcessor,
-)
+FACTORIES = make_factories(PixtralProcessingInfo)

@@ -1,0 +1,37 @@
+"""A projector of two linear layers, as most families have since LLaVA-1.5 (arXiv 2310.03744)."""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.layers.activation import get_activation
+from mmjax.layers.linear import Linear
+from mmjax.layers.norm import LayerNorm
+
+
+class MLPProjector(nnx.Module):
+    """From features to the decoder's width; parameters bear HF's names."""
+
+    def __init__(
+        self,
+        in_features: int,
+        width: int,
+        activation: str,
+        *,
+        use_bias: bool = True,
+        norm_eps: float | None = None,
+        dtype: Any,
+    ) -> None:
+        """`norm_eps`: of a norm before the first layer; None: there is none."""
+        self.layer_norm = (
+            None if norm_eps is None else LayerNorm(in_features, eps=norm_eps, dtype=dtype)
+        )
+        self.linear_1 = Linear(in_features, width, use_bias=use_bias, dtype=dtype)
+        self.linear_2 = Linear(width, width, use_bias=use_bias, dtype=dtype)
+        self.activation = get_activation(activation)
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... F"]:
+        """Transform every feature by itself."""
+        normed = x if self.layer_norm is None else self.layer_norm(x)
+        return self.linear_2(self.activation(self.linear_1(normed)))

@@ -1,0 +1,285 @@
+"""A family's prompt side as one row: what stands for an item, what it becomes, how HF is called.
+
+`FamilyInfo` is the row. What most families share is here, so that a family says what is its own:
+its placeholders, its limits, how HF's processor is loaded, and how many embeddings an item has.
+Where a row does not suffice, a family overrides a hook of `BaseMultiModalProcessor`, in a subclass
+of `FamilyProcessor`.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache, cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from transformers import BatchFeature
+
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.host_inputs import EncoderSpec, HostInputs
+from mmjax.models.registry import ProcessorFactories
+from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.processing.image_processors.image import check_pixel_size
+from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
+from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.processing.prompt_updates.updates import (
+    PromptIndex,
+    PromptInsertion,
+    PromptReplacement,
+    PromptUpdate,
+    PromptUpdateDetails,
+)
+from mmjax.processing.tensors.fields import MultiModalFieldConfig
+from mmjax.processing.tensors.inputs import MultiModalKwargsItems
+
+Target = list[int] | PromptIndex
+
+
+class FamilyInfo(BaseProcessingInfo):
+    """One row; every family sets `host_inputs`, and overrides `load_hf_processor`."""
+
+    data_parser = ImageEmbedsDataParser
+    host_inputs: ClassVar[type[HostInputs]]
+    """Says how large the encoder's units are, and how many embeddings one gives."""
+    limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({"image": None})
+    """Modality -> how many items the model takes; None: any number."""
+    placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Modality -> what stands for an item in a text; nothing where updates insert."""
+    inserts_items: ClassVar[bool] = False
+    """Whether an item is written behind its target, and not in place of it."""
+    hf_updates_prompt: ClassVar[bool] = False
+    """Whether HF's processor writes an item's tokens itself, given text and items together."""
+
+    # ---- what most rows say: an item is so many units of one size --------------------------------
+
+    @cached_property
+    def encoder_spec(self) -> Any:
+        """The units that the model's encoder takes."""
+        return self.host_inputs(self.get_hf_config()).encoder_spec
+
+    @property
+    def num_unit_tokens(self) -> int:
+        """How many embeddings a unit has."""
+        return self.encoder_spec.tokens_per_unit
+
+    def get_unit_size(self) -> ImageSize | None:
+        """Return the pixels of a unit, to which HF's are held; None where images have any size."""
+        if not isinstance(self.encoder_spec, EncoderSpec):
+            return None
+        shape, _ = self.encoder_spec.inputs.get("pixel_values", ((), ""))
+        return ImageSize(width=shape[-1], height=shape[-2]) if shape else None
+
+    def get_embed_token_id(self, modality: str) -> int:
+        """Return the token at whose places the embeddings of an item go."""
+        return self.get_hf_config().image_token_id
+
+    def get_target(self, modality: str) -> Target:
+        """Return what an item replaces in the prompt, or the place behind which it is inserted."""
+        return [self.get_embed_token_id(modality)]
+
+    def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        """Return what an item's tokens depend on: its number of embeddings, or its grid.
+
+        Precomputed embeddings are counted before this is asked.
+        """
+        return self.num_unit_tokens
+
+    def write_item(self, modality: str, size: Any) -> list[int]:
+        """Return the tokens of an item, of what `measure_item` gave."""
+        return [self.get_embed_token_id(modality)] * size
+
+    def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
+        """Say for each tensor of the HF processor's output how it divides among items."""
+        return item_fields("image", rows=("pixel_values",))
+
+    def get_largest_image(self) -> ImageSize:
+        """Return the size of an image with the most embeddings."""
+        size = self.get_unit_size()
+        assert size is not None, "images of any size: a family says which is largest"
+        return size
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        """Return the frames of a video with the most embeddings, and their size."""
+        raise NotImplementedError(f"{type(self).__name__} takes no videos")
+
+    # ---- the seeds' hooks, by the row ------------------------------------------------------------
+
+    def get_supported_mm_limits(self) -> Mapping[str, int | None]:
+        return self.limits
+
+    @classmethod
+    def get_placeholder_str(cls, modality: str, i: int) -> str | None:
+        placeholder = cls.placeholders.get(modality)
+        return None if placeholder is None else placeholder.format(i=i)
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        return {"image": self.num_unit_tokens}
+
+    # ---- what rows are written with --------------------------------------------------------------
+
+    def get_token_id(self, token: str) -> int:
+        """Return the id of a token that prompts are made of; `CheckpointError` where it is none."""
+        tokenizer = self.get_tokenizer()
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or (
+            token_id == tokenizer.unk_token_id and token != tokenizer.unk_token
+        ):
+            raise CheckpointError(
+                f"the tokenizer does not know `{token}`, which the model's prompts are made of"
+            )
+        return token_id
+
+    def check_token(self, token: str, key: str = "image_token_id") -> None:
+        """Refuse a checkpoint whose config.json gives a token another id than the tokenizer."""
+        expected = getattr(self.get_hf_config(), key)
+        if expected not in (None, self.get_token_id(token)):
+            raise CheckpointError(
+                f"`{token}` is token {self.get_token_id(token)}, but `{key}` of config.json is "
+                f"{expected}"
+            )
+
+    def check_rows(self, modality: str, num_embeds: int, known: Sequence[int], hint: str) -> None:
+        """Refuse embeddings of an item with as many rows as no item has."""
+        if num_embeds not in known:
+            raise RequestValueError(
+                f"{modality} embeddings have {num_embeds} rows; an image has {hint}",
+                param="multi_modal_data",
+            )
+
+    def scope_kwargs(
+        self, mm_kwargs: Mapping[str, object], scope: str = "images_kwargs"
+    ) -> dict[str, Any]:
+        """Return a part's kwargs: a request's, merged with the operator's."""
+        return self.get_hf_processor().scope_kwargs(self.ctx.merge_mm_kwargs(mm_kwargs))[scope]
+
+
+def check_settings(
+    settings: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    file: str = "processor_config.json",
+    source: str = "config.json has",
+) -> None:
+    """Refuse a checkpoint whose files contradict each other; a key that is left out does not."""
+    for name, value in expected.items():
+        if settings.get(name) not in (None, value):
+            raise CheckpointError(
+                f"`{name}` of {file} is {settings[name]!r}, but {source} {value!r}; make them equal"
+            )
+
+
+def item_fields(
+    modality: str,
+    *,
+    rows: Sequence[str] = (),
+    units: Sequence[str] = (),
+    counts: Any = (),
+    on_host: Sequence[str] = (),
+) -> dict[str, MultiModalFieldConfig]:
+    """Return the fields of a modality, its precomputed embeddings among them.
+
+    Args:
+        modality: Of the items.
+        rows: Tensors of which a row is an item.
+        units: Tensors of which an item has several rows: `counts[i]` of them.
+        counts: As above; empty where there is none of these tensors.
+        on_host: Tensors of which a row is an item that the device never sees.
+    """
+    several = MultiModalFieldConfig.flat_from_sizes(modality, np.asarray(counts, np.int64))
+    one, kept = (MultiModalFieldConfig.batched(modality, keep_on_cpu=x) for x in (False, True))
+    return {
+        f"{modality}_embeds": one,
+        **dict.fromkeys(rows, one),
+        **dict.fromkeys(units, several),
+        **dict.fromkeys(on_host, kept),
+    }
+
+
+class FamilyDummyInputs(VisionDummyInputsBuilder[FamilyInfo]):
+    """The largest items of a row."""
+
+    def get_largest_image(self) -> ImageSize:
+        return self.info.get_largest_image()
+
+    def get_largest_video(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> tuple[int, ImageSize]:
+        return self.info.get_largest_video(seq_len, mm_counts)
+
+
+InfoT = TypeVar("InfoT", bound=FamilyInfo)
+
+
+class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
+    """The hooks of `BaseMultiModalProcessor`, by the row."""
+
+    only_tokenizes_text = True
+
+    def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
+        return self.info.hf_updates_prompt and super()._hf_processor_applies_updates(
+            *args, **kwargs
+        )
+
+    def _call_hf_processor(
+        self,
+        prompt: str,
+        mm_data: Mapping[str, object],
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+    ) -> BatchFeature:
+        outputs = super()._call_hf_processor(prompt, mm_data, mm_kwargs, tok_kwargs)
+        size = self.info.get_unit_size() if "pixel_values" in outputs else None
+        if size is not None:
+            check_pixel_size(outputs["pixel_values"], size.height, size.width)
+        return outputs
+
+    def _get_mm_fields_config(
+        self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]
+    ) -> Mapping[str, MultiModalFieldConfig]:
+        return self.info.get_fields(hf_inputs)
+
+    def _get_prompt_updates(
+        self,
+        mm_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        out_mm_kwargs: MultiModalKwargsItems,
+    ) -> Sequence[PromptUpdate]:
+        kind = PromptInsertion if self.info.inserts_items else PromptReplacement
+        return [
+            kind(modality, self.info.get_target(modality), self._describe(modality, out_mm_kwargs))
+            for modality in self.info.supported_mm_limits
+        ]
+
+    def _describe(self, modality: str, kwargs: MultiModalKwargsItems) -> Any:
+        """Return what gives an item's tokens, and which of them take embeddings."""
+        embed_token_id = self.info.get_embed_token_id(modality)
+
+        @cache  # items of one size share their content
+        def write(size: Hashable) -> PromptUpdateDetails:
+            tokens = self.info.write_item(modality, size)
+            if tokens.count(embed_token_id) == len(tokens):
+                return PromptUpdateDetails(tokens)
+            return PromptUpdateDetails.select_token_id(tokens, embed_token_id)
+
+        def write_item(item_idx: int) -> PromptUpdateDetails:
+            tensors = kwargs.get_item(modality, item_idx).get_data()
+            embeds = tensors.get(f"{modality}_embeds")
+            size = self.info.measure_item(modality, tensors) if embeds is None else len(embeds)
+            return write(size)
+
+        return write_item
+
+
+def make_factories(
+    info: type[FamilyInfo],
+    processor: type[FamilyProcessor[Any]] = FamilyProcessor,
+    **fields: Any,
+) -> ProcessorFactories:
+    """Return how the processor of a row is made; `fields` are those of `ProcessorFactories`."""
+    return ProcessorFactories(
+        info=info, dummy_inputs=FamilyDummyInputs, processor=processor, **fields
+    )

@@ -1,0 +1,113 @@
+"""HF's layout since LLaVA: a `vision_tower`, a `multi_modal_projector`, a `language_model`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.connectors.mlp import MLPProjector
+from mmjax.errors import CheckpointError
+from mmjax.models.host_inputs import choose_features
+from mmjax.models.interface import MultiModalModel
+from mmjax.models.text_model import build_text_model
+from mmjax.weights.rules import Rule, RuleTypes
+
+TOWER = r"^(model\.)?vision_tower\.(vision_model\.)?"
+"""Before a tower's names in the hub's layout, in save_pretrained's, and in the module's own."""
+WRAPPER_RULES = (
+    Rule(r"^(language_model\.)?lm_head\.", "language_model.lm_head."),
+    Rule(r"^(language_model\.model|model\.language_model)\.", "language_model."),
+    Rule(r"^model\.(vision_tower|multi_modal_projector|vision_embed_tokens)\.", r"\1."),
+)
+"""What stands around a tower, in the same three layouts."""
+
+
+class TowerModel(MultiModalModel):
+    """A tower's states, projected."""
+
+    vision_tower: Any
+    multi_modal_projector: Any
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the three layouts; a pooling head of the tower is not read."""
+        return (Rule(TOWER + r"head\.", None), Rule(TOWER, "vision_tower."), *WRAPPER_RULES)
+
+    # As every signature that a family gives it.
+    def embed_multimodal(self, *args: Any, **inputs: Any) -> Array:
+        """Return the embeddings of every unit, or of every patch of a pack."""
+        with jax.named_scope("vision_tower"):
+            states = self.encode_units(*args, **inputs)
+        with jax.named_scope("multi_modal_projector"):
+            return self.multi_modal_projector(states)
+
+    def encode_units(self, *args: Any, **inputs: Any) -> Array:
+        """Return what the projector reads of the tower."""
+        return self.vision_tower(*args, **inputs)
+
+
+class FeatureLayersModel(TowerModel):
+    """LLaVA's: the projector reads one or several states of the tower (`vision_feature_layer`)."""
+
+    def __init__(self, hf_config: Any, *, dtype: Any) -> None:
+        self.feature_layers = read_feature_layers(hf_config)
+        self.strategy = hf_config.vision_feature_select_strategy
+        features = hf_config.vision_config.hidden_size * len(self.feature_layers)
+        with self._mark_tower_model(hf_config, "image"):
+            # No further than the last state that is read.
+            self.vision_tower = self.build_tower(hf_config, max(self.feature_layers), dtype=dtype)
+            self.multi_modal_projector = MLPProjector(
+                features,
+                hf_config.text_config.hidden_size,
+                hf_config.projector_hidden_act,
+                use_bias=hf_config.multimodal_projector_bias,
+                dtype=dtype,
+            )
+        self.language_model = build_text_model(hf_config, dtype=dtype)
+
+    @staticmethod
+    def build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:
+        """Return the first so many blocks of the tower."""
+        raise NotImplementedError
+
+    @staticmethod
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
+        """Map the three layouts; blocks behind the last that is read are left out."""
+        return (
+            *drop_unread_blocks(hf_config),
+            Rule(TOWER + r"post_layernorm\.", None),
+            *TowerModel.rules(hf_config),
+        )
+
+    def encode_units(
+        self, pixel_values: Float[Array, "..."], **packed: Array
+    ) -> Float[Array, "..."]:
+        _, states = self.vision_tower(pixel_values, feature_layers=self.feature_layers, **packed)
+        kept = choose_features(states[0].shape[-2], self.strategy)
+        return jnp.concatenate([state[..., kept, :] for state in states], axis=-1)
+
+
+def drop_unread_blocks(hf_config: Any) -> list[Rule]:
+    """Return rules that leave out the tower's blocks behind the last state that is read."""
+    read = max(read_feature_layers(hf_config))
+    unread = range(read, hf_config.vision_config.num_hidden_layers)
+    blocks = TOWER + r"(encoder|transformer)\.layers"
+    return [Rule(rf"{blocks}\.{number}\.", None) for number in unread]
+
+
+def read_feature_layers(hf_config: Any) -> tuple[int, ...]:
+    """Return which of the tower's states are read: 0 is the embedding, n block n - 1's output.
+
+    `vision_feature_layer` is one or a list, and may count from the end.
+    """
+    given, num_layers = hf_config.vision_feature_layer, hf_config.vision_config.num_hidden_layers
+    layers = [given] if isinstance(given, int) else list(given)
+    if not layers or any(not -num_layers - 1 <= layer <= num_layers for layer in layers):
+        raise CheckpointError(
+            f"`vision_feature_layer` is {given}, and the tower has {num_layers} layers; give one "
+            f"or several of {-num_layers - 1} to {num_layers}"
+        )
+    return tuple(layer % (num_layers + 1) for layer in layers)

@@ -1,0 +1,313 @@
+"""Vision transformers over packed patches of pictures of any size, with rotary places.
+
+Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191) and Qwen2.5-VL's (arXiv 2502.13923):
+they differ by configuration alone: norms, MLPs, windows, and whether squares of patches merge.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.activation import get_activation
+from mmjax.layers.attention.segments import segment_attention
+from mmjax.layers.linear import Linear, linear
+from mmjax.layers.mlp import MLP, GatedMLP
+from mmjax.layers.module import call_block
+from mmjax.layers.norm import LayerNorm, RMSNorm
+from mmjax.layers.rope import (
+    apply_rotary,
+    inverse_frequencies,
+    multimodal_angles,
+    rotary_angles,
+)
+
+Angles = tuple[Float[Array, "P _turned"], Float[Array, "P _turned"]]
+"""Cosines and sines of every patch's place, half a head wide."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedViTConfig:
+    """What the arrays depend on, of each config in `_READERS`."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_blocks: int
+    num_heads: int
+    kernel: tuple[int, ...]
+    """The shape of a patch's pixels: channels, frames where it has several, rows, columns."""
+    hidden_act: str
+    norm_eps: float
+    has_rms_norm: bool
+    is_gated: bool
+    """Whether MLPs are."""
+    has_bias: bool
+    has_fused_qkv: bool
+    has_first_norm: bool
+    """Whether the embeddings of patches are normed."""
+    rope_theta: float
+    alternates_axes: bool
+    """Whether every second frequency turns by the row and the others by the column; else those of
+    the first half turn by the row. In float32 then, as HF does."""
+    full_attention_blocks: tuple[int, ...] | None = None
+    """The blocks that see whole pictures, and not a window; None: all."""
+    merge_size: int = 1
+    """Side of the square of patches that becomes one embedding."""
+    merged_width: int | None = None
+    """Width of these embeddings; None: patches are not merged."""
+
+    @staticmethod
+    def from_hf(hf_config: Any) -> "PackedViTConfig":
+        """Read HF's vision config; `CheckpointError` for a rotary kind or a patch that it lacks."""
+        rope = hf_config.rope_parameters or {}
+        kind = rope.get("rope_type", "axial")
+        if kind != "axial" and (kind, hf_config.model_type) != ("default", "pixtral"):
+            raise CheckpointError(
+                f"`vision_config.rope_parameters.rope_type` is `{kind}`; expected `axial`"
+            )
+        if not isinstance(hf_config.patch_size, int):
+            raise CheckpointError(
+                f"`vision_config.patch_size` is {hf_config.patch_size!r}; a "
+                f"`{hf_config.model_type}` has one number there, the side of a square"
+            )
+        theta = float(rope.get("rope_theta", 10_000.0))
+        return PackedViTConfig(
+            **_READERS[hf_config.model_type](hf_config),
+            hidden_act=hf_config.hidden_act,
+            rope_theta=theta,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_heads
+
+    def make_norm(self, *, dtype: Any) -> nnx.Module:
+        """Return a norm of the tower's width."""
+        kind = RMSNorm if self.has_rms_norm else LayerNorm
+        return kind(self.hidden_size, eps=self.norm_eps, dtype=dtype)
+
+
+def _read_pixtral(vision: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_blocks": vision.num_hidden_layers,
+        "num_heads": vision.num_attention_heads,
+        "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
+        "norm_eps": 1e-5,  # no key of the config
+        "has_rms_norm": True,
+        "is_gated": True,
+        "has_bias": False,
+        "has_fused_qkv": False,
+        "has_first_norm": True,
+        "alternates_axes": True,
+    }
+
+
+def _read_qwen2_vl(vision: Any) -> dict[str, Any]:
+    side = vision.patch_size
+    return {
+        "hidden_size": vision.embed_dim,
+        "intermediate_size": int(vision.embed_dim * vision.mlp_ratio),
+        "num_blocks": vision.depth,
+        "num_heads": vision.num_heads,
+        "kernel": (vision.in_channels, vision.temporal_patch_size, side, side),
+        "norm_eps": 1e-6,  # no key of the config
+        "has_rms_norm": False,
+        "is_gated": False,
+        "has_bias": True,
+        "has_fused_qkv": True,
+        "has_first_norm": False,
+        "alternates_axes": False,
+        "merge_size": vision.spatial_merge_size,
+        "merged_width": vision.hidden_size,
+    }
+
+
+def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
+    side = vision.patch_size
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "num_blocks": vision.depth,
+        "num_heads": vision.num_heads,
+        "kernel": (vision.in_channels, vision.temporal_patch_size, side, side),
+        "norm_eps": 1e-6,
+        "has_rms_norm": True,
+        "is_gated": True,
+        "has_bias": True,
+        "has_fused_qkv": True,
+        "has_first_norm": False,
+        "alternates_axes": False,
+        "full_attention_blocks": tuple(vision.fullatt_block_indexes),
+        "merge_size": vision.spatial_merge_size,
+        "merged_width": vision.out_hidden_size,
+    }
+
+
+_READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
+    {
+        "pixtral": _read_pixtral,
+        "qwen2_vl": _read_qwen2_vl,
+        "qwen2_vl_vision": _read_qwen2_vl,
+        "qwen2_5_vl": _read_qwen2_5_vl,
+        "qwen2_5_vl_vision": _read_qwen2_5_vl,
+    }
+)
+"""By `model_type`."""
+
+
+class PatchEmbed(nnx.Module):
+    """A convolution whose stride is its kernel, over patches that are cut already."""
+
+    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((config.hidden_size, *config.kernel), dtype))
+
+    def __call__(self, pixel_values: Float[Array, "P _pixels"]) -> Float[Array, "P D"]:
+        """Project patches whose pixels lie as the kernel's."""
+        weight = self.weight[...]
+        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1))
+
+
+class PackedAttention(nnx.Module):
+    """Attention among the patches of one segment, with rotary places."""
+
+    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
+        width, self.config = config.hidden_size, config
+        options = {"use_bias": config.has_bias, "dtype": dtype}
+        if config.has_fused_qkv:
+            self.qkv = Linear(width, 3 * width, **options)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                Linear(width, width, **options) for _ in range(3)
+            )
+        self.proj = Linear(width, width, **options)
+
+    def __call__(
+        self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
+    ) -> Float[Array, "P D"]:
+        """Attend within each segment."""
+        config = self.config
+        if config.has_fused_qkv:
+            projected = self.qkv(x).reshape(len(x), 3, config.num_heads, -1)
+            query, key, value = (projected[:, part] for part in range(3))
+        else:
+            query, key, value = (
+                project(x).reshape(len(x), config.num_heads, -1)
+                for project in (self.q_proj, self.k_proj, self.v_proj)
+            )
+        # bfloat16 would round the angles of every place.
+        dtype = x.dtype if config.alternates_axes else jnp.float32
+        query, key = (
+            apply_rotary(part.astype(dtype), *angles).astype(x.dtype) for part in (query, key)
+        )
+        out = segment_attention(query, key, value, segment_ids, scale=config.head_dim**-0.5)
+        return self.proj(out.reshape(x.shape))
+
+
+class PackedBlock(nnx.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
+        self.norm1 = config.make_norm(dtype=dtype)
+        self.norm2 = config.make_norm(dtype=dtype)
+        self.attn = PackedAttention(config, dtype=dtype)
+        self.mlp = (GatedMLP if config.is_gated else MLP)(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            use_bias=config.has_bias,
+            dtype=dtype,
+        )
+
+    def __call__(
+        self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
+    ) -> Float[Array, "P D"]:
+        """Return the residual stream after this block."""
+        with jax.named_scope("attn"):
+            x = x + self.attn(self.norm1(x), angles, segment_ids)
+        with jax.named_scope("mlp"):
+            return x + self.mlp(self.norm2(x))
+
+
+class PatchMerger(nnx.Module):
+    """Each square of `merge_size` patches a side becomes one embedding."""
+
+    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
+        width = config.hidden_size * config.merge_size**2
+        self.ln_q = config.make_norm(dtype=dtype)
+        self.fc1 = Linear(width, width, use_bias=True, dtype=dtype)
+        self.fc2 = Linear(width, out_features, use_bias=True, dtype=dtype)
+        self.activation = get_activation("gelu")
+        self.width = width
+
+    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
+        """Project squares; the patches of one stand behind each other."""
+        return self.fc2(self.activation(self.fc1(self.ln_q(x).reshape(-1, self.width))))
+
+
+class PackedViT(nnx.Module):
+    """Packed patches to embeddings; parameters bear the names of HF's Qwen2-VL."""
+
+    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
+        """`config.num_blocks` may be what is read, and not what there is."""
+        self.patch_embed = PatchEmbed(config, dtype=dtype)
+        self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
+        self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
+        width = config.merged_width
+        self.merger = None if width is None else PatchMerger(config, width, dtype=dtype)
+        self.config = config
+
+    def __call__(
+        self,
+        pixel_values: Float[Array, "P _pixels"],
+        *,
+        places: Int[Array, "P 2"],
+        segment_ids: Int[Array, " P"],
+        window_ids: Int[Array, " P"] | None = None,
+        feature_layers: Sequence[int] = (),
+    ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
+        """Return the last state, merged where the config says so, and the states asked for.
+
+        Args:
+            pixel_values: A patch a row, square by square where squares are merged.
+            places: Row and column of each patch in its picture or frame.
+            segment_ids: Its picture or frame.
+            window_ids: Its window, numbered over all pictures, where the config has windows.
+            feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
+                block n - 1.
+        """
+        x = self.patch_embed(pixel_values)
+        states = [x if self.first_norm is None else self.first_norm(x)]
+        angles, full = self._angles(places), self.config.full_attention_blocks
+        for number, block in enumerate(self.blocks):
+            sees_all = full is None or window_ids is None or number in full
+            states.append(
+                call_block(block, states[-1], angles, segment_ids if sees_all else window_ids)
+            )
+        last = states[-1] if self.merger is None else self.merger(states[-1])
+        return last, [states[layer] for layer in feature_layers]
+
+    def _angles(self, places: Int[Array, "P 2"]) -> Angles:
+        theta, width = {"rope_theta": self.config.rope_theta}, self.config.head_dim
+        if not self.config.alternates_axes:
+            frequencies = inverse_frequencies(theta, width // 2)
+            by_axis = (rotary_angles(places[:, axis], frequencies) for axis in (0, 1))
+            cos, sin = (jnp.concatenate(pair, axis=-1) for pair in zip(*by_axis, strict=True))
+            return cos, sin
+        frequencies = inverse_frequencies(theta, width)
+        by_row, by_column = frequencies[0::2], frequencies[1::2]
+        rows, columns = places.T
+        return multimodal_angles(
+            jnp.stack([rows, columns, columns]),
+            np.concatenate([by_row, by_column]),
+            (len(by_row), len(by_column), 0),
+        )
