@@ -85,7 +85,7 @@ class ChatService:
         """End the threads."""
         self._template_threads.close()
 
-    async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
         request_id = f"chatcmpl-{new_hex()}"
         answer_id = request_id if body.request_id is None else f"chatcmpl-{body.request_id}"

@@ -36,7 +36,7 @@ class CompletionService:
         self._client = client
         self._generation = generation
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Serve /v1/completions."""
         self._generation.check(request, body)
         params = body.sampling_params(self._generation.default_params)

@@ -16,10 +16,10 @@ from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.sampling_params import SamplingParams
-from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
 from mmjax.server.openai.echo import PromptEcho
 from mmjax.server.openai.protocol import GenerationRequest
+from mmjax.server.openai.request_body import API_KEY_STATE
 from mmjax.server.openai.responses import (
     Answer,
     RequestMetrics,
