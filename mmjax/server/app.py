@@ -19,6 +19,11 @@ from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.server.adapters import (
+    AdapterService,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 from mmjax.server.api_page import api_page
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.metrics import CONTENT_TYPE, Metrics
@@ -30,11 +35,6 @@ from mmjax.server.middleware import (
     set_request_id,
     without_key,
     without_room,
-)
-from mmjax.server.openai.adapters import (
-    AdapterService,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
 )
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.completions import CompletionService

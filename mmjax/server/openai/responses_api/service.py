@@ -16,7 +16,6 @@ from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.media_headers import media_headers
 from mmjax.server.openai.protocol import ChatCompletionRequest
 from mmjax.server.openai.request_body import API_KEY_STATE, validated
 from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
@@ -34,7 +33,7 @@ from mmjax.server.openai.responses_api.objects import (
 )
 from mmjax.server.openai.responses_api.protocol import ResponsesRequest
 from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
-from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect
+from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect, media_headers
 
 _DEFAULT_PAGE = 20
 _MAX_PAGE = 100
