@@ -150,8 +150,7 @@ async def _run(
 ) -> int:
     import uvicorn
 
-    from mmjax.server.connections import limited_protocol
-    from mmjax.server.draining import DrainingServer
+    from mmjax.server.connections import DrainingServer, limited_protocol
 
     server = DrainingServer(
         uvicorn.Config(

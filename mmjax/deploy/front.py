@@ -21,7 +21,7 @@ from mmjax.deploy.plain_errors import PlainErrorsMiddleware
 from mmjax.deploy.replica import ForwardedRequest, Replicas
 from mmjax.errors import CapacityError, RequestValueError
 from mmjax.server.app import add_protection
-from mmjax.server.middleware import RequestIdMiddleware
+from mmjax.server.middleware import set_request_id
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.streaming import while_connected
@@ -68,7 +68,7 @@ def create_front(
 
     app.add_middleware(PlainErrorsMiddleware)
     add_protection(app, config)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(set_request_id)
     return app
 
 

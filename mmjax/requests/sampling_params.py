@@ -25,6 +25,29 @@ MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_STOP_TOKEN_IDS = 256
 """Of `stop_token_ids`."""
 MAX_BAD_WORD_CHARS = 1024
+
+LIMITS: Mapping[str, Mapping[str, int | float]] = {
+    "n": {"ge": 1, "le": 64},
+    "presence_penalty": {"ge": -2, "le": 2},
+    "frequency_penalty": {"ge": -2, "le": 2},
+    # Beyond them logits could overflow float32.
+    "repetition_penalty": {"ge": 0.01, "le": 100},
+    "temperature": {"ge": 0, "le": 100},
+    "top_p": {"gt": 0, "le": 1},
+    "top_k": {"ge": -1, "lt": 2**31},
+    "min_p": {"ge": 0, "le": 1},
+    "seed": {"ge": -(2**63), "lt": 2**63},
+    "max_tokens": {"ge": 1, "lt": 2**31},
+    "min_tokens": {"ge": 0, "lt": 2**31},
+    "logprobs": {"ge": 0, "le": MAX_LOGPROBS},
+    "prompt_logprobs": {"ge": 0, "le": MAX_LOGPROBS},
+    "no_repeat_ngram_size": {"ge": 0, "le": MAX_NGRAM_SIZE},
+    "logit_bias": {"max_length": MAX_BIASES},
+    "stop_token_ids": {"max_length": MAX_STOP_TOKEN_IDS},
+    "bad_words": {"max_length": MAX_BAD_WORDS},
+}
+"""The bounds of each field, as pydantic's `Field` takes them: the HTTP API's are these."""
+
 MAX_CHOICES = 4096
 """Texts of a `choice`."""
 MAX_GRAMMAR_CHARS = 2**16
@@ -237,7 +260,7 @@ def _to_biases(name: str, value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise RequestTypeError(f"`{name}` is {value!r}; give a dict of token ids", param=name)
-    _check_number(name, len(value), MAX_BIASES, "entries")
+    _check_length(name, value, "entries")
     biases: dict[int, float] = {}
     for key, number in value.items():
         bias = _to_number(name, number)
@@ -327,24 +350,12 @@ _STRUCTURE_TYPES: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "n": (1, 64),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    # Beyond them logits could overflow float32.
-    "repetition_penalty": (0.01, 100.0),
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "seed": (-(2**63), 2**63 - 1),
-    "max_tokens": (1, 2**31 - 1),
-    "min_tokens": (0, 2**31 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
-    "no_repeat_ngram_size": (0, MAX_NGRAM_SIZE),
+_RANGES = {
+    name: (one.get("ge", one.get("gt", 0)), one["le"] if "le" in one else one["lt"] - 1)
+    for name, one in LIMITS.items()
+    if "max_length" not in one
 }
-"""Least and greatest value of each field."""
+"""Least and greatest value of each number."""
 
 
 def _check_ranges(params: SamplingParams) -> None:
@@ -364,8 +375,8 @@ def _check_ranges(params: SamplingParams) -> None:
             "lower it",
             param="min_tokens",
         )
-    _check_number("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKEN_IDS, "ids")
-    _check_number("bad_words", len(params.bad_words), MAX_BAD_WORDS, "texts")
+    _check_length("stop_token_ids", params.stop_token_ids, "ids")
+    _check_length("bad_words", params.bad_words, "texts")
     _check_number(
         "bad_words", max(map(len, params.bad_words), default=0), MAX_BAD_WORD_CHARS, "characters"
     )
@@ -382,6 +393,10 @@ def _check_together(params: SamplingParams) -> None:
         raise RequestValueError(
             "`stop` needs the text, and `detokenize` is False; leave one of them out", param="stop"
         )
+
+
+def _check_length(name: str, values: Sequence[Any] | Mapping[Any, Any], things: str) -> None:
+    _check_number(name, len(values), int(LIMITS[name]["max_length"]), things)
 
 
 def _check_number(name: str, number: int, limit: int, things: str) -> None:

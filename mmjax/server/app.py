@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
 from msgspec.structs import replace
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -20,28 +19,29 @@ from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.prompt.chat import ChatParser
-from mmjax.server.api_page import api_page
-from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
-from mmjax.server.connections import HeaderLimitMiddleware
-from mmjax.server.metrics import CONTENT_TYPE, Metrics
-from mmjax.server.middleware import (
-    AccessMiddleware,
-    BodyLimitMiddleware,
-    KeyMiddleware,
-    RequestIdMiddleware,
-    RoomMiddleware,
-)
-from mmjax.server.openai.adapters import (
+from mmjax.server.adapters import (
     AdapterService,
     LoadAdapterRequest,
     UnloadAdapterRequest,
+)
+from mmjax.server.api_page import api_page
+from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
+from mmjax.server.metrics import CONTENT_TYPE, Metrics
+from mmjax.server.middleware import (
+    above_headers,
+    limit_body,
+    log_access,
+    refuse,
+    set_request_id,
+    without_key,
+    without_room,
 )
 from mmjax.server.openai.chat_completions import ChatService
 from mmjax.server.openai.completions import CompletionService
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.generation import GenerationService
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
-from mmjax.server.openai.request_body import RequestReader
+from mmjax.server.openai.request_body import ModelT, RequestReader
 from mmjax.server.openai.responses import ModelCard, ModelList
 from mmjax.server.openai.responses_api.protocol import ResponsesRequest
 from mmjax.server.openai.responses_api.service import ResponsesService
@@ -103,29 +103,21 @@ def create_app(
     app.state.request_reader = reader
     app.state.model_name = client.input_processor.model_config.public_name
     install_error_handlers(app)
-    _add_generation_routes(app, chats, CompletionService(client, generation), reader)
-    _add_responses_routes(app, ResponsesService(chats, generation, config), reader)
-    _add_tokenization_routes(app, TokenizationService(client, chats, generation), reader)
+    posts = _Posts(app, reader)
+    _add_generation_routes(posts, client, chats, generation)
+    _add_responses_routes(app, posts, ResponsesService(chats, generation, config))
+    tokens = TokenizationService(client, chats, generation)
+    posts.add("/tokenize", TokenizeRequest, tokens.tokenize)
+    posts.add("/detokenize", DetokenizeRequest, tokens.detokenize)
     describe(app, _BODIES)
-    if not config.disable_fastapi_docs:
-        _add_docs_route(app)
     _add_model_routes(app, client, _model_card(client, chat))
     if lora is not None and lora.allow_runtime_lora_updating and lora.lora_dir is not None:
-        _add_adapter_routes(app, AdapterService(client, lora.lora_dir), reader)
+        _add_adapter_routes(posts, AdapterService(client, lora.lora_dir))
     _add_state_routes(app, client)
-    _add_media_route(app, client, config)
-    for path in PAGE_FILES:
-        app.add_api_route(path, serve_page, include_in_schema=False)
-    _add_metrics_route(app, metrics)
-    _add_room(app, client)
+    _add_operators_routes(app, client, config, metrics)
+    app.add_middleware(refuse, refusal=without_room(client.check_room, frozenset(posts.paths)))
     _add_middleware(app, config, metrics, tracer)
     return app
-
-
-def _add_room(app: FastAPI, client: AsyncEngineClient) -> None:
-    routes = [route for route in app.routes if isinstance(route, APIRoute)]
-    paths = [route.path for route in routes if route.openapi_extra]
-    app.add_middleware(RoomMiddleware, check_room=client.check_room, paths=paths)
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer: Any) -> None:
@@ -133,20 +125,20 @@ def _add_middleware(app: FastAPI, config: ServerConfig, metrics: Metrics, tracer
     add_protection(app, config)
     if tracer is not None:
         app.add_middleware(tracer.middleware)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(set_request_id)
     app.add_middleware(
-        AccessMiddleware,
+        log_access,
         count=metrics.count_response,
-        quiet_paths=config.disable_access_log_for_endpoints,
+        quiet_paths=frozenset(config.disable_access_log_for_endpoints),
     )
 
 
 def add_protection(app: FastAPI, config: ServerConfig) -> None:
     """Add the limits of bodies and headers, API keys, and the origins that may call."""
     # The last one added is outermost: the headers' number, CORS, keys, the body's size.
-    app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_request_bytes)
+    app.add_middleware(limit_body, max_bytes=config.max_request_bytes)
     if config.api_keys:
-        app.add_middleware(KeyMiddleware, api_keys=config.api_keys)
+        app.add_middleware(refuse, refusal=without_key(config.api_keys))
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -156,78 +148,66 @@ def add_protection(app: FastAPI, config: ServerConfig) -> None:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    app.add_middleware(
-        HeaderLimitMiddleware,
-        max_headers=config.h11_max_header_count,
-        max_bytes=config.h11_max_incomplete_event_size,
-    )
+    many = above_headers(config.h11_max_header_count, config.h11_max_incomplete_event_size)
+    app.add_middleware(refuse, refusal=many)
+
+
+class _Posts:
+    """Adds routes that take a body, each named as the method that serves it.
+
+    Bodies are read by `reader`: FastAPI would decode and validate them without limits.
+    """
+
+    def __init__(self, app: FastAPI, reader: RequestReader) -> None:
+        self._app = app
+        self._reader = reader
+        self.paths: list[str] = []
+
+    def add(
+        self,
+        path: str,
+        model: type[ModelT],
+        serve: Callable[[Request, ModelT], Awaitable[Response]],
+        *,
+        may_stream: bool = False,
+    ) -> None:
+        async def endpoint(request: Request) -> Response:
+            return await serve(request, await self._reader.read(request, model))
+
+        self.paths.append(path)
+        self._app.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            name=getattr(serve, "__name__", None),
+            openapi_extra=takes(model),
+            responses=stream_responses() if may_stream else None,
+        )
 
 
 def _add_generation_routes(
-    app: FastAPI, chats: ChatService, texts: CompletionService, reader: RequestReader
+    posts: _Posts, client: AsyncEngineClient, chats: ChatService, generation: GenerationService
 ) -> None:
-    # Bodies are read by `reader`: FastAPI would decode and validate them without limits.
-    @app.post(
-        "/v1/chat/completions",
-        openapi_extra=takes(ChatCompletionRequest),
-        responses=stream_responses(),
-    )
-    async def chat_completions(request: Request) -> Response:
-        return await chats.chat(request, await reader.read(request, ChatCompletionRequest))
-
-    @app.post("/v1/chat/completions/render", openapi_extra=takes(ChatCompletionRequest))
-    async def render(request: Request) -> Response:
-        return await chats.render(request, await reader.read(request, ChatCompletionRequest))
-
-    @app.post(
-        "/v1/completions", openapi_extra=takes(CompletionRequest), responses=stream_responses()
-    )
-    async def completions(request: Request) -> Response:
-        return await texts.complete(request, await reader.read(request, CompletionRequest))
+    chat, texts = ChatCompletionRequest, CompletionService(client, generation)
+    posts.add("/v1/chat/completions", chat, chats.chat_completions, may_stream=True)
+    posts.add("/v1/chat/completions/render", chat, chats.render)
+    posts.add("/v1/completions", CompletionRequest, texts.completions, may_stream=True)
 
 
-def _add_responses_routes(app: FastAPI, service: ResponsesService, reader: RequestReader) -> None:
-    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=stream_responses())
-    async def responses(request: Request) -> Response:
-        return await service.create(request, await reader.read(request, ResponsesRequest))
+def _add_responses_routes(app: FastAPI, posts: _Posts, service: ResponsesService) -> None:
+    def add(method: str, path: str, serve: Callable[[Request, str], Response]) -> None:
+        async def endpoint(request: Request, response_id: str) -> Response:
+            return serve(request, response_id)
 
-    @app.post("/v1/responses/input_tokens", openapi_extra=takes(ResponsesRequest))
-    async def input_tokens(request: Request) -> Response:
-        return await service.count(request, await reader.read(request, ResponsesRequest))
+        app.add_api_route(path, endpoint, methods=[method], name=serve.__name__)
 
-    @app.get("/v1/responses/{response_id}")
-    async def response(request: Request, response_id: str) -> Response:
-        return service.retrieve(request, response_id)
-
-    @app.delete("/v1/responses/{response_id}")
-    async def delete(request: Request, response_id: str) -> Response:
-        return service.delete(request, response_id)
-
-    @app.get("/v1/responses/{response_id}/input_items")
-    async def input_items(request: Request, response_id: str) -> Response:
-        return service.input_items(request, response_id)
-
-    @app.post("/v1/responses/{response_id}/cancel")
-    async def cancel(request: Request, response_id: str) -> Response:
-        return service.cancel(request, response_id)
-
-
-def _add_tokenization_routes(
-    app: FastAPI, service: TokenizationService, reader: RequestReader
-) -> None:
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        return await service.tokenize(request, await reader.read(request, TokenizeRequest))
-
-    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
-        return await service.detokenize(request, await reader.read(request, DetokenizeRequest))
-
-
-def _add_docs_route(app: FastAPI) -> None:
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return api_page(app.openapi(), app.root_path)
+    path = "/v1/responses"
+    posts.add(path, ResponsesRequest, service.responses, may_stream=True)
+    posts.add(f"{path}/input_tokens", ResponsesRequest, service.input_tokens)
+    add("GET", f"{path}/{{response_id}}", service.response)
+    add("DELETE", f"{path}/{{response_id}}", service.delete)
+    add("GET", f"{path}/{{response_id}}/input_items", service.input_items)
+    add("POST", f"{path}/{{response_id}}/cancel", service.cancel)
 
 
 def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) -> None:
@@ -252,14 +232,9 @@ def _add_model_routes(app: FastAPI, client: AsyncEngineClient, card: ModelCard) 
         return json_response(found)
 
 
-def _add_adapter_routes(app: FastAPI, service: AdapterService, reader: RequestReader) -> None:
-    @app.post("/v1/load_lora_adapter", openapi_extra=takes(LoadAdapterRequest))
-    async def load_lora_adapter(request: Request) -> Response:
-        return await service.load(await reader.read(request, LoadAdapterRequest))
-
-    @app.post("/v1/unload_lora_adapter", openapi_extra=takes(UnloadAdapterRequest))
-    async def unload_lora_adapter(request: Request) -> Response:
-        return service.unload(await reader.read(request, UnloadAdapterRequest))
+def _add_adapter_routes(posts: _Posts, service: AdapterService) -> None:
+    posts.add("/v1/load_lora_adapter", LoadAdapterRequest, service.load_lora_adapter)
+    posts.add("/v1/unload_lora_adapter", UnloadAdapterRequest, service.unload_lora_adapter)
 
 
 _NOT_READY: dict[EngineState, str] = {
@@ -298,16 +273,33 @@ def _add_state_routes(app: FastAPI, client: AsyncEngineClient) -> None:
         return json_response({"version": __version__})
 
 
-def _add_media_route(app: FastAPI, client: AsyncEngineClient, config: ServerConfig) -> None:
+def _add_operators_routes(
+    app: FastAPI, client: AsyncEngineClient, config: ServerConfig, metrics: Metrics
+) -> None:
+    """Add what the schema does not show: pages, metrics, and the hashes of cached media."""
     cache = client.input_processor.cache
 
-    @app.get("/internal/media", include_in_schema=False)
+    async def docs() -> Response:
+        return api_page(app.openapi(), app.root_path)
+
     async def media() -> Response:
         if len(config.api_keys) > 1:
             raise HTTPException(403)
         # In a thread: the cache's lock may be held by another one.
         hashes = [] if cache is None else await asyncio.to_thread(cache.list_hashes)
         return json_response({"object": "list", "media_hashes": hashes})
+
+    async def serve_metrics() -> Response:
+        return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+    endpoints: dict[str, Callable[..., Any]] = {
+        "/internal/media": media,
+        "/metrics": serve_metrics,
+        **dict.fromkeys(PAGE_FILES, serve_page),
+        **({} if config.disable_fastapi_docs else {"/docs": docs}),
+    }
+    for path, endpoint in endpoints.items():
+        app.add_api_route(path, endpoint, include_in_schema=False)
 
 
 def _make_tracer(client: AsyncEngineClient, endpoint: str | None) -> Any:
@@ -326,12 +318,6 @@ def _make_tracer(client: AsyncEngineClient, endpoint: str | None) -> Any:
     tracer = RequestTracer(make_provider(endpoint), model_name)
     client.observe(tracer)
     return tracer
-
-
-def _add_metrics_route(app: FastAPI, metrics: Metrics) -> None:
-    @app.get("/metrics", include_in_schema=False)
-    async def serve_metrics() -> Response:
-        return Response(await metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def _programs_left(supervisor: EngineLink) -> dict[str, int]:

@@ -1,13 +1,16 @@
-"""uvicorn's connections with limits: on their number, on the headers, on the time for them."""
+"""uvicorn's server: limits on the connections' number and on their headers' time; its shutdown."""
 
 import asyncio
+import socket
+from types import FrameType
 from typing import Any
 
 import h11
-from starlette.types import ASGIApp, Receive, Scope, Send
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mmjax.server.openai.errors import plain_error_response
+from mmjax.server.openai.request_body import RequestReader
+from mmjax.server.shutdown import Shutdown
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -33,7 +36,7 @@ class LimitedProtocol(H11Protocol):
         # asyncio's: what one turn of the event loop reads of one connection. Its 256 KiB take 1 ms,
         # which many connections with pictures would hold the loop for, each.
         transport.max_size = _MAX_READ_BYTES
-        self.access_log = False  # AccessMiddleware's
+        self.access_log = False  # `log_access` has it
         super().connection_made(transport)
         self._start_head_timer()
 
@@ -71,31 +74,24 @@ def limited_protocol(*, max_connections: int, head_timeout_s: float) -> type[H11
     return type("LimitedProtocol", (LimitedProtocol,), limits)
 
 
-class HeaderLimitMiddleware:
-    """Refuses requests with too many headers, or too large ones.
+class DrainingServer(uvicorn.Server):
+    """Stops when `shutdown` does: ends unread bodies at once, and waits for running requests."""
 
-    h11 limits the size too, but not of what comes in one piece.
-    """
+    def __init__(self, config: uvicorn.Config, *, shutdown: Shutdown, reader: RequestReader):
+        super().__init__(config)
+        self._shutdown = shutdown
+        self._reader = reader
+        shutdown.drain_with(self._drain)
 
-    def __init__(self, app: ASGIApp, *, max_headers: int, max_bytes: int) -> None:
-        self._app = app
-        self._max_headers = max_headers
-        self._max_bytes = max_bytes
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Pass a signal to `shutdown`."""
+        # NOTE: not in uvicorn's own list, whose signals it raises again at its end.
+        self._shutdown.on_signal(sig, frame)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 431."""
-        if scope["type"] != "http" or self._is_small(scope["headers"]):
-            await self._app(scope, receive, send)
-            return
-        response = plain_error_response(
-            431,
-            f"the request has more than {self._max_headers} headers, or more than "
-            f"{self._max_bytes} bytes of them; send fewer",
-            code="http_431",
-            headers={"Connection": "close"},
-        )
-        await response(scope, receive, send)
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close."""
+        self._reader.stop()
+        await super().shutdown(sockets)
 
-    def _is_small(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        num_bytes = sum(len(name) + len(value) for name, value in headers)
-        return len(headers) <= self._max_headers and num_bytes <= self._max_bytes
+    def _drain(self) -> None:
+        self.should_exit = True

@@ -1,4 +1,7 @@
-"""Middleware: the access log, the request's id, the API key, the size of the body, and room."""
+"""Middleware: the access log, the request's id, and what refuses requests before any work.
+
+Each is a function that returns an ASGI application around another one.
+"""
 
 import asyncio
 import hashlib
@@ -8,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.errors import CapacityError, ShuttingDownError
@@ -19,6 +23,7 @@ from mmjax.server.openai.errors import (
     json_response,
     plain_error_response,
 )
+from mmjax.server.openai.request_body import API_KEY_STATE
 from mmjax.server.playground import PAGE_FILES
 from mmjax.system.logger import REQUEST_ID, cut, get_logger
 
@@ -29,63 +34,53 @@ access_logger = get_logger("uvicorn.access")
 OPEN_PATHS = frozenset({"/health", "/ready", "/version", *PAGE_FILES})
 """Paths that need no API key."""
 
-
-API_KEY_STATE = "api_key_digest"
-"""Entry of a request's state with the digest of its API key."""
+Refusal = Callable[[Scope], Response | None]
+"""Returns the answer to a request that is refused; None: it is not."""
 
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_ACCESS_FIELD_CHARS = 128
 """Limit on each part of an access line, such as the path, whose length clients choose."""
 
 
-class AccessMiddleware:
-    """Counts responses by their status, and logs those that no line tells of yet.
+def log_access(
+    app: ASGIApp, *, count: Callable[[int], None], quiet_paths: Collection[str]
+) -> ASGIApp:
+    """Count responses by their status, and log those that no line tells of yet.
 
     In place of uvicorn's access log, which would tell of an error a second time.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, count: Callable[[int], None], quiet_paths: Collection[str]
-    ) -> None:
-        self._app = app
-        self._count = count
-        self._quiet_paths = frozenset(quiet_paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and count."""
-
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         async def note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._count(message["status"])
-                self._log(scope, message["status"])
+                count(message["status"])
+                if LOGGED_STATE not in scope.get("state", {}) and scope["path"] not in quiet_paths:
+                    _log_access(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, note if scope["type"] == "http" else send)
+        await app(scope, receive, note if scope["type"] == "http" else send)
 
-    def _log(self, scope: Scope, status: int) -> None:
-        if LOGGED_STATE in scope.get("state", {}) or scope["path"] in self._quiet_paths:
-            return
-        target = quote(scope["path"])
-        if query := scope["query_string"]:
-            target += "?" + query.decode("ascii", "backslashreplace")
-        fields = (client_address(scope), scope["method"], target)
-        fields = tuple(cut(field, _MAX_ACCESS_FIELD_CHARS) for field in fields)
-        access_logger.info('%s - "%s %s HTTP/%s" %d', *fields, scope["http_version"], status)
+    return call
 
 
-class RequestIdMiddleware:
-    """Sets X-Request-Id on every response, and answers and logs unhandled exceptions.
+def _log_access(scope: Scope, status: int) -> None:
+    target = quote(scope["path"])
+    if query := scope["query_string"]:
+        target += "?" + query.decode("ascii", "backslashreplace")
+    fields = (client_address(scope), scope["method"], target)
+    fields = tuple(cut(field, _MAX_ACCESS_FIELD_CHARS) for field in fields)
+    access_logger.info('%s - "%s %s HTTP/%s" %d', *fields, scope["http_version"], status)
+
+
+def set_request_id(app: ASGIApp) -> ASGIApp:
+    """Set X-Request-Id on every response, and answer and log unhandled exceptions.
 
     The id is the client's, if it sent a valid one. Outermost, so that every response has one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on; answer unhandled exceptions with a 500."""
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         request_id = _clients_id(scope) or uuid.uuid4().hex
         has_started = False
@@ -100,7 +95,7 @@ class RequestIdMiddleware:
 
         token = REQUEST_ID.set(request_id)
         try:
-            await self._app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         except asyncio.CancelledError:
             # Only the server's shutdown cancels a request as a whole.
             logger.info("broken off: the time of the shutdown is over")
@@ -114,6 +109,8 @@ class RequestIdMiddleware:
         finally:
             REQUEST_ID.reset(token)
 
+    return call
+
 
 def _clients_id(scope: Scope) -> str:
     """Return the client's id; "" if it has none or an invalid one."""
@@ -123,31 +120,28 @@ def _clients_id(scope: Scope) -> str:
     return text if is_sane else ""
 
 
-class KeyMiddleware:
-    """Requires an API key on every path but `OPEN_PATHS`, whether it exists or not."""
+# ---- what refuses ---------------------------------------------------------------------------
 
-    def __init__(self, app: ASGIApp, api_keys: Iterable[str]) -> None:
-        self._app = app
-        self._digests = [_digest(key.encode()) for key in api_keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
-        if scope["type"] == "lifespan" or self._is_allowed(scope):
-            await self._app(scope, receive, send)
-            return
-        response = plain_error_response(
-            401,
-            "the API key is missing or wrong; send `Authorization: Bearer <key>`",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await response(scope, receive, send)
+def refuse(app: ASGIApp, refusal: Refusal) -> ASGIApp:
+    """Answer a request with its refusal, if it has one."""
 
-    def _is_allowed(self, scope: Scope) -> bool:
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        response = None if scope["type"] == "lifespan" else refusal(scope)
+        await (response or app)(scope, receive, send)
+
+    return call
+
+
+def without_key(api_keys: Iterable[str]) -> Refusal:
+    """Refuse what bears none of the keys, on every path but `OPEN_PATHS`, be it there or not."""
+    digests = [_digest(key.encode()) for key in api_keys]
+
+    def is_allowed(scope: Scope) -> bool:
         if scope["type"] != "http":
             return False
         # The path that routes are matched by, not one rebuilt from the Host header.
-        if scope["path"].removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
+        if _path(scope) in OPEN_PATHS:
             return True
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(headers) != 1:
@@ -155,29 +149,78 @@ class KeyMiddleware:
         scheme, _, key = headers[0].partition(b" ")
         digest = _digest(key.strip())
         # Compares all keys, by digests of one length: the time is independent of the keys.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        matches = [hmac.compare_digest(digest, known) for known in digests]
         scope.setdefault("state", {})[API_KEY_STATE] = digest.hex()
         return scheme.lower() == b"bearer" and any(matches)
 
+    def refusal(scope: Scope) -> Response | None:
+        if is_allowed(scope):
+            return None
+        return plain_error_response(
+            401,
+            "the API key is missing or wrong; send `Authorization: Bearer <key>`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
-class BodyLimitMiddleware:
-    """Refuses bodies over a limit, by Content-Length, or as soon as they exceed it."""
+    return refusal
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, counting bytes, or answer 413."""
+def above_headers(max_headers: int, max_bytes: int) -> Refusal:
+    """Refuse too many headers, or too large ones.
+
+    h11 limits the size too, but not of what comes in one piece.
+    """
+
+    def refusal(scope: Scope) -> Response | None:
+        headers = scope["headers"] if scope["type"] == "http" else ()
+        num_bytes = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) <= max_headers and num_bytes <= max_bytes:
+            return None
+        return plain_error_response(
+            431,
+            f"the request has more than {max_headers} headers, or more than {max_bytes} bytes of "
+            "them; send fewer",
+            code="http_431",
+            headers={"Connection": "close"},
+        )
+
+    return refusal
+
+
+def without_room(check_room: Callable[[], None], paths: Collection[str]) -> Refusal:
+    """Refuse work while there is no room for it.
+
+    `check_room` raises CapacityError without room; `paths`: those that take a body.
+    """
+
+    def refusal(scope: Scope) -> Response | None:
+        if scope["type"] == "http" and scope["method"] == "POST" and _path(scope) in paths:
+            try:
+                check_room()
+            except CapacityError as error:
+                return error_response(error)
+        return None
+
+    return refusal
+
+
+def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """Refuse bodies over a limit, by Content-Length, or as soon as they exceed it."""
+
+    def explain(num_bytes: str) -> str:
+        return (
+            f"the body has {num_bytes} bytes, at most {max_bytes} are accepted; send smaller images"
+        )
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        if (num_declared := _declared_length(scope)) > self._max_bytes:
+        headers = {"Connection": "close"}
+        if (declared := _declared_length(scope)) > max_bytes:
             response = plain_error_response(
-                413,
-                self._explain(f"{num_declared}"),
-                code="http_413",
-                headers={"Connection": "close"},
+                413, explain(f"{declared}"), code="http_413", headers=headers
             )
             await response(scope, receive, send)
             return
@@ -187,41 +230,17 @@ class BodyLimitMiddleware:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_bytes:
-                detail = self._explain(f"{num_bytes} or more")
-                raise HTTPException(413, detail, headers={"Connection": "close"})
+            if num_bytes > max_bytes:
+                raise HTTPException(413, explain(f"{num_bytes} or more"), headers=headers)
             return message
 
-        await self._app(scope, count, send)
+        await app(scope, count, send)
 
-    def _explain(self, num_bytes: str) -> str:
-        most = self._max_bytes
-        return f"the body has {num_bytes} bytes, at most {most} are accepted; send smaller images"
+    return call
 
 
-class RoomMiddleware:
-    """Refuses work that there is no room for, before anything is spent on it."""
-
-    def __init__(
-        self, app: ASGIApp, *, check_room: Callable[[], None], paths: Collection[str]
-    ) -> None:
-        """`check_room` raises CapacityError without room; `paths`: those that take a body."""
-        self._app = app
-        self._check_room = check_room
-        self._paths = frozenset(paths)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 429."""
-        if scope["type"] == "http" and scope["method"] == "POST" and self._is_work(scope):
-            try:
-                self._check_room()
-            except CapacityError as error:
-                await error_response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-    def _is_work(self, scope: Scope) -> bool:
-        return scope["path"].removeprefix(scope.get("root_path", "")) in self._paths
+def _path(scope: Scope) -> str:
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def _digest(key: bytes) -> bytes:

@@ -34,24 +34,22 @@ def make_provider(endpoint: str) -> TracerProvider:
     return provider
 
 
-class TraceContextMiddleware:
-    """Takes the client's trace from its `traceparent` header."""
+def join_trace(app: ASGIApp) -> ASGIApp:
+    """Take the client's trace from its `traceparent` header: middleware."""
+    propagator = TraceContextTextMapPropagator()
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._propagator = TraceContextTextMapPropagator()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, within the client's trace."""
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope.get("headers", ())
         carrier = {
             name.decode(): value.decode("latin-1") for name, value in headers if name in _HEADERS
         }
-        token = otel_context.attach(self._propagator.extract(carrier))
+        token = otel_context.attach(propagator.extract(carrier))
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             otel_context.detach(token)
+
+    return call
 
 
 class RequestTracer:
@@ -61,7 +59,7 @@ class RequestTracer:
     the stages, laid one behind the other: of those that take turns, only the sum is known.
     """
 
-    middleware = TraceContextMiddleware
+    middleware = staticmethod(join_trace)
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         self._provider = provider

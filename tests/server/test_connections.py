@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from mmjax.server.connections import HeaderLimitMiddleware, LimitedProtocol, limited_protocol
+from mmjax.server.connections import LimitedProtocol, limited_protocol
+from mmjax.server.middleware import above_headers, refuse
 from tests.server.conftest import MakeServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -121,7 +122,7 @@ def test_the_counter_passes_other_scopes_on() -> None:
     async def nothing(*_: Any) -> Any:
         raise AssertionError
 
-    limited = HeaderLimitMiddleware(app, max_headers=1, max_bytes=1)
+    limited = refuse(app, above_headers(max_headers=1, max_bytes=1))
 
     async def run() -> None:
         await limited({"type": "lifespan"}, nothing, nothing)

@@ -19,7 +19,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
-from mmjax.server.openai.media_headers import MEDIA_HASHES_HEADER
+from mmjax.server.openai.streaming import MEDIA_HASHES_HEADER
 from tests.echo_engine import EchoSupervisor
 
 

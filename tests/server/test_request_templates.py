@@ -13,7 +13,7 @@ from mmjax.frontend.prompt.request_template import (
     RequestTemplate,
     TemplateLimits,
 )
-from mmjax.server.openai.request_templates import MAX_WAITING
+from mmjax.server.openai.chat_completions import MAX_WAITING
 from tests.kit import GEMMA3_CHAT_TEMPLATE
 from tests.server.conftest import TOOLS_TEMPLATE, MakeServer
 from tests.server.test_bad_input import error_of

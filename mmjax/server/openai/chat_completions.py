@@ -1,17 +1,18 @@
 """Chat completions: conversations to prompts, outputs to OpenAI's messages."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.errors import RequestError
+from mmjax.errors import CapacityError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
@@ -21,26 +22,32 @@ from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimits
 from mmjax.requests.sampling_params import SamplingParams
-from mmjax.server.openai.answer_reader import AnswerReader
-from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.generation import GenerationService, gather, prompt_token_ids, with_extras
-from mmjax.server.openai.media_headers import media_headers
+from mmjax.server.openai.generation import (
+    GenerationService,
+    Run,
+    choice_options,
+    new_ids,
+    prompt_token_ids,
+    with_extras,
+)
 from mmjax.server.openai.protocol import ChatCompletionRequest
-from mmjax.server.openai.request_templates import TemplateThreads
 from mmjax.server.openai.responses import (
-    Answer,
     ChatChunkChoice,
     ChatDelta,
     ChoiceOptions,
-    UsageCounter,
     chat_choice,
     chat_chunk_choice,
     prompt_logprobs,
 )
-from mmjax.server.openai.streaming import begin, while_connected
+from mmjax.server.openai.streaming import while_connected
 from mmjax.server.openai.structure import errors_of_format
-from mmjax.server.openai.tool_use import ToolUse, plan_tool_use
+from mmjax.server.openai.tool_use import AnswerReader, ToolUse, plan_tool_use
+
+T = TypeVar("T")
+
+MAX_WAITING = 16
+"""Requests that wait for the rendering of their own chat templates."""
 
 _RENDERED_CHARS_FACTOR = 2
 """Of a request's own template: what it may write, in texts of the longest prompt."""
@@ -85,30 +92,35 @@ class ChatService:
         """End the threads."""
         self._template_threads.close()
 
-    async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
+    async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
         """Serve /v1/chat/completions."""
-        request_id = f"chatcmpl-{new_hex()}"
-        answer_id = request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
-        new_answer = self._generation.answer_factory(
-            body, answer_id, "chat.completion", bool(body.stream)
-        )
+        request_id, answer_id = new_ids("chatcmpl", body)
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
         with errors_of_messages():
-            run = await self.open_chat(request, body, request_id)
-            if body.stream:
-                chunks = await begin(request, run.streams)
-                events = self._chat_events(body, chunks, new_answer, run)
-                return self._generation.event_stream(events, run.streams)
-            outputs, usage = await gather(request, run.streams)
-        answer = new_answer(
-            choices=[
-                chat_choice(item, run.reader.read(item), run.options) for item in outputs[0].outputs
-            ],
-            usage=usage.usage(),
-            prompt_token_ids=prompt_token_ids(body, outputs[0]),
-            metrics=self._generation.metrics(body, usage),
-            prompt_logprobs=prompt_logprobs(outputs[0]),
-        )
-        return json_response(answer, headers=media_headers(run.streams))
+            chat = await self.open_chat(request, body, request_id)
+            reader, options = chat.reader, chat.options
+
+            def choices(_: int, output: RequestOutput) -> list[Any]:
+                pieces = [(item, reader.read(item)) for item in output.outputs]
+                if not body.stream:
+                    return [chat_choice(*pair, options) for pair in pieces]
+                chunks = [chat_chunk_choice(*pair, options) for pair in pieces]
+                return [one for one in chunks if one.says_something or not reader.holds_text_back]
+
+            def fields(output: RequestOutput) -> dict[str, Any]:
+                return {
+                    "prompt_token_ids": prompt_token_ids(body, output),
+                    "prompt_logprobs": prompt_logprobs(output),
+                }
+
+            delta = ChatDelta(role=options.role, content="")
+            run = Run(
+                streams=chat.streams,
+                choices=choices,
+                fields=fields,
+                opening=[ChatChunkChoice(index=index, delta=delta) for index in range(body.n)],
+            )
+            return await self._generation.answer(request, body, run, answer_id, kind)
 
     async def open_chat(
         self, request: Request, body: ChatCompletionRequest, request_id: str
@@ -128,12 +140,11 @@ class ChatService:
             params=params,
             streams=streams,
             reader=AnswerReader(tools, echo=_echo_of(body)),
-            options=ChoiceOptions(
-                body.top_logprobs or 0,
-                bool(body.return_token_ids),
-                bool(body.return_tokens_as_token_ids),
-                _role_of(body, self._config),
+            options=choice_options(
+                body,
+                body.top_logprobs,
                 self._client.input_processor.tokenizer,
+                _role_of(body, self._config),
             ),
         )
 
@@ -158,48 +169,6 @@ class ChatService:
                 is_bounded=is_bounded,
             )
             return await while_connected(request, explaining)
-
-    async def _chat_events(
-        self,
-        body: ChatCompletionRequest,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        new_answer: Callable[..., Answer],
-        run: ChatRun,
-    ) -> AsyncGenerator[Answer, None]:
-        usage = UsageCounter()
-        stream_options = body.stream_options
-        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        is_begun = False
-        try:
-            for stream in run.streams:
-                usage.add(stream.request.to_output())
-            for index in range(body.n):
-                delta = ChatDelta(role=run.options.role, content="")
-                yield new_answer(
-                    choices=[ChatChunkChoice(index=index, delta=delta)],
-                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
-                )
-            async for _, output in outputs:
-                usage.add(output)
-                choices = [
-                    chat_chunk_choice(item, run.reader.read(item), run.options)
-                    for item in output.outputs
-                ]
-                if run.reader.holds_text_back:
-                    choices = [choice for choice in choices if choice.says_something]
-                if choices:
-                    yield new_answer(
-                        choices=choices,
-                        usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
-                        prompt_token_ids=msgspec.UNSET
-                        if is_begun
-                        else prompt_token_ids(body, output),
-                    )
-                    is_begun = True
-        finally:
-            await outputs.aclose()
-        for answer in self._generation.closing(body, usage, new_answer):
-            yield answer
 
     def _tool_use(self, body: ChatCompletionRequest) -> ToolUse | None:
         return plan_tool_use(
@@ -271,3 +240,38 @@ def errors_of_messages() -> Iterator[None]:
         if error.param == "prompt" or (error.param or "").startswith("multi_modal_"):
             error.param = "messages"
         raise
+
+
+class TemplateThreads:
+    """Threads for conversations that bring their own chat template: they wait for its process.
+
+    Apart from the threads of all other requests, which a slow template would hold. Renders a few
+    at a time, and refuses more than a few that wait.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="mmjax-template")
+        self._num_waiting = 0
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run `job` in a thread; CapacityError if too many wait."""
+        if self._num_waiting >= MAX_WAITING:
+            raise CapacityError(
+                f"{MAX_WAITING} requests wait for their own chat templates; try again in a moment",
+                param="chat_template",
+            )
+        self._num_waiting += 1
+        future = asyncio.get_running_loop().run_in_executor(self._pool, job)
+        # Also if the caller is cancelled meanwhile: the thread is busy until the job is done.
+        future.add_done_callback(self._leave)
+        return await asyncio.shield(future)
+
+    def close(self) -> None:
+        """Start no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _leave(self, future: "asyncio.Future[T]") -> None:
+        self._num_waiting -= 1
+        if not future.cancelled():
+            # Read here, as nobody else does once the caller has left.
+            future.exception()

@@ -1,31 +1,38 @@
 """Text completions: prompts in, OpenAI's choices out."""
 
-from collections.abc import AsyncGenerator, Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
-from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.output.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    SampleLogprobs,
+)
 from mmjax.frontend.output.token_bytes import CharacterCounter
 from mmjax.frontend.prompt.input_processor import PromptDict
-from mmjax.server.openai.continuation import new_hex
-from mmjax.server.openai.echo import PromptEcho
-from mmjax.server.openai.errors import json_response
-from mmjax.server.openai.generation import GenerationService, gather, prompt_token_ids, with_extras
+from mmjax.server.openai.generation import (
+    GenerationService,
+    Run,
+    choice_options,
+    new_ids,
+    prompt_token_ids,
+    with_extras,
+)
 from mmjax.server.openai.protocol import CompletionRequest
 from mmjax.server.openai.responses import (
-    Answer,
     ChoiceOptions,
     TextChoice,
-    UsageCounter,
     prompt_logprobs,
     text_choice,
 )
-from mmjax.server.openai.streaming import begin, while_connected
+from mmjax.server.openai.streaming import Outputs, while_connected
 from mmjax.server.openai.structure import errors_of_format
 
 
@@ -36,49 +43,25 @@ class CompletionService:
         self._client = client
         self._generation = generation
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Serve /v1/completions."""
         self._generation.check(request, body)
         params = body.sampling_params(self._generation.default_params)
-        request_id = f"cmpl-{new_hex()}"
-        answer_id = request_id if body.request_id is None else f"cmpl-{body.request_id}"
+        request_id, answer_id = new_ids("cmpl", body)
         prompts: list[PromptSource] = [_text_prompt(item, body) for item in body.prompts()]
         echo = await self._prompt_echo(request, body)
         with errors_of_format(body.response_format is not None):
             streams = await self._generation.submit(
                 request, body, request_id, prompts, params, continues_prompt=True
             )
-        new_answer = self._generation.answer_factory(body, answer_id, "text_completion", False)
-        options = ChoiceOptions(
-            body.logprobs or 0,
-            bool(body.return_token_ids),
-            bool(body.return_tokens_as_token_ids),
-            tokenizer=self._client.input_processor.tokenizer,
-        )
-        if body.stream:
-            chunks = await begin(request, streams, partial(_echoed, echo=echo))
-            events = self._text_events(body, chunks, new_answer, options, echo)
-            return self._generation.event_stream(events, streams)
-        outputs, usage = await gather(request, streams, echo)
-        choices = [
-            text_choice(
-                item,
-                options,
-                index=number * body.n + item.index,
-                counter=_begin_text(echo, number),
-            )
-            for number, output in enumerate(outputs)
-            for item in output.outputs
-        ]
-        for number, output in enumerate(outputs):
-            if body.prompt_logprobs is not None:
-                choices[number * body.n].prompt_logprobs = prompt_logprobs(output)
-            for choice in choices[number * body.n : (number + 1) * body.n]:
-                choice.prompt_token_ids = prompt_token_ids(body, output)
-        metrics = self._generation.metrics(body, usage)
-        return json_response(new_answer(choices=choices, usage=usage.usage(), metrics=metrics))
+        tokenizer = self._client.input_processor.tokenizer
+        choices = _TextChoices(body, choice_options(body, body.logprobs, tokenizer), echo)
+        run = Run(streams=streams, choices=choices.of)
+        if echo is not None:
+            run = replace(run, show=echo.apply, shown=partial(_echoed, echo=echo))
+        return await self._generation.answer(request, body, run, answer_id, "text_completion")
 
-    async def _prompt_echo(self, request: Request, body: CompletionRequest) -> PromptEcho | None:
+    async def _prompt_echo(self, request: Request, body: CompletionRequest) -> "PromptEcho | None":
         if not body.echo:
             return None
         texts = [
@@ -94,53 +77,40 @@ class CompletionService:
             decode=decode if body.echoes_logprobs else None,
         )
 
-    async def _text_events(
-        self,
-        body: CompletionRequest,
-        outputs: AsyncGenerator[tuple[int, RequestOutput], None],
-        new_answer: Callable[..., Answer],
-        options: ChoiceOptions,
-        echo: PromptEcho | None,
-    ) -> AsyncGenerator[Answer, None]:
-        usage = UsageCounter()
-        stream_options = body.stream_options
-        is_usage_continuous = bool(stream_options and stream_options.continuous_usage_stats)
-        counters: dict[int, CharacterCounter] = {}
-        try:
-            async for number, output in outputs:
-                usage.add(output)
-                choices: list[TextChoice] = []
-                for item in output.outputs:
-                    index = number * body.n + item.index
-                    is_first = index not in counters
-                    if is_first:
-                        counters[index] = _begin_text(echo, number)
-                    choice = text_choice(item, options, index=index, counter=counters[index])
-                    if is_first:
-                        choice.prompt_token_ids = prompt_token_ids(body, output)
-                    choices.append(choice)
-                if not choices:
-                    continue
-                yield new_answer(
-                    choices=choices,
-                    usage=usage.usage() if is_usage_continuous else msgspec.UNSET,
-                )
-        finally:
-            await outputs.aclose()
-        for answer in self._generation.closing(body, usage, new_answer):
-            yield answer
+
+class _TextChoices:
+    """Makes choices of the outputs of one request's prompts."""
+
+    def __init__(
+        self, body: CompletionRequest, options: ChoiceOptions, echo: "PromptEcho | None"
+    ) -> None:
+        self._body = body
+        self._options = options
+        self._echo = echo
+        self._counters: dict[int, CharacterCounter] = {}
+        """By the choices that have begun."""
+
+    def of(self, number: int, output: RequestOutput) -> list[TextChoice]:
+        return [self._make(number, output, item) for item in output.outputs]
+
+    def _make(self, number: int, output: RequestOutput, item: CompletionOutput) -> TextChoice:
+        body, index = self._body, number * self._body.n + item.index
+        is_first = index not in self._counters
+        if is_first:
+            start = 0 if self._echo is None else self._echo.find_start(number)
+            self._counters[index] = CharacterCounter(start)
+        choice = text_choice(item, self._options, index=index, counter=self._counters[index])
+        if is_first:
+            choice.prompt_token_ids = prompt_token_ids(body, output)
+        if item.index == 0 and body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output)
+        return choice
 
 
-def _begin_text(echo: PromptEcho | None, number: int) -> CharacterCounter:
-    return CharacterCounter(0 if echo is None else echo.find_start(number))
-
-
-async def _echoed(
-    outputs: AsyncGenerator[tuple[int, RequestOutput], None], echo: PromptEcho | None
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def _echoed(outputs: Outputs, echo: "PromptEcho") -> Outputs:
     try:
         async for number, output in outputs:
-            shown = output if echo is None else echo.apply(number, output)
+            shown = echo.apply(number, output)
             # One by one, so that an event tells of one answer, and of what one step added to it.
             for item in shown.outputs:
                 yield number, replace(shown, outputs=[item])
@@ -156,3 +126,75 @@ def _text_prompt(prompt: str | list[int], body: CompletionRequest) -> PromptDict
     else:
         made = {"prompt_token_ids": prompt}
     return with_extras(made, body)
+
+
+class PromptEcho:
+    """`echo`: puts the prompts before their completions, once each."""
+
+    def __init__(
+        self,
+        texts: Sequence[str],
+        *,
+        is_generating: bool,
+        decode: Callable[[int], str] | None = None,
+    ) -> None:
+        """`texts`: of each prompt; without `is_generating` nothing but them is shown.
+
+        `decode`: names a token, where the prompts' log-probabilities are shown, too.
+        """
+        self._texts = texts
+        self._is_generating = is_generating
+        self._decode = decode
+        self._begun: set[tuple[int, int]] = set()
+        self._logprobs: dict[int, SampleLogprobs] = {}
+        """By prompt, an entry for each token; NaN where the model gives none."""
+        self._held: dict[int, list[CompletionOutput]] = {}
+        """By prompt, what came before the prompt's log-probabilities: they come but once."""
+
+    def apply(self, number: int, output: RequestOutput) -> RequestOutput:
+        """Return what is shown of an output of prompt `number`."""
+        if self._decode is None:
+            return self._shown(number, output, output.outputs)
+        if output.prompt_logprobs is not None:
+            self._logprobs[number] = [
+                {token_id: Logprob(logprob=math.nan, decoded_token=self._decode(token_id))}
+                if entry is None
+                else entry
+                for token_id, entry in zip(
+                    output.prompt_token_ids, output.prompt_logprobs, strict=True
+                )
+            ]
+        if number not in self._logprobs:
+            self._held.setdefault(number, []).extend(output.outputs)
+            return replace(output, outputs=[])
+        return self._shown(number, output, [*self._held.pop(number, ()), *output.outputs])
+
+    def find_start(self, number: int) -> int:
+        """Return where the first token of prompt `number` begins in the text: 0, or before it.
+
+        The token that a tokenizer itself puts first is in no text.
+        """
+        if not self._logprobs.get(number):
+            return 0
+        first = next(iter(self._logprobs[number][0].values()))
+        token = first.decoded_token or ""
+        return 0 if self._texts[number].startswith(token) else -len(token)
+
+    def _shown(
+        self, number: int, output: RequestOutput, items: Sequence[CompletionOutput]
+    ) -> RequestOutput:
+        return replace(output, outputs=[self._echoed(number, item) for item in items])
+
+    def _echoed(self, number: int, item: CompletionOutput) -> CompletionOutput:
+        if not self._is_generating:
+            # The engine generates one token at least.
+            logprobs = None if item.logprobs is None else []
+            item = replace(item, text="", token_ids=[], finish_reason="length", stop_reason=None)
+            item = replace(item, logprobs=logprobs)
+        if (number, item.index) in self._begun:
+            return item
+        self._begun.add((number, item.index))
+        item = replace(item, text=self._texts[number] + item.text)
+        if self._decode is None:
+            return item
+        return replace(item, logprobs=[*self._logprobs[number], *(item.logprobs or ())])

@@ -166,7 +166,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Install handlers that answer all errors with OpenAI's body.
 
     Coroutines, since functions would run in a thread. Unhandled exceptions are answered by
-    RequestIdMiddleware.
+    `set_request_id`.
     """
 
     @app.exception_handler(RequestError)

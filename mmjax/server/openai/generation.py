@@ -1,31 +1,36 @@
-"""What chats and text completions share: checks, requests to the engine, the answer's frame."""
+"""The one way of chats and text completions: checks, requests to the engine, the answer."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from mmjax import __version__
-from mmjax.config.engine_config import SchedulingPolicy, ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.requests.sampling_params import SamplingParams
-from mmjax.server.middleware import API_KEY_STATE
-from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
-from mmjax.server.openai.echo import PromptEcho
-from mmjax.server.openai.protocol import GenerationRequest
-from mmjax.server.openai.responses import (
-    Answer,
-    RequestMetrics,
-    UsageCounter,
+from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
+from mmjax.server.openai.errors import json_response
+from mmjax.server.openai.protocol import GenerationRequest, StreamOptions
+from mmjax.server.openai.request_body import API_KEY_STATE
+from mmjax.server.openai.responses import Answer, ChoiceOptions, RequestMetrics, UsageCounter
+from mmjax.server.openai.streaming import (
+    EventStream,
+    Outputs,
+    begin,
+    collect,
+    media_headers,
+    while_connected,
 )
-from mmjax.server.openai.streaming import EventStream, collect, while_connected
 
 _MAX_LISTED = 8
 """Adapters that an error lists."""
@@ -77,7 +82,12 @@ class GenerationService:
                     "server with `--trust-request-mm-kwargs`",
                     param=name,
                 )
-        _check_priority(body, self._client.scheduling_policy)
+        if body.priority and self._client.scheduling_policy != "priority":
+            raise RequestValueError(
+                f"`priority` is {body.priority}, but this server serves in the order of arrival; "
+                "leave it out, or start the server with `--scheduling-policy priority`",
+                param="priority",
+            )
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(body, name, None) and not self._config.trust_request_chat_template:
                 raise RequestValueError(
@@ -85,33 +95,15 @@ class GenerationService:
                     "server with `--trust-request-chat-template`",
                     param=name,
                 )
-        if len(self._config.api_keys) > 1 and not self._are_media_ids_trusted:
-            body.cache_salt = body.cache_salt or _default_salt(request)
+        if self.hides_caches and not self._are_media_ids_trusted:
+            # A salt per API key: cache hits, or their speed, would reveal others' prompts.
+            salt = f"api key {getattr(request.state, API_KEY_STATE)}"
+            body.cache_salt = body.cache_salt or salt
 
     @property
     def hides_caches(self) -> bool:
         """Whether clients share the caches, of whom none may learn what others have sent."""
         return len(self._config.api_keys) > 1
-
-    def metrics(
-        self, body: GenerationRequest, usage: UsageCounter
-    ) -> RequestMetrics | msgspec.UnsetType:
-        """Return an answer's times, if the request wants them."""
-        if not body.return_metrics:
-            return msgspec.UNSET
-        return usage.metrics(n=body.n, hides_caches=self.hides_caches)
-
-    def closing(
-        self, body: GenerationRequest, usage: UsageCounter, new_answer: Callable[..., Answer]
-    ) -> Iterator[Answer]:
-        """Yield a stream's last chunk, if the request wants usage or metrics."""
-        has_usage = body.stream_options is not None and body.stream_options.include_usage
-        if has_usage or body.return_metrics:
-            yield new_answer(
-                choices=[],
-                usage=usage.usage() if has_usage else msgspec.UNSET,
-                metrics=self.metrics(body, usage),
-            )
 
     def id_domain(self, request: Request) -> str | None:
         """Return the namespace of a request's media ids; None: the global one, for trusted ids."""
@@ -119,12 +111,10 @@ class GenerationService:
             return None
         return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
 
-    def _limits(self, body: GenerationRequest) -> Mapping[str, Any]:
-        """Return the request's priority and timeout."""
+    def _timeout_s(self, body: GenerationRequest) -> float:
         times = [seconds for seconds in (self._config.request_timeout_s, body.timeout) if seconds]
         # 0 is no limit; a request that comes too late ends as soon as it is here.
-        timeout_s = max(_LEAST_TIMEOUT_S, min(times) - age_s()) if times else 0.0
-        return {"priority": body.priority, "timeout_s": timeout_s}
+        return max(_LEAST_TIMEOUT_S, min(times) - age_s()) if times else 0.0
 
     async def submit(
         self,
@@ -142,7 +132,7 @@ class GenerationService:
         """
         self._client.capacity.check_size(len(prompts), params.n)
         id_domain, lora_name = self.id_domain(request), self.check_model(body.model)
-        limits = self._limits(body)
+        timeout_s = self._timeout_s(body)
         adding = [
             self._client.add_request(
                 _engine_id(answer_id, number if len(prompts) > 1 else None),
@@ -153,7 +143,8 @@ class GenerationService:
                 id_domain=id_domain,
                 lora_name=lora_name,
                 generated_token_ids=_generated_token_ids(number, params),
-                **limits,
+                priority=body.priority,
+                timeout_s=timeout_s,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -166,6 +157,74 @@ class GenerationService:
             raise failures[0]
         return streams
 
+    async def answer(
+        self, request: Request, body: GenerationRequest, run: "Run", answer_id: str, kind: str
+    ) -> Response:
+        """Return the response to a request: the whole answer, or the stream of its chunks."""
+        new_answer = partial(
+            Answer,
+            id=answer_id,
+            object=kind,
+            created=created_at(),
+            model=self.answer_name(body.model),
+            system_fingerprint=f"mmjax-{__version__}",
+        )
+        if body.stream:
+            outputs = await begin(request, run.streams, run.shown)
+            return self.event_stream(self._chunks(body, run, outputs, new_answer), run.streams)
+        usage, found = UsageCounter(), dict[int, RequestOutput]()
+
+        def take(number: int, output: RequestOutput) -> None:
+            found[number] = run.show(number, output)
+            usage.add(found[number])
+
+        await collect(request, run.streams, take)
+        outputs = [found[number] for number in range(len(run.streams))]
+        answer = new_answer(
+            choices=[one for pair in enumerate(outputs) for one in run.choices(*pair)],
+            usage=usage.usage(),
+            metrics=self._metrics(body, usage),
+            **run.fields(outputs[0]),
+        )
+        return json_response(answer, headers=media_headers(run.streams))
+
+    async def _chunks(
+        self,
+        body: GenerationRequest,
+        run: "Run",
+        outputs: Outputs,
+        new_answer: Callable[..., Answer],
+    ) -> AsyncGenerator[Answer, None]:
+        usage, has_begun = UsageCounter(), False
+        options = body.stream_options or StreamOptions()
+
+        def chunk(choices: Sequence[Any], **fields: Any) -> Answer:
+            shown = usage.usage() if options.continuous_usage_stats else msgspec.UNSET
+            return new_answer(choices=choices, **{"usage": shown, **fields})
+
+        try:
+            for choice in run.opening:
+                usage.add_prompts(run.streams)
+                yield chunk([choice])
+            async for number, output in outputs:
+                usage.add(output)
+                if choices := run.choices(number, output):
+                    yield chunk(choices, **({} if has_begun else run.fields(output)))
+                    has_begun = True
+        finally:
+            await outputs.aclose()
+        if options.include_usage or body.return_metrics:
+            shown = usage.usage() if options.include_usage else msgspec.UNSET
+            yield chunk([], usage=shown, metrics=self._metrics(body, usage))
+
+    def _metrics(
+        self, body: GenerationRequest, usage: UsageCounter
+    ) -> RequestMetrics | msgspec.UnsetType:
+        """Return an answer's times, if the request wants them."""
+        if not body.return_metrics:
+            return msgspec.UNSET
+        return usage.metrics(n=body.n, hides_caches=self.hides_caches)
+
     def event_stream(
         self, events: AsyncGenerator[Any, None], streams: list[RequestStream], **options: Any
     ) -> EventStream:
@@ -174,17 +233,42 @@ class GenerationService:
             events, streams, keep_alive_s=self._config.sse_keep_alive_interval_s, **options
         )
 
-    def answer_factory(
-        self, body: GenerationRequest, answer_id: str, kind: str, is_chunked: bool
-    ) -> Callable[..., Answer]:
-        return partial(
-            Answer,
-            id=answer_id,
-            object=f"{kind}.chunk" if is_chunked else kind,
-            created=created_at(),
-            model=self.answer_name(body.model),
-            system_fingerprint=f"mmjax-{__version__}",
-        )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Requests that the engine has taken, and how their outputs become an answer."""
+
+    streams: list[RequestStream]
+    """One for each prompt."""
+    choices: Callable[[int, RequestOutput], list[Any]]
+    """Returns the choices of an output of the prompt of that number; of a stream, what it adds."""
+    fields: Callable[[RequestOutput], Mapping[str, Any]] = lambda output: {}
+    """Returns the answer's further fields; of a stream, its first chunk's."""
+    opening: Sequence[Any] = ()
+    """Choices that a stream begins with, each in a chunk of its own."""
+    show: Callable[[int, RequestOutput], RequestOutput] = lambda number, output: output
+    """Returns what is shown of an output."""
+    shown: Callable[[Outputs], Outputs] = lambda outputs: outputs
+    """The same of a stream's outputs."""
+
+
+def new_ids(prefix: str, body: GenerationRequest) -> tuple[str, str]:
+    """Return a new id for the engine, and the answer's, of which the request may say a part."""
+    request_id = f"{prefix}-{new_hex()}"
+    return request_id, request_id if body.request_id is None else f"{prefix}-{body.request_id}"
+
+
+def choice_options(
+    body: GenerationRequest, num_top_logprobs: int | None, tokenizer: Any, role: str = "assistant"
+) -> ChoiceOptions:
+    """Return what a request wants in each choice."""
+    return ChoiceOptions(
+        num_top_logprobs or 0,
+        bool(body.return_token_ids),
+        bool(body.return_tokens_as_token_ids),
+        role,
+        tokenizer,
+    )
 
 
 def _engine_id(answer_id: str, number: int | None) -> str:
@@ -234,36 +318,6 @@ async def _add_all(
             if isinstance(item, RequestStream):
                 item.close()
         raise
-
-
-def _check_priority(body: GenerationRequest, policy: SchedulingPolicy) -> None:
-    if body.priority and policy != "priority":
-        raise RequestValueError(
-            f"`priority` is {body.priority}, but this server serves in the order of arrival; "
-            "leave it out, or start the server with `--scheduling-policy priority`",
-            param="priority",
-        )
-
-
-def _default_salt(request: Request) -> str:
-    """Return a cache salt per API key: cache hits, or their speed, would reveal others' prompts."""
-    return f"api key {getattr(request.state, API_KEY_STATE)}"
-
-
-async def gather(
-    request: Request, streams: list[RequestStream], echo: PromptEcho | None = None
-) -> tuple[list[RequestOutput], UsageCounter]:
-    """Return the final output of each stream."""
-    usage = UsageCounter()
-    outputs: dict[int, RequestOutput] = {}
-
-    def take(index: int, output: RequestOutput) -> None:
-        output = output if echo is None else echo.apply(index, output)
-        usage.add(output)
-        outputs[index] = output
-
-    await collect(request, streams, take)
-    return [outputs[index] for index in range(len(streams))], usage
 
 
 def with_extras(prompt: PromptDict, body: GenerationRequest) -> PromptDict:

@@ -26,20 +26,12 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
-from mmjax.requests.sampling_params import (
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_LOGPROBS,
-    MAX_NGRAM_SIZE,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
+from mmjax.requests.sampling_params import LIMITS, MAX_BAD_WORD_CHARS, SamplingParams
+from mmjax.server.openai.request_body import unknown_fields_error
 from mmjax.server.openai.structure import read_structure
-from mmjax.server.openai.validation import unknown_fields_error
 
 T = TypeVar("T")
 
-MAX_N = 64
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_PROMPTS = 64
@@ -51,12 +43,20 @@ Text = Annotated[str, Field(max_length=32 * 2**20)]
 RequestLabel = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 """Part of an answer's id; without spaces or control characters, as it goes into logs."""
 
+MetadataValue = Annotated[str, Field(max_length=512)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 TokenId = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(max_length=2**20, fail_fast=True)]
 Labels = Annotated[list[Label], Field(fail_fast=True)]
 Object = Annotated[dict[str, Any], Field(fail_fast=True)]
 Objects = Annotated[list[Object], Field(fail_fast=True)]
+
+
+def bounded(name: str, **other: Any) -> Any:
+    """Return the bounds of a sampling parameter, with `other` ones in place of its own."""
+    bounds: dict[str, Any] = {**LIMITS[name], **other}
+    return Field(**bounds, fail_fast=True) if "max_length" in bounds else Field(**bounds)
 
 
 def tag_of(value: Any) -> str | None:
@@ -184,32 +184,26 @@ class GenerationRequest(Strict):
     """Fields that chat and completions share."""
 
     model: Label | None = None
-    n: Annotated[StrictInt, Field(ge=1, le=MAX_N)] = 1
-    temperature: Annotated[StrictFloat, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[StrictFloat, Field(ge=0, le=1)] | None = None
-    no_repeat_ngram_size: Annotated[StrictInt, Field(ge=0, le=MAX_NGRAM_SIZE)] | None = None
+    n: Annotated[StrictInt, bounded("n")] = 1
+    temperature: Annotated[StrictFloat, bounded("temperature")] | None = None
+    top_p: Annotated[StrictFloat, bounded("top_p")] | None = None
+    top_k: Annotated[StrictInt, bounded("top_k")] | None = None
+    min_p: Annotated[StrictFloat, bounded("min_p")] | None = None
+    no_repeat_ngram_size: Annotated[StrictInt, bounded("no_repeat_ngram_size")] | None = None
     """HF's; neither OpenAI nor vLLM has it."""
-    frequency_penalty: Annotated[StrictFloat, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[StrictFloat, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[StrictFloat, Field(ge=0.01, le=100)] | None = None
-    logit_bias: (
-        Annotated[dict[Label, StrictFloat], Field(max_length=MAX_BIASES, fail_fast=True)] | None
-    ) = None
+    frequency_penalty: Annotated[StrictFloat, bounded("frequency_penalty")] | None = None
+    presence_penalty: Annotated[StrictFloat, bounded("presence_penalty")] | None = None
+    repetition_penalty: Annotated[StrictFloat, bounded("repetition_penalty")] | None = None
+    logit_bias: Annotated[dict[Label, StrictFloat], bounded("logit_bias")] | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[StopText], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = (
-        None
-    )
+    bad_words: Annotated[list[BadWord], bounded("bad_words")] | None = None
     structured_outputs: Object | None = None
-    prompt_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    seed: Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)] | None = None
-    max_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] = 0
+    prompt_logprobs: Annotated[StrictInt, bounded("prompt_logprobs")] | None = None
+    seed: Annotated[StrictInt, bounded("seed")] | None = None
+    max_tokens: Annotated[StrictInt, bounded("max_tokens")] | None = None
+    min_tokens: Annotated[StrictInt, bounded("min_tokens")] = 0
     stop: Stop | None = None
-    stop_token_ids: (
-        Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
-    ) = None
+    stop_token_ids: Annotated[list[TokenId], bounded("stop_token_ids")] | None = None
     include_stop_str_in_output: StrictBool = False
     ignore_eos: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -336,9 +330,9 @@ class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[StrictInt, bounded("max_tokens")] | None = None
     logprobs: StrictBool | None = False
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[StrictInt, bounded("logprobs")] | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     chat_template: Annotated[str, Field(max_length=1_000_000)] | None = None
@@ -354,9 +348,7 @@ class ChatCompletionRequest(GenerationRequest):
     """No effect: vLLM's, of the thoughts of a model, which are nowhere apart from the answer."""
     echo: StrictBool = False
     documents: Objects | None = None
-    metadata: (
-        Annotated[dict[Label, Annotated[str, Field(max_length=512)]], Field(fail_fast=True)] | None
-    ) = None
+    metadata: Annotated[dict[Label, MetadataValue], Field(fail_fast=True)] | None = None
     store: StrictBool | None = None
     service_tier: Label | None = None
     modalities: Labels | None = None
@@ -411,9 +403,9 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompt
-    max_tokens: Annotated[StrictInt, Field(ge=0, lt=2**31)] | None = 16
+    max_tokens: Annotated[StrictInt, bounded("max_tokens", ge=0)] | None = 16
     """0 with `echo` alone: the prompt comes back, and nothing is generated."""
-    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[StrictInt, bounded("logprobs")] | None = None
     add_special_tokens: StrictBool = True
     echo: StrictBool = False
     suffix: Text | None = None
@@ -443,9 +435,9 @@ class CompletionRequest(GenerationRequest):
                 "`max_tokens` is 0, which needs `echo`: true; set it, or ask for a token",
                 param="max_tokens",
             )
-        if len(self.prompts()) * self.n > MAX_N:
+        if len(self.prompts()) * self.n > (most := LIMITS["n"]["le"]):
             raise RequestValueError(
-                f"`n` times the number of prompts is above {MAX_N}; send fewer at once",
+                f"`n` times the number of prompts is above {most}; send fewer at once",
                 param="n",
             )
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import (
     CompletionOutput,
     ItemOutput,
@@ -14,7 +15,7 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import REPLACEMENT, CharacterCounter, find_bytes
-from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece, join_calls
+from mmjax.server.openai.tool_use import AnswerPiece, CallPiece, join_calls
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -238,6 +239,11 @@ class UsageCounter:
         """Count what `output` adds."""
         self._prompts[output.request_id] = output
         self._num_completion_tokens += sum(len(item.token_ids) for item in output.outputs)
+
+    def add_prompts(self, streams: Sequence[RequestStream]) -> None:
+        """Count prompts that have no output yet."""
+        for stream in streams:
+            self.add(stream.request.to_output())
 
     def usage(self) -> Usage:
         """Return the count so far."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
+from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
@@ -14,7 +15,6 @@ from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.openai.continuation import CONTINUATION
 from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
-from mmjax.server.openai.media_headers import media_headers
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -26,6 +26,10 @@ Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+MEDIA_HASHES_HEADER = "x-media-hashes"
+MAX_HASHES = 64
+"""Of one response, so that its headers stay within what proxies take."""
 
 
 class Framing(NamedTuple):
@@ -87,6 +91,16 @@ class EventStream(StreamingResponse):
         finally:
             for stream in self._streams:
                 stream.close()
+
+
+def media_headers(streams: Sequence[RequestStream]) -> Mapping[str, str]:
+    """Return the header by which a gateway learns what a request's media are called here."""
+    hashes = [item.mm_hash for stream in streams for item in stream.request.items]
+    if not hashes:
+        return {}
+    # In the prompt's order; a trusted id may hold any character.
+    shown = [quote(mm_hash, safe="") for mm_hash in dict.fromkeys(hashes)]
+    return {MEDIA_HASHES_HEADER: ",".join(shown[:MAX_HASHES])}
 
 
 async def _lines(

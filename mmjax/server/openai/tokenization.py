@@ -21,8 +21,8 @@ from mmjax.server.openai.protocol import (
     Text,
     TokenIds,
 )
+from mmjax.server.openai.request_body import validated
 from mmjax.server.openai.streaming import while_connected
-from mmjax.server.openai.validation import validated
 
 _FIELDS_OF_CHATS = (
     *("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs"),

@@ -8,7 +8,6 @@ import msgspec
 
 from mmjax.errors import RequestError
 from mmjax.frontend.output.outputs import CompletionOutput
-from mmjax.server.openai.answer_reader import AnswerPiece, CallPiece
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import error_body
 from mmjax.server.openai.responses import ChoiceOptions, UsageCounter, chat_logprobs
@@ -23,6 +22,7 @@ from mmjax.server.openai.responses_api.objects import (
     ResponseUsage,
     Status,
 )
+from mmjax.server.openai.tool_use import AnswerPiece, CallPiece
 
 Event = dict[str, Any]
 

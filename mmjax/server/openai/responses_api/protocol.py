@@ -9,16 +9,17 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
-from mmjax.requests.sampling_params import MAX_LOGPROBS
 from mmjax.server.openai.protocol import (
     MAX_MESSAGES,
     Label,
+    MetadataValue,
     Object,
     Objects,
     ReasoningEffort,
     StreamOptions,
     Strict,
     Text,
+    bounded,
     tag_of,
 )
 
@@ -41,7 +42,7 @@ Includable = Literal[
 Metadata = Annotated[
     dict[
         Annotated[str, Field(max_length=64)],
-        Annotated[str, Field(max_length=512)],
+        MetadataValue,
     ],
     Field(max_length=16, fail_fast=True),
 ]
@@ -83,8 +84,8 @@ class ResponsesRequest(Strict):
     store: StrictBool | None = True
     metadata: Metadata | None = None
     stream: StrictBool | None = False
-    max_output_tokens: Annotated[StrictInt, Field(ge=1, lt=2**31)] | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_output_tokens: Annotated[StrictInt, bounded("max_tokens")] | None = None
+    top_logprobs: Annotated[StrictInt, bounded("logprobs")] | None = None
     include: Annotated[list[Includable], Field(fail_fast=True)] | None = None
     text: TextOptions | None = None
     tools: Objects | None = None

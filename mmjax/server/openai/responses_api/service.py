@@ -12,13 +12,12 @@ from starlette.responses import Response
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestCancelledError, RequestError, RequestValueError
 from mmjax.frontend.output.outputs import RequestOutput
-from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.media_headers import media_headers
 from mmjax.server.openai.protocol import ChatCompletionRequest
+from mmjax.server.openai.request_body import API_KEY_STATE, validated
 from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
@@ -34,8 +33,7 @@ from mmjax.server.openai.responses_api.objects import (
 )
 from mmjax.server.openai.responses_api.protocol import ResponsesRequest
 from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
-from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect
-from mmjax.server.openai.validation import validated
+from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect, media_headers
 
 _DEFAULT_PAGE = 20
 _MAX_PAGE = 100
@@ -59,7 +57,7 @@ class ResponsesService:
             max_bytes=config.max_stored_responses_bytes,
         )
 
-    async def create(self, request: Request, body: ResponsesRequest) -> Response:
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         """Serve POST /v1/responses."""
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
@@ -78,7 +76,7 @@ class ResponsesService:
         events = self._events(body, builder, chunks, run, stored)
         return self._generation.event_stream(events, run.streams, framing=NAMED_EVENTS)
 
-    async def count(self, request: Request, body: ResponsesRequest) -> Response:
+    async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
         """Serve POST /v1/responses/input_tokens."""
         conversation = self._conversation(request, body)
         with _naming_fields(), conversation.naming_items():
@@ -87,7 +85,7 @@ class ResponsesService:
         num_tokens = len(explained.prompt_token_ids)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
-    def retrieve(self, request: Request, response_id: str) -> Response:
+    def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
         _refuse_query(request, ())
         return json_response(self._store.get(response_id, _owner(request)).response)

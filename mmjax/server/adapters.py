@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.config.lora_config import ADAPTER_NAME
@@ -37,7 +38,7 @@ class AdapterService:
         self._client = client
         self._lora_dir = lora_dir
 
-    async def load(self, body: LoadAdapterRequest) -> Response:
+    async def load_lora_adapter(self, _: Request, body: LoadAdapterRequest) -> Response:
         """Serve /v1/load_lora_adapter."""
         if body.lora_name in self._client.input_processor.model_config.public_names:
             raise RequestValueError(
@@ -47,7 +48,7 @@ class AdapterService:
         await self._client.load_adapter(body.lora_name, self._resolve(body.lora_path))
         return json_response({"message": f"adapter `{body.lora_name}` is loaded"})
 
-    def unload(self, body: UnloadAdapterRequest) -> Response:
+    async def unload_lora_adapter(self, _: Request, body: UnloadAdapterRequest) -> Response:
         """Serve /v1/unload_lora_adapter."""
         self._client.adapters.unload(body.lora_name)
         return json_response({"message": f"adapter `{body.lora_name}` is unloaded"})
