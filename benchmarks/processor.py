@@ -8,6 +8,7 @@ same pictures in the same run.
 import argparse
 import io
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -23,8 +24,8 @@ from benchmarks.bridge import measure_bridge, measure_shm
 from benchmarks.pictures import photographs, write_gemma3, write_llava
 from mmjax import create_processor
 from mmjax.cache import MultiModalProcessorOnlyCache
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.limits import MediaLimits
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.processing import (
     MultiModalHasher,
     PromptReplacement,
@@ -77,7 +78,8 @@ def measure_images(repeats: int) -> Iterator[str]:
             return processor.apply(text, {"image": images})
 
         def processor_time() -> float:
-            others = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in workers.pids]
+            pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            others = [Path(f"/proc/{pid}/schedstat").read_text().split()[0] for pid in pids]
             return time.process_time() + sum(map(int, others)) / 1e9
 
         runs = {

@@ -1,16 +1,16 @@
-"""Memory that the server shares with a decoding process: a file in memory, mapped by both."""
+"""Memory that the server shares with a worker process: a file in memory, which both map."""
 
 import fcntl
 import mmap
 import os
 
 _BLOCK_BYTES = 512
-"""Of `st_blocks`."""
+"""The unit of `st_blocks`."""
 
 
 def create_shared_memory() -> "SharedMemory":
     """Return memory that can grow, and not shrink: then what is mapped stays there."""
-    descriptor = os.memfd_create("mmjax-decode", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("mmjax-worker", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     # The last seal: a process that shares it cannot add others.
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return SharedMemory(descriptor)
@@ -33,6 +33,28 @@ class SharedMemory:
         """Make it at least so large."""
         if os.fstat(self.descriptor).st_size < num_bytes:
             os.truncate(self.descriptor, num_bytes)
+
+    def write(self, data: bytes | memoryview, place: int = 0) -> None:
+        """Write bytes from `place` on; it grows where it must."""
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self.descriptor, view, place)
+            view, place = view[count:], place + count
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` from the beginning; ValueError where there are fewer bytes."""
+        num_read = 0
+        while num_read < len(view):
+            count = os.preadv(self.descriptor, [view[num_read:]], num_read)
+            if count == 0:
+                raise ValueError("a worker process gave too few bytes")
+            num_read += count
+
+    def read(self, num_bytes: int) -> bytes:
+        """Return a copy of the beginning; ValueError where there are fewer bytes."""
+        data = bytearray(num_bytes)
+        self.read_into(memoryview(data))
+        return bytes(data)
 
     def view(self, num_bytes: int) -> memoryview:
         """Return its beginning, which the other process may write to as well.

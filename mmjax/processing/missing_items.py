@@ -79,7 +79,7 @@ def process_in_batches(
     for row in rows:
         first_rows.setdefault((row.modality, row.mm_hash), row)
     sizes = admit_items(first_rows.values(), mm_items, max_request_bytes)
-    cancellation = mm_items.control.cancellation
+    cancellation = mm_items.cancellation
     fresh: dict[str, ProcessedItem] = {}
     for batch, num_bytes in split_by_bytes(zip(first_rows.values(), sizes, strict=True)):
         cancellation.check()
@@ -113,7 +113,6 @@ def admit_items(
                 "`--max-media-request-decode-bytes` higher",
                 param=param,
             )
-    mm_items.control.admit(sum(sizes))
     return sizes
 
 

@@ -38,7 +38,7 @@ from mmjax.processing.items.uuids import (
     parse_mm_uuids,
     validate_mm_uuids,
 )
-from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget, DecodeControl
+from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, Cancellation, DecodeBudget
 from mmjax.processing.missing_items import (
     ItemRow,
     admit_items,
@@ -315,7 +315,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         id_domain: str | None = None,
         cache_salt: str | None = None,
         request_id: str | None = None,
-        control: DecodeControl | None = None,
+        cancellation: Cancellation | None = None,
     ) -> PreparedInputs:
         """Do a request's work, without changing the cache.
 
@@ -332,7 +332,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             cache_salt: Whose caches these are: items of different salts have different names.
             request_id: Given where nothing is kept by its content: an item without a uuid is
                 then named after the request, and not hashed.
-            control: Asked before anything is decoded, and between one batch and the next.
+            cancellation: Asked before anything is decoded, and between one batch and the next.
         """
         validate_prompt(prompt, self.info.vocab_size)
         uuids = parse_mm_uuids(mm_uuids)
@@ -347,8 +347,8 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         names = {"id_domain": id_domain, "cache_salt": cache_salt, "request_id": request_id}
         factors = self._get_hash_kwargs(mm_items, mm_kwargs)
         hashed = self.item_hasher.identify(mm_items, uuids, factors, **names)
-        if control is not None:
-            mm_items = mm_items.with_control(control)
+        if cancellation is not None:
+            mm_items = mm_items.with_cancellation(cancellation)
         tok_kwargs = dict(tokenization_kwargs or {})
         prepared = process_and_blame(
             lambda kwargs: self._prepare(
@@ -409,10 +409,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """Make items fresh again, from their media; RequestError where only a uuid was given."""
         wanted = set(mm_hashes) - prepared.fresh.keys()
         missing = [row for row in list_rows(prepared.mm_hashes) if row.mm_hash in wanted]
-        # It was admitted before; whether it is still wanted counts on.
-        control = DecodeControl(prepared.mm_items.control.cancellation)
-        mm_items = prepared.mm_items.with_control(control)
-        fresh = self._process_missing(missing, mm_items, prepared.mm_kwargs)
+        fresh = self._process_missing(missing, prepared.mm_items, prepared.mm_kwargs)
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
     # ---- items, from the cache or from HF --------------------------------------------------------
@@ -431,7 +428,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         num_bytes = sum(admit_items(rows, mm_data_items, self._max_request_bytes))
         if num_bytes > MAX_BATCH_BYTES:
             return self._apply_in_batches(*arguments, mm_uuids, cache=None)
-        cancellation = mm_data_items.control.cancellation
+        cancellation = mm_data_items.cancellation
         with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_data_items.drop_decoded):
             token_ids, hf_inputs, may_be_updated = self._apply_hf_processor_main(
                 *arguments, enable_hf_prompt_update=True

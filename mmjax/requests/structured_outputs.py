@@ -1,17 +1,13 @@
 """Grammars of llguidance for structured outputs, and the limits that they are read under.
 
 A grammar may still crash what reads it (thousands of rules that each name the next overflow its
-stack), or take minutes: P0 reads one in a process of its own first (`frontend/prompt/grammars.py`).
-
-    python -m mmjax.requests.structured_outputs 2.0     # CPU seconds; a line in, a line out
+stack), or take minutes: the API server reads one in a worker process first
+(`frontend/prompt/grammars.py`).
 """
 
-import contextlib
 import json
-import resource
-import signal
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,11 +16,11 @@ from mmjax.requests.sampling_params import StructuredOutputsParams
 
 MAX_ERROR_CHARS = 300
 MAX_BYTES = 2**31
-"""Address space of the process."""
+"""Memory of the process that reads a grammar."""
 READER_STACK_BYTES = 2**22
 """Of the thread that reads a grammar in the process."""
 STACK_BYTES = 2**26
-"""Of a thread that reads it in P1: what passed in the process passes there."""
+"""Of a thread that reads it in the engine: what passed in the worker process passes there."""
 
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 """Without it, where only one text can follow, llguidance allows no tokens but those that the
@@ -116,47 +112,25 @@ def _close_objects(schema: Any) -> Any:
     return closed
 
 
-# ---- the process --------------------------------------------------------------------------------
+# ---- in a worker process ------------------------------------------------------------------------
 
 
-def _read(line: str) -> ReadGrammar:
-    params = msgspec.json.decode(line, type=StructuredOutputsParams)
+def warm_up() -> None:
+    """Load what a first grammar would wait for, and bound the stack of what reads it."""
+    threading.stack_size(READER_STACK_BYTES)
+    read_grammar(msgspec.json.encode(StructuredOutputsParams(json_object=True)))
+
+
+def read_grammar(params: bytes) -> bytes:
+    """Return a `ReadGrammar` as JSON; `params` are the encoded `StructuredOutputsParams`."""
+    # In a thread, for its stack.
+    with ThreadPoolExecutor(1) as reader:
+        return msgspec.json.encode(reader.submit(_read, params).result())
+
+
+def _read(params: bytes) -> ReadGrammar:
     try:
-        grammar = make_grammar(params)
+        grammar = make_grammar(msgspec.json.decode(params, type=StructuredOutputsParams))
         return ReadGrammar(grammar=grammar, error=shorten(find_error(grammar)))
     except (ValueError, RecursionError) as error:
         return ReadGrammar(error=shorten(str(error)))
-
-
-def _serve(cpu_seconds: float) -> None:
-    for line in sys.stdin:
-        # Nothing here takes the signal: it ends the process.
-        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-        answer = _read(line)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(answer)
-
-
-def _write(answer: ReadGrammar) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-def _main(cpu_seconds: float) -> None:
-    # Ctrl-C, and a service manager's SIGTERM to all processes, are for the server, which ends this
-    # process when it is done.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    warm = StructuredOutputsParams(json_object=True)
-    first = _read(msgspec.json.encode(warm).decode())
-    threading.stack_size(READER_STACK_BYTES)
-    thread = threading.Thread(target=_serve, args=(cpu_seconds,), daemon=True)
-    thread.start()
-    _write(first)
-    thread.join()
-
-
-if __name__ == "__main__":
-    _main(float(sys.argv[1]))

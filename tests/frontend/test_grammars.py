@@ -53,10 +53,10 @@ def test_CVE_2025_48942_what_kills_the_process_is_refused(
         reader.read(params)
     assert caught.value.param == f"structured_outputs.{params.kind}"
     assert reader.read(StructuredOutputsParams(choice=["a", "b"]))
-    process = reader._process
+    process = reader._workers._workers[0].process
     with pytest.raises(RequestValueError, match="too large"):
         reader.read(params)
-    assert reader._process is process, "it is known, and not read again"
+    assert reader._workers._workers[0].process is process, "it is known, and not read again"
 
 
 @pytest.mark.parametrize(

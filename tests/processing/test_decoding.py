@@ -21,7 +21,6 @@ from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import (
     Cancellation,
     DecodeBudget,
-    DecodeControl,
     split_by_bytes,
 )
 from mmjax.processing.media.encoded import EncodedImage
@@ -197,18 +196,18 @@ def test_a_cancelled_request_decodes_no_further_picture(
     monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ):
     set_batch_bytes(monkeypatch, TINY)
-    control = DecodeControl()
+    cancellation = Cancellation()
     load = encoded.load_image_bytes
 
     def leave_at_the_second(*args: Any, **kwargs: Any) -> Any:
         if len(decoded) == 1:
-            control.cancellation.set()
+            cancellation.set()
         return load(*args, **kwargs)
 
     monkeypatch.setattr(encoded, "load_image_bytes", leave_at_the_second)
     processor = make(MultiModalProcessorOnlyCache(10**6))
     with pytest.raises(RequestCancelledError):
-        processor.prepare("[img]" * 5, {"image": pictures(5)}, control=control)
+        processor.prepare("[img]" * 5, {"image": pictures(5)}, cancellation=cancellation)
     assert len(decoded) == 2
     assert processor.decode_budget.num_bytes == 0
 

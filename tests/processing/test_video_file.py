@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.video_file import (
     VideoSampling,
     decode_frames,
     read_video_header,
 )
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.items.items import MultiModalDataItems, VideoProcessorItems

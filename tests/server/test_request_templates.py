@@ -1,6 +1,7 @@
 """Chat templates of requests: rendered apart, in bounded time and memory."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.request_template import (
     MAX_SOURCE_CHARS,
     RequestTemplate,
-    TemplateLimits,
+    TemplateRenderer,
 )
 from mmjax.server.openai.chat_completions import MAX_WAITING
 from tests.kit import GEMMA3_CHAT_TEMPLATE
@@ -33,9 +34,11 @@ BOMBS = {
 CONVERSATION = [{"role": "user", "content": [{"type": "text", "text": "a red circle"}]}]
 
 
-def make_template(processor: InputProcessor, source: str, **limits: Any) -> RequestTemplate:
-    given = {"timeout_s": 60.0, "max_chars": 10_000, **limits}
-    return RequestTemplate(source, processor.tokenizer, TemplateLimits(**given))
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[TemplateRenderer]:
+    renderer = TemplateRenderer(timeout_s=60.0, max_chars=10_000)
+    yield renderer
+    renderer.close()
 
 
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
@@ -90,7 +93,7 @@ def test_too_many_that_wait_are_told_to_come_again(make_server: MakeServer) -> N
 @pytest.mark.parametrize("source", [GEMMA3_CHAT_TEMPLATE, TOOLS_TEMPLATE])
 @pytest.mark.parametrize("continues", [False, True])
 def test_it_renders_as_transformers_does(
-    server_input_processor: InputProcessor, source: str, continues: bool
+    server_input_processor: InputProcessor, renderer: TemplateRenderer, source: str, continues: bool
 ) -> None:
     conversation: list[dict[str, Any]] = [
         {"role": "system", "content": [{"type": "text", "text": "be short"}]},
@@ -102,7 +105,9 @@ def test_it_renders_as_transformers_does(
         "continue_final_message": continues,
         "tools": [{"type": "function", "function": {"name": "f", "description": "é <&>"}}],
     }
-    ours = make_template(server_input_processor, source).render(conversation, **options)
+    ours = RequestTemplate(source, server_input_processor.tokenizer, renderer).render(
+        conversation, **options
+    )
     theirs = ChatTemplate(source, server_input_processor.tokenizer).render(conversation, **options)
     assert ours == theirs
 
@@ -119,20 +124,22 @@ def test_it_renders_as_transformers_does(
     ],
 )
 def test_what_goes_wrong_is_said(
-    server_input_processor: InputProcessor, source: str, reason: str
+    server_input_processor: InputProcessor, renderer: TemplateRenderer, source: str, reason: str
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
-        make_template(server_input_processor, source).render(CONVERSATION)
+        RequestTemplate(source, server_input_processor.tokenizer, renderer).render(CONVERSATION)
     assert caught.value.param == "chat_template"
     assert "/" not in caught.value.message
 
 
-def test_a_long_source_is_not_even_parsed(server_input_processor: InputProcessor) -> None:
+def test_a_long_source_is_not_even_parsed(
+    server_input_processor: InputProcessor, renderer: TemplateRenderer
+) -> None:
     with pytest.raises(RequestError, match="shorten it"):
-        make_template(server_input_processor, "{{ 1 }}" * MAX_SOURCE_CHARS)
+        RequestTemplate("{{ 1 }}" * MAX_SOURCE_CHARS, server_input_processor.tokenizer, renderer)
     deep = "{{" + "(" * 30000 + "1" + ")" * 30000 + "}}"
     with pytest.raises(RequestError):
-        make_template(server_input_processor, deep).render(CONVERSATION)
+        RequestTemplate(deep, server_input_processor.tokenizer, renderer).render(CONVERSATION)
 
 
 def test_CVE_2026_115911_it_is_refused_unless_it_is_trusted(make_server: MakeServer) -> None:

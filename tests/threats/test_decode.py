@@ -19,11 +19,11 @@ from PIL import Image
 
 import mmjax.models
 from mmjax.config.engine_config import MultiModalConfig
-from mmjax.decoders import workers as workers_module
+from mmjax.decoders import worker_pool
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import IMAGE_FORMATS, decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.shared_memory import create_shared_memory
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.input_processor import InputProcessor
@@ -54,6 +54,11 @@ def workers() -> Iterator[DecodeWorkers]:
     pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
     yield pool
     pool.close()
+
+
+def pids_of(workers: DecodeWorkers) -> list[int]:
+    """Return the processes that run."""
+    return [one.process.pid for one in workers._pool._workers if one.process is not None]
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -293,18 +298,18 @@ def test_CVE_2026_40192_a_process_that_dies_costs_one_request() -> None:
     pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
     try:
         pool.decode_image(PICTURE, LIMITS, param=None)
-        (first,) = pool.pids
+        (first,) = pids_of(pool)
         os.kill(first, signal.SIGSEGV)
         with pytest.raises(MediaError) as caught:
             pool.decode_image(PICTURE, LIMITS, param="here")
         assert caught.value.param == "here"
         image, _ = pool.decode_image(PICTURE, LIMITS, param=None)
         assert image.size == (16, 12)
-        (second,) = pool.pids
+        (second,) = pids_of(pool)
         assert second != first
     finally:
         pool.close()
-    assert pool.pids == []
+    assert pids_of(pool) == []
     with pytest.raises(MediaError):
         pool.decode_image(PICTURE, LIMITS, param=None)
 
@@ -314,11 +319,11 @@ def test_a_process_that_is_killed_from_outside_costs_nothing() -> None:
     try:
         for _ in range(2):
             pool.decode_image(PICTURE, LIMITS, param=None)
-            (pid,) = pool.pids
+            (pid,) = pids_of(pool)
             os.kill(pid, signal.SIGKILL)
             image, _ = pool.decode_image(PICTURE, LIMITS, param=None)
             assert image.size == (16, 12)
-            assert pool.pids != [pid]
+            assert pids_of(pool) != [pid]
     finally:
         pool.close()
 
@@ -327,13 +332,13 @@ def test_CVE_2026_40192_a_process_that_takes_too_long_is_ended() -> None:
     pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
     try:
         pool.decode_image(PICTURE, LIMITS, param=None)
-        (pid,) = pool.pids
-        pool._timeout_s = 0.2
+        (pid,) = pids_of(pool)
+        pool._pool._timeout_s = 0.2
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(MediaError, match="too long"):
             pool.decode_image(PICTURE, LIMITS, param=None)
-        assert pool.pids == []
-        pool._timeout_s = 120.0
+        assert pids_of(pool) == []
+        pool._pool._timeout_s = 120.0
         pool.decode_image(PICTURE, LIMITS, param=None)
     finally:
         pool.close()
@@ -377,7 +382,7 @@ def test_CVE_2026_40192_what_a_process_says_is_not_trusted(
     reply: dict[str, Any], workers: DecodeWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(workers_module._Worker, "call", lambda *args: reply)
+        patch.setattr(worker_pool._Worker, "call", lambda *args: reply)
         with pytest.raises(RequestValueError):
             workers.decode_image(PICTURE, LIMITS, param=None)
     image, _ = workers.decode_image(PICTURE, LIMITS, param=None)
@@ -391,7 +396,7 @@ def test_CVE_2026_40192_a_process_that_gives_too_few_pixels_is_ended(
     try:
         with monkeypatch.context() as patch:
             reply = {"header": [16, 12, 0], "size": [16, 12]}
-            patch.setattr(workers_module._Worker, "call", lambda *args: reply)
+            patch.setattr(worker_pool._Worker, "call", lambda *args: reply)
             with pytest.raises(MediaError):
                 pool.decode_image(PICTURE, LIMITS, param=None)
         image, _ = pool.decode_image(PICTURE, LIMITS, param=None)
@@ -418,7 +423,7 @@ def test_CVE_2026_40192_what_a_process_shares_cannot_shrink_while_it_is_read() -
 def test_a_large_picture_leaves_no_memory_behind() -> None:
     limits = MediaLimits(max_image_pixels=10_000_000)
     pool = DecodeWorkers(1, timeout_s=120.0, memory_bytes=2**28)
-    memory = pool._workers[0]._memory
+    memory = pool._pool._workers[0].memory
     try:
         for side in (3000, 3100):
             image, _ = pool.decode_image(
@@ -432,11 +437,11 @@ def test_a_large_picture_leaves_no_memory_behind() -> None:
 
 def test_CVE_2026_40192_a_process_has_no_keys(workers: DecodeWorkers) -> None:
     workers.decode_image(PICTURE, LIMITS, param=None)
-    (pid,) = workers.pids
+    (pid,) = pids_of(workers)
     environment = Path(f"/proc/{pid}/environ").read_bytes()
     names = {entry.partition(b"=")[0].decode() for entry in environment.split(b"\0") if entry}
     assert names <= {
-        *workers_module._PASSED_ON,
+        *worker_pool._PASSED_ON,
         "PYTHONPATH",
         "OPENBLAS_NUM_THREADS",
         "OMP_NUM_THREADS",
@@ -482,7 +487,7 @@ def test_CVE_2026_40192_the_server_decodes_in_processes(
 def test_CVE_2026_40192_processes_are_the_servers_default() -> None:
     connector = MediaConnector.with_workers(MultiModalConfig(), num_cores=2)
     assert connector._workers is not None
-    assert len(connector._workers.pids) == 2
+    assert len(pids_of(connector._workers)) == 2
     connector.close()
     assert (
         MediaConnector.with_workers(MultiModalConfig(media_decode_workers=0), num_cores=2)._workers

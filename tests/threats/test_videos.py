@@ -12,9 +12,9 @@ import av
 import numpy as np
 import pytest
 
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.video_file import VIDEO_CODECS, VIDEO_FORMATS, VideoSampling, decode_frames
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError
 from tests.processing.test_video_file import KINDS, VIDEO, write_video
 
@@ -221,7 +221,7 @@ def test_CVE_2026_34755_what_a_process_says_of_a_video_is_not_trusted(
     for change in bad:
         with monkeypatch.context() as patch:
             patch.setattr(
-                "mmjax.decoders.workers._Worker.call", lambda *args, one=change: {**good, **one}
+                "mmjax.decoders.worker_pool._Worker.call", lambda *args, one=change: {**good, **one}
             )
             with pytest.raises(RequestError):
                 workers.decode_frames(VIDEO, LIMITS, SAMPLING, param="here")

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
@@ -33,9 +33,9 @@ from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOut
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.prompt.processor_pool import RequestThreads
 from mmjax.frontend.prompt.prompts import PromptType
-from mmjax.frontend.prompt.work_lanes import WorkLanes
-from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
+from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.requests.request_times import RequestTimes, measuring, recording
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
@@ -89,7 +89,7 @@ class AsyncEngineClient:
         self._output_processor = OutputProcessor(copy.deepcopy(input_processor.tokenizer))
         self.scheduling_policy: SchedulingPolicy = scheduler.scheduling_policy
         self.capacity = Capacity(scheduler.max_num_unfinished_seqs, scheduler.max_num_queued_tokens)
-        self._lanes = WorkLanes(num_workers)
+        self._threads = RequestThreads(num_workers)
         self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="mmjax-grammar")
         self._streams: dict[str, RequestStream] = {}
         self._observers: list[RequestObserver] = []
@@ -120,7 +120,7 @@ class AsyncEngineClient:
         await self._stats_log.close()
         await self._resend_queue.stop()
         await self.supervisor.close()
-        self._lanes.close()
+        self._threads.close()
         self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self._resend_queue.close()
         # In a thread: another one may still hold the caches' locks.
@@ -217,20 +217,20 @@ class AsyncEngineClient:
         Without `is_bounded`, the prompt may be too long for the model.
         """
         explain = partial(self.input_processor.explain, id_domain=id_domain, is_bounded=is_bounded)
-        return await self._work(prompt, lambda made, control: explain(made, control=control))
+        return await self._work(prompt, explain)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids; counts as a request meanwhile."""
         tokenize = self.input_processor.tokenize
         return await self._work(
-            text, lambda *_: tokenize(text, add_special_tokens=add_special_tokens)
+            text, lambda _, **__: tokenize(text, add_special_tokens=add_special_tokens)
         )
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """Return the text of token ids; counts as a request meanwhile."""
-        return await self._work("", lambda *_: self.input_processor.detokenize(token_ids))
+        return await self._work("", lambda _, **__: self.input_processor.detokenize(token_ids))
 
-    async def _work(self, prompt: PromptSource, job: Callable[[PromptType, DecodeControl], T]) -> T:
+    async def _work(self, prompt: PromptSource, job: Callable[..., T]) -> T:
         """Run a job on a prompt in a thread for requests."""
         self._admit(1)
         cancellation = Cancellation()
@@ -323,32 +323,40 @@ class AsyncEngineClient:
 
     async def _run(
         self,
-        job: Callable[[PromptType, DecodeControl], T],
+        job: Callable[..., T],
         prompt: PromptSource,
         cancellation: Cancellation,
         times: RequestTimes,
         deadline: float | None = None,
     ) -> T:
-        """Make the prompt and run `job` on it, in a thread; fetch its media in between."""
-        connector, make_prompt = self.input_processor.connector, _make_once(prompt)
+        """Make the prompt and run `job` on it, in a thread; fetch its media in between.
 
-        def run_if_whole(control: DecodeControl) -> tuple[PromptType, T | None]:
+        What has much to decode, by its files' headers, goes on in a thread for heavy work.
+        """
+        connector = self.input_processor.connector
+
+        def start(prompt: PromptSource) -> tuple[PromptType, list[T]]:
+            """Return the prompt, and the job's result if it could be done at once."""
             times.wait_until(time.monotonic())
             with recording(times):
-                made = make_prompt()
-            return made, job(made, control) if connector.is_whole(made) else None
+                made = prompt() if callable(prompt) else prompt
+                is_ready = connector.is_whole(made) and not connector.is_heavy(made)
+            return made, [job(made, cancellation=cancellation)] if is_ready else []
 
-        def run(control: DecodeControl) -> T:
+        def finish() -> T:
             times.wait_until(time.monotonic())
-            return job(whole, control)
+            return job(made, cancellation=cancellation)
 
-        made, result = await self._lanes.run(run_if_whole, cancellation)
-        if connector.is_whole(made):
-            return cast(T, result)
-        async with until(deadline), AsyncExitStack() as stack:
-            with recording(times), measuring("fetch"):
-                whole = await stack.enter_async_context(connector.fetched(made))
-            return await self._lanes.run(run, cancellation)
+        made, done = await self._threads.run(partial(start, prompt), cancellation)
+        async with AsyncExitStack() as stack:
+            if not connector.is_whole(made):
+                await stack.enter_async_context(until(deadline))
+                with recording(times), measuring("fetch"):
+                    made = await stack.enter_async_context(connector.fetched(made))
+                made, done = await self._threads.run(partial(start, made), cancellation)
+            if done:
+                return done[0]
+            return await self._threads.run(finish, cancellation, is_heavy=True)
 
     def _process(
         self,
@@ -356,11 +364,12 @@ class AsyncEngineClient:
         prepare: Callable[..., ProcessedRequest],
         loop: asyncio.AbstractEventLoop,
         prompt: PromptType,
-        control: DecodeControl,
+        *,
+        cancellation: Cancellation,
     ) -> None:
         """Process a prompt, in a thread; pass its messages to the loop as they are committed."""
         with recording(pending.times):
-            request = prepare(prompt=prompt, control=control)
+            request = prepare(prompt=prompt, cancellation=cancellation)
             self._quarantine.check(request)
             pending.reservation = self.capacity.reserve_tokens(
                 len(request.prompt_token_ids) * len(request.messages),
@@ -483,11 +492,6 @@ def _stats_log(supervisor: EngineLink, input_processor: InputProcessor) -> Stats
 def _internal_error() -> RequestError:
     # Details are for the log, not for the client.
     return InternalError("the engine failed on this request; the log says why")
-
-
-def _make_once(prompt: PromptSource) -> Callable[[], PromptType]:
-    """Return a function that makes the prompt at its first call, and caches it."""
-    return cache(prompt) if callable(prompt) else lambda: prompt
 
 
 def _error_of(failure: RequestFailed) -> RequestError:

@@ -5,34 +5,36 @@ parsed, and fetched together once the rest of it is known to be right.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from mmjax.config.engine_config import MultiModalConfig
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import IMAGE_FORMATS
 from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_bytes
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
-from mmjax.frontend.media.ahead import DecodeAhead, RequestAhead
 from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.prompt.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
+from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
 from mmjax.requests.request_times import measuring
 
 EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames
 
 _MAX_FETCHED_AT_ONCE = 8
-"""Of one request."""
+"""Files of one request."""
 _FRAMES_START = "data:video/jpeg;base64,"
-"""Of a URL that holds frames, with commas between them, as vLLM takes it."""
+"""How a URL begins that holds frames, with commas between them, as vLLM takes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,23 @@ class MediaConnector:
         mm: MultiModalConfig,
         *,
         workers: DecodeWorkers | None = None,
-        ahead: DecodeAhead | None = None,
+        budget: DecodeBudget | None = None,
+        is_known: Callable[[str, EncodedMedium], bool] = lambda modality, item: False,
     ) -> None:
         """Open media by the settings.
 
         Args:
             mm: The settings.
             workers: Processes that decode what comes from here; None: the threads that use it.
-            ahead: What decodes images as they arrive; None: they wait until all have.
+            budget: What images take that are decoded as they arrive; None: they wait for the others
+                of their request.
+            is_known: Whether an item was in a request before: a cache has it, most likely.
         """
-        self._mm = mm
+        self.mm = mm
+        self.is_known = is_known
+        self.budget = budget
         self._workers = workers
-        self._ahead = ahead
+        self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mmjax-fetched")
         self._policy = FetchPolicy(
             allowed_domains=mm.allowed_media_domains,
             are_private_addresses_allowed=mm.allow_private_media_addresses,
@@ -83,23 +90,18 @@ class MediaConnector:
 
     @classmethod
     def with_workers(
-        cls, mm: MultiModalConfig, *, num_cores: int, ahead: DecodeAhead | None = None
+        cls, mm: MultiModalConfig, *, num_cores: int, **decoding: Any
     ) -> "MediaConnector":
         """Return one that decodes in processes, unless the settings say otherwise."""
         num_workers = mm.media_decode_workers
         if num_workers is None:
             num_workers = min(num_cores, 4)
         if num_workers == 0:
-            return cls(mm, ahead=ahead)
-        return cls(
-            mm,
-            ahead=ahead,
-            workers=DecodeWorkers(
-                num_workers,
-                timeout_s=mm.media_decode_timeout_s,
-                memory_bytes=mm.decode_memory_bytes,
-            ),
+            return cls(mm, **decoding)
+        workers = DecodeWorkers(
+            num_workers, timeout_s=mm.media_decode_timeout_s, memory_bytes=mm.decode_memory_bytes
         )
+        return cls(mm, workers=workers, **decoding)
 
     def open_image(
         self, url: str, place: str, pixel_range: PixelRange | None = None
@@ -113,7 +115,7 @@ class MediaConnector:
         """Return the video of a URL, as `open_image` does; `options`: of `media_io_kwargs`."""
         if url[: len(_FRAMES_START)].lower() == _FRAMES_START:
             return self._open_frames(url, place)
-        sampling = VideoSampling(**{**self._mm.media_io_kwargs.get("video", {}), **(options or {})})
+        sampling = VideoSampling(**{**self.mm.media_io_kwargs.get("video", {}), **(options or {})})
         return self._open(url, PendingMedia(url, place, sampling=sampling))
 
     def _open_frames(self, url: str, place: str) -> EncodedFrames:
@@ -146,7 +148,7 @@ class MediaConnector:
                 "send the file itself as `data:image/png;base64,...`",
                 param=place,
             )
-        if not self._mm.enable_media_fetch:
+        if not self.mm.enable_media_fetch:
             raise RequestValueError(
                 f"`{place}` is an `{scheme}:` URL, which this server does not fetch "
                 "(`--no-enable-media-fetch`); send the file itself as a base64 `data:` URL",
@@ -158,16 +160,31 @@ class MediaConnector:
         """Return whether nothing of the prompt is yet to be fetched."""
         return not any(_pending(prompt))
 
+    def is_heavy(self, prompt: PromptType) -> bool:
+        """Return whether a prompt has more to decode than one batch, by its files' headers.
+
+        In a thread: the headers are read. What is wrong with a file, whoever decodes it will say.
+        """
+        data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
+        is_salted = isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None
+        num_bytes = 0
+        with suppress(RequestError):
+            for modality, items in (data or {}).items():
+                for item in items if isinstance(items, list) else [items]:
+                    is_encoded = isinstance(item, EncodedMedium)
+                    if is_encoded and (is_salted or not self.is_known(modality, item)):
+                        num_bytes += item.num_bytes_to_decode
+        return num_bytes > MAX_BATCH_BYTES
+
     @asynccontextmanager
     async def fetched(self, prompt: PromptType) -> AsyncIterator[PromptType]:
         """Yield the prompt with all of its media; their bytes count as held meanwhile."""
-        download = _Download(self, self._mm)
+        is_salted = isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None
+        download = _Download(self, is_salted=is_salted)
         try:
             yield await self._fetch(prompt, download)
         finally:
-            self.num_held_bytes -= download.num_bytes
-            if download.ahead is not None:
-                download.ahead.end()
+            download.end()
 
     def fetch_now(self, prompt: PromptType) -> PromptType:
         """Return the prompt with all of its media, from a thread of any kind."""
@@ -176,12 +193,13 @@ class MediaConnector:
 
         async def fetch() -> PromptType:
             # Of its own: fetchers and semaphores belong to one event loop.
-            connector = MediaConnector(self._mm, workers=self._workers)
+            connector = MediaConnector(self.mm, workers=self._workers)
             try:
                 async with connector.fetched(prompt) as whole:
                     return whole
             finally:
                 connector._fetcher.close()
+                connector.threads.shutdown(wait=False)
 
         with ThreadPoolExecutor(1, thread_name_prefix="mmjax-fetch") as pool:
             return pool.submit(lambda: asyncio.run(fetch())).result()
@@ -189,8 +207,7 @@ class MediaConnector:
     def close(self) -> None:
         """End the threads and the processes."""
         self._fetcher.close()
-        if self._ahead is not None:
-            self._ahead.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
         if self._workers is not None:
             self._workers.close()
 
@@ -198,16 +215,15 @@ class MediaConnector:
 
     async def _fetch(self, prompt: PromptType, download: "_Download") -> PromptType:
         pending = list(dict.fromkeys(_pending(prompt)))
-        if self._ahead is not None and len(pending) > 1 and isinstance(prompt, Mapping):
-            is_salted = prompt.get("cache_salt") is not None
-            download.ahead = RequestAhead(self._ahead, is_salted=is_salted)
         turns = asyncio.Semaphore(_MAX_FETCHED_AT_ONCE)
         tasks: dict[PendingMedia, asyncio.Task[EncodedMedium]] = {}
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    medium: group.create_task(self._fetch_one(medium, turns, download))
+                    medium: group.create_task(
+                        self._fetch_one(medium, turns, download, is_alone=len(pending) == 1)
+                    )
                     for medium in pending
                 }
         except* RequestError as errors:
@@ -217,13 +233,20 @@ class MediaConnector:
         return _replace(prompt, {medium: task.result() for medium, task in tasks.items()})
 
     async def _fetch_one(
-        self, medium: PendingMedia, turns: asyncio.Semaphore, download: "_Download"
+        self,
+        medium: PendingMedia,
+        turns: asyncio.Semaphore,
+        download: "_Download",
+        *,
+        is_alone: bool,
     ) -> EncodedMedium:
         async with turns, self._turns:
             data = await self._read(medium, download)
         item = self._encoded(data, medium)
-        if download.ahead is not None and isinstance(item, EncodedImage):
-            await download.ahead.decode(item)
+        if isinstance(item, EncodedImage) and self.budget is not None and not is_alone:
+            await asyncio.get_running_loop().run_in_executor(
+                self.threads, download.decode, item, self.budget
+            )
         return item
 
     async def _read(self, medium: PendingMedia, download: "_Download") -> bytes:
@@ -232,7 +255,7 @@ class MediaConnector:
         if isinstance(medium.url, HttpUrl):
             take = partial(download.take, param=medium.place)
             return await self._fetcher.fetch(medium.url, max_bytes, param=medium.place, take=take)
-        root = self._mm.allowed_local_media_path
+        root = self.mm.allowed_local_media_path
         data = await asyncio.to_thread(
             read_local_file, medium.url, root, max_bytes, param=medium.place
         )
@@ -260,14 +283,21 @@ class MediaConnector:
 
 
 class _Download:
-    """What one request has fetched."""
+    """What one request has fetched, and what of it is decoded already."""
 
-    def __init__(self, connector: MediaConnector, mm: MultiModalConfig) -> None:
+    def __init__(self, connector: MediaConnector, *, is_salted: bool) -> None:
+        """`is_salted`: whether the request shares no cache, so that nothing is known to it."""
+        mm = connector.mm
         self._connector = connector
+        self._is_salted = is_salted
         self._max_request_bytes = mm.max_media_request_download_bytes
         self._max_bytes = mm.max_media_download_bytes
+        self._max_decoded_bytes = min(mm.max_media_request_decode_bytes, MAX_BATCH_BYTES)
+        self._num_decoded_bytes = 0
+        self._decoded: list[EncodedImage] = []
+        self._lock = threading.Lock()
+        self._has_ended = False
         self.num_bytes = 0
-        self.ahead: RequestAhead | None = None
 
     def take(self, num_bytes: int, *, param: str) -> None:
         """Count bytes before they are kept; RequestError where they are too many."""
@@ -282,6 +312,33 @@ class _Download:
             raise CapacityError("too many files are being fetched; try again in a moment")
         self.num_bytes += num_bytes
         self._connector.num_held_bytes += num_bytes
+
+    def decode(self, image: EncodedImage, budget: DecodeBudget) -> None:
+        """Decode an image in a thread, if it may be; RequestError where it cannot be.
+
+        It stays encoded where the budget or the request's share of it has no room, and where it is
+        known.
+        """
+        if not self._is_salted and self._connector.is_known("image", image):
+            return
+        num_bytes = image.num_bytes_to_decode
+        with self._lock:
+            if self._num_decoded_bytes + num_bytes > self._max_decoded_bytes:
+                return
+            self._num_decoded_bytes += num_bytes
+            self._decoded.append(image)
+        image.decode_early(budget)
+        if self._has_ended:
+            image.drop_pixels()
+
+    def end(self) -> None:
+        """Free what is still held, without waiting."""
+        self._connector.num_held_bytes -= self.num_bytes
+        self._has_ended = True
+        for image in self._decoded:
+            # In a thread: whoever decodes it holds its lock, and this is the event loop's.
+            with suppress(RuntimeError):  # closed
+                self._connector.threads.submit(image.drop_pixels)
 
 
 def _pending(prompt: PromptType) -> Sequence[PendingMedia]:

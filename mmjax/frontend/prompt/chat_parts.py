@@ -171,56 +171,22 @@ class PartReader:
         with _at(place):
             self.check_num_items("video", media.count("video") + 1, are_embeds=False)
         known = ("type", "uuid", _VIDEO_TYPE, *_CACHE_HINTS)
-        others = [name for name in _PART_FIELDS if name not in known]
-        _refuse_fields(part, others, place)
-        value, place = part.get(_VIDEO_TYPE), f"{place}.{_VIDEO_TYPE}"
-        if isinstance(value, Mapping):
-            unknown = sorted(str(name) for name in value if name != "url")
-            if unknown:
-                raise RequestValueError(
-                    f"`{place}` has the unknown field `{unknown[0]}`; it knows `url` (a `uuid` "
-                    "stands beside it, on the part)",
-                    param=f"{place}.{unknown[0]}",
-                )
-            value, place = value.get("url"), f"{place}.url"
-        if value is None and has_uuid:
+        _refuse_fields(part, [name for name in _PART_FIELDS if name not in known], place)
+        url, place, _ = _read_url(part, _VIDEO_TYPE, place, ("url",), has_uuid=has_uuid)
+        if url is None:
             return None
-        if not isinstance(value, str):
-            found = "is missing" if value is None else f"is no text but {type(value).__name__}"
-            raise RequestTypeError(
-                f"`{place}` {found}; give a URL, such as `data:video/mp4;base64,...`",
-                param=place,
-            )
-        return self.connector.open_video(value, place, media.video_options)
+        return self.connector.open_video(url, place, media.video_options)
 
     def _image(self, part: Mapping[str, Any], kind: str, place: str, *, has_uuid: bool) -> Any:
         # The Responses API's form: {"type": "input_image", "image_url": "data:..."}.
         kind = "image_url" if kind == "input_image" and kind not in part else kind
-        value = part.get(kind)
         if kind == "image_pil":
             _refuse_fields(part, ("detail",), place)
-            return self._image_object(value, place, has_uuid=has_uuid)
-        part_place, place, pixel_range = place, f"{place}.{kind}", None
-        if isinstance(value, Mapping):
-            unknown = sorted(str(name) for name in value if name not in ("url", "detail"))
-            if unknown:
-                raise RequestValueError(
-                    f"`{place}` has the unknown field `{unknown[0]}`; it knows `url` and "
-                    "`detail` (a `uuid` stands beside it, on the part)",
-                    param=f"{place}.{unknown[0]}",
-                )
-            pixel_range = self._pixel_range(value.get("detail"), place)
-            value, place = value.get("url"), f"{place}.url"
-        pixel_range = self._pixel_range(part.get("detail"), part_place) or pixel_range
-        if value is None and has_uuid:
-            return None
-        if not isinstance(value, str):
-            found = "is missing" if value is None else f"is no text but {type(value).__name__}"
-            raise RequestTypeError(
-                f"`{place}` {found}; give a URL, such as `data:image/png;base64,...`",
-                param=place,
-            )
-        return self.connector.open_image(value, place, pixel_range)
+            return self._image_object(part.get(kind), place, has_uuid=has_uuid)
+        url, url_place, value = _read_url(part, kind, place, ("url", "detail"), has_uuid=has_uuid)
+        inner = self._pixel_range(value.get("detail"), f"{place}.{kind}")
+        pixel_range = self._pixel_range(part.get("detail"), place) or inner
+        return None if url is None else self.connector.open_image(url, url_place, pixel_range)
 
     def _pixel_range(self, detail: Any, place: str) -> PixelRange | None:
         """Return what `detail` has an image scaled to; None: to the model's own size."""
@@ -330,6 +296,34 @@ def _refuse_fields(part: Mapping[str, Any], names: Sequence[str], place: str) ->
                 f"`{place}.{name}` has no effect on a part of this type; remove it",
                 param=f"{place}.{name}",
             )
+
+
+def _read_url(
+    part: Mapping[str, Any], kind: str, place: str, fields: Sequence[str], *, has_uuid: bool
+) -> tuple[str | None, str, Mapping[str, Any]]:
+    """Return a part's URL, where it stands, and the object that it stands in, if any.
+
+    The URL may only be missing where a uuid stands for the medium.
+    """
+    value, place = part.get(kind), f"{place}.{kind}"
+    within: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        unknown = sorted(str(name) for name in value if name not in fields)
+        if unknown:
+            known = " and ".join(f"`{name}`" for name in fields)
+            raise RequestValueError(
+                f"`{place}` has the unknown field `{unknown[0]}`; it knows {known} (a `uuid` "
+                "stands beside it, on the part)",
+                param=f"{place}.{unknown[0]}",
+            )
+        within, value, place = value, value.get("url"), f"{place}.url"
+    if not isinstance(value, str) and not (value is None and has_uuid):
+        found = "is missing" if value is None else f"is no text but {type(value).__name__}"
+        example = "data:video/mp4" if kind == _VIDEO_TYPE else "data:image/png"
+        raise RequestTypeError(
+            f"`{place}` {found}; give a URL, such as `{example};base64,...`", param=place
+        )
+    return value, place, within
 
 
 def _quote(names: frozenset[str]) -> str:

@@ -1,20 +1,21 @@
-"""The model's chat template: its source, its content format, and rendering."""
+"""The model's chat template: its source, what its syntax tree says of it, and rendering."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes as nodes
+import jinja2.sandbox
 
 from mmjax.config.engine_config import ModelConfig
+from mmjax.decoders.template import GenerationTag
 from mmjax.errors import ConfigError, RequestValueError
-from mmjax.frontend.prompt.template_syntax import (
-    ContentFormat,
-    detect_content_format,
-    find_member_names,
-    find_variables,
-)
+
+ContentFormat = Literal["openai", "string"]
+"""openai: the template iterates over content parts; string: it takes one text."""
 
 
 class ChatTemplate:
@@ -32,9 +33,9 @@ class ChatTemplate:
         self.source = source
         self.tokenizer = tokenizer
         self.content_format: ContentFormat = content_format or detect_content_format(source or "")
-        self.message_fields = find_member_names(source or "")
+        self.message_fields = _find_member_names(source or "")
         """All member names in the template: other fields of a message have no effect."""
-        self.variables = find_variables(source or "")
+        self.variables = _find_variables(source or "")
         """What the template expects to be given: `messages`, `tools`, its own options."""
         self.add_special_tokens = add_special_tokens
         """Whether the tokenizer adds BOS to what it renders; else the template writes it."""
@@ -144,4 +145,92 @@ def _read_directory(path: Path) -> str | None:
             source = _default_of(settings.get("chat_template"))
             if source is not None:
                 return source
+    return None
+
+
+# ---- the syntax tree; no template is run here ---------------------------------------------------
+
+
+def detect_content_format(source: str) -> ContentFormat:
+    """Return "openai" if the template iterates over a `content`, or over what it is assigned to."""
+    tree = _parse(source)
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    contents = {"content"} - {name for macro in macros.values() for name in _names(macro.args)}
+    flows = [(assign.target, assign.node) for assign in tree.find_all(nodes.Assign)]
+    for call in tree.find_all(nodes.Call):
+        macro = macros.get(_name(call.node) or "")
+        flows += [] if macro is None else zip(macro.args, call.args, strict=False)
+    # An assignment may stand before what it names, in a macro: repeat until nothing new is found.
+    size = -1
+    while size < len(contents):
+        size = len(contents)
+        contents.update(*(_names([to]) for to, value in flows if _is_content(value, contents)))
+    loops = tree.find_all(nodes.For)
+    return "openai" if any(_is_content(loop.iter, contents) for loop in loops) else "string"
+
+
+def _find_member_names(source: str) -> frozenset[str]:
+    """Return the names of all attributes and items that a template accesses, of any object."""
+    asked = (nodes.Getattr, nodes.Getitem, nodes.Call)
+    names = map(_member, _parse(source).find_all(asked))
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _find_variables(source: str) -> frozenset[str]:
+    """Return the names that a template reads: what it is given, and variables of its own."""
+    # NOTE: jinja2.meta would compute constants meanwhile, such as `'a' * 10**9`.
+    names = _parse(source).find_all(nodes.Name)
+    return frozenset(name.name for name in names if name.ctx == "load")
+
+
+def _parse(source: str) -> nodes.Template:
+    """Return the syntax tree; an empty one where the source has none."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        extensions=[jinja2.ext.loopcontrols, GenerationTag]
+    )
+    try:
+        return environment.parse(source)
+    except (jinja2.TemplateError, RecursionError):
+        return nodes.Template([])
+
+
+def _is_content(node: nodes.Node, contents: Collection[str]) -> bool:
+    """Return whether `node` is a message's content, inside of filters, slices and conditionals."""
+    match node:
+        case nodes.Filter(node=nodes.Node() as inner):
+            return _is_content(inner, contents)
+        case nodes.Getitem(node=inner, arg=nodes.Slice()) | nodes.CondExpr(expr1=inner):
+            return _is_content(inner, contents)
+    return _name(node) in contents or _member(node) == "content"
+
+
+def _name(node: nodes.Node) -> str | None:
+    match node:
+        case nodes.Name(name=name):
+            return name
+        case nodes.NSRef(name=name, attr=attr):
+            return f"{name}.{attr}"
+        case nodes.Getattr(node=nodes.Name(name=name), attr=attr):
+            return f"{name}.{attr}"
+    return None
+
+
+def _names(targets: Sequence[nodes.Node]) -> list[str]:
+    """Return the names that an assignment gives, which may be tuples of them."""
+    found: list[str] = []
+    for target in targets:
+        inner = _names(target.items) if isinstance(target, nodes.Tuple) else [_name(target)]
+        found += [name for name in inner if name is not None]
+    return found
+
+
+def _member(node: nodes.Node) -> Any:
+    """Return the name of the attribute or item that `node` is, of whatever object."""
+    match node:
+        case nodes.Getattr(attr=attr):
+            return attr
+        case nodes.Getitem(arg=nodes.Const(value=value)):
+            return value
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value=value), *_]):
+            return value
     return None

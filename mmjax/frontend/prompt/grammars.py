@@ -1,23 +1,19 @@
 """Grammars of requests, read in a process that a bad one may crash, fill or keep busy."""
 
-import subprocess
-import sys
 import threading
 
 import msgspec
 
 from mmjax.cache.lru import LRUCache
+from mmjax.decoders.worker_pool import WorkerError, WorkerPool
 from mmjax.errors import InternalError, RequestValueError
 from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import ReadGrammar
-from mmjax.system.logger import get_logger
-
-logger = get_logger(__name__)
+from mmjax.requests.structured_outputs import MAX_BYTES, ReadGrammar
 
 CPU_SECONDS = 2.0
-"""Of one grammar; a schema of 2,000 properties takes 0.1 s."""
+"""What one grammar may take; a schema of 2,000 properties takes 0.1 s."""
 MAX_SECONDS = 60.0
-"""Of one grammar, however busy the machine is."""
+"""What one grammar may take, however busy the machine is."""
 CACHE_CHARS = 2**22
 """Grammars, and what they were made from, that are kept."""
 
@@ -27,20 +23,19 @@ class GrammarReader:
 
     def __init__(self, *, cpu_seconds: float = CPU_SECONDS) -> None:
         """Start nothing: the process starts with the first grammar."""
-        self._cpu_seconds = cpu_seconds
-        self._process: subprocess.Popen[str] | None = None
+        self._workers = WorkerPool(
+            "grammar", 1, timeout_s=MAX_SECONDS, memory_bytes=MAX_BYTES, cpu_seconds=cpu_seconds
+        )
         self._lock = threading.Lock()
-        self._asking = threading.Lock()
-        """Apart, so that what is known is found while another grammar is read."""
         self._known: LRUCache[bytes, ReadGrammar] = LRUCache(CACHE_CHARS, getsizeof=_count_chars)
 
     def read(self, params: StructuredOutputsParams) -> str:
-        """Return the grammar for P1."""
+        """Return the grammar for the engine process."""
         key = msgspec.json.encode(params)
-        answer = self._find(key)
+        with self._lock:
+            answer = self._known.get(key)
         if answer is None:
-            with self._asking:
-                answer = self._find(key) or self._ask(key)
+            answer = self._ask(key)
             with self._lock:
                 self._known[key] = answer
         if answer.error:
@@ -50,57 +45,18 @@ class GrammarReader:
             )
         return answer.grammar
 
-    def _find(self, key: bytes) -> ReadGrammar | None:
-        with self._lock:
-            return self._known.get(key)
-
     def close(self) -> None:
-        """End the process; a later grammar starts it again."""
-        if (process := self._process) is not None:
-            process.kill()  # whoever waits for its answer stops waiting
-        with self._asking:
-            self._end()
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
+        """End the process."""
+        self._workers.close()
 
     def _ask(self, key: bytes) -> ReadGrammar:
-        """Ask the process; one that dies of a grammar is started again for the next."""
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        guard = threading.Timer(MAX_SECONDS, process.kill)
-        guard.start()
         try:
-            process.stdin.write(key.decode() + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except OSError:
-            line = ""
-        finally:
-            guard.cancel()
-        if not line:
-            self._end()
-            logger.info("a grammar ended the process that read it, and is refused")
+            answer = self._workers.run_text("grammar", key)
+        except WorkerError as error:
+            if error.reason == "start":
+                raise InternalError("the process that reads grammars did not start") from None
             return ReadGrammar(error="it is too large or too deep, or takes too long to read")
-        return msgspec.json.decode(line, type=ReadGrammar)
-
-    def _start(self) -> "subprocess.Popen[str]":
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "mmjax.requests.structured_outputs", str(self._cpu_seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            encoding="utf-8",
-        )
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            self._end()
-            raise InternalError("the process that reads grammars did not start")
-        return process
+        return msgspec.json.decode(answer, type=ReadGrammar)
 
 
 def _count_chars(answer: ReadGrammar) -> int:

@@ -7,7 +7,6 @@ Knows nothing of HTTP, of chat or of the engine.
 """
 
 import copy
-import os
 import random
 import threading
 import time
@@ -23,7 +22,6 @@ from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
-from mmjax.frontend.media.ahead import DecodeAhead
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.grammars import GrammarReader
@@ -31,7 +29,7 @@ from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
 from mmjax.models.model_source import load_generation_defaults
 from mmjax.processing.encoder_budget import MultiModalProfiler
-from mmjax.processing.media.decode_budget import DecodeControl
+from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -67,13 +65,11 @@ class InputProcessor:
         self._enable_prefix_caching = enable_prefix_caching
         self.cache = processor_cache_from_config(model_config.mm) if cache is None else cache
         self._pool = ProcessorPool(model_config, self.cache)
-        ahead = DecodeAhead(
-            self._pool.first.decode_budget,
-            self._pool.first.item_hasher,
-            max_request_bytes=model_config.mm.max_media_request_decode_bytes,
-            num_threads=os.cpu_count() or 1,
+        self.connector = make_connector(
+            model_config.mm,
+            budget=self._pool.first.decode_budget,
+            is_known=self._pool.first.item_hasher.has_named,
         )
-        self.connector = make_connector(model_config.mm, ahead=ahead)
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
         self.grammars = GrammarReader()
@@ -254,12 +250,12 @@ class InputProcessor:
         priority: int = 0,
         deadline: float | None = None,
         generated_token_ids: Sequence[Sequence[int]] = (),
-        control: DecodeControl | None = None,
+        cancellation: Cancellation | None = None,
     ) -> ProcessedRequest:
         """Tokenize, process the media, check the limits, and make `n` messages. Changes no cache.
 
         `id_domain`: namespace of the media ids. `generated_token_ids`: of each sequence, what was
-        generated elsewhere. `control`: admits the bytes to decode.
+        generated elsewhere. `cancellation`: asked before each batch is decoded.
         """
         params = sampling_params or self.default_sampling_params()
         parts = parse_prompt(prompt)
@@ -274,7 +270,7 @@ class InputProcessor:
             parts,
             id_domain=id_domain,
             request_id=self._unshared_id(request_id),
-            control=control,
+            cancellation=cancellation,
         )
         self._check_prompts(prepared)
         token_ids = list(prepared.prompt_token_ids)
@@ -306,7 +302,7 @@ class InputProcessor:
         *,
         id_domain: str | None = None,
         request_id: str | None = None,
-        control: DecodeControl | None = None,
+        cancellation: Cancellation | None = None,
     ) -> PreparedInputs:
         """Process a prompt, without sampling parameters or the engine's limits. Changes no cache.
 
@@ -326,7 +322,7 @@ class InputProcessor:
                     id_domain=id_domain,
                     cache_salt=prompt.cache_salt,
                     request_id=request_id,
-                    control=control,
+                    cancellation=cancellation,
                 )
             self._validate_item_sizes(processor, prepared)
             return self._truncate(prepared, prompt.truncate_prompt_tokens)
@@ -365,7 +361,7 @@ class InputProcessor:
         prompt: PromptType,
         *,
         id_domain: str | None = None,
-        control: DecodeControl | None = None,
+        cancellation: Cancellation | None = None,
         is_bounded: bool = True,
     ) -> Explanation:
         """Process a prompt as `prepare` does, and describe the result. Changes no cache.
@@ -374,7 +370,7 @@ class InputProcessor:
         """
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
-        prepared = self.prepare_inputs(parts, id_domain=id_domain, control=control)
+        prepared = self.prepare_inputs(parts, id_domain=id_domain, cancellation=cancellation)
         if is_bounded:
             self._check_prompts(prepared)
         with self._pool.borrow() as processor:

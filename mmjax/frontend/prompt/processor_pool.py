@@ -1,14 +1,55 @@
-"""A pool of processors for threads."""
+"""The threads that process requests, and the processors that they use."""
 
+import asyncio
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from contextvars import copy_context
+from typing import Any, TypeVar
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.models.registry import create_processor
+from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
+from mmjax.system.allocator import return_free_pages
+
+T = TypeVar("T")
+
+
+class RequestThreads:
+    """Runs jobs of requests; heavy ones, which decode much, never take the last thread."""
+
+    def __init__(self, num_workers: int) -> None:
+        """Have `num_workers` threads for light jobs, and half as many for heavy ones."""
+        self._light = ThreadPoolExecutor(num_workers, thread_name_prefix="mmjax-process")
+        self._heavy = ThreadPoolExecutor(
+            max(1, num_workers // 2), thread_name_prefix="mmjax-decode"
+        )
+
+    async def run(
+        self, job: Callable[[], T], cancellation: Cancellation, *, is_heavy: bool = False
+    ) -> T:
+        """Run `job` in a thread; RequestCancelledError if it is cancelled before it starts."""
+
+        def start() -> T:
+            cancellation.check()
+            try:
+                return job()
+            finally:
+                if is_heavy:
+                    return_free_pages()
+
+        # In the request's context, for the id in its log lines.
+        return await asyncio.get_running_loop().run_in_executor(
+            self._heavy if is_heavy else self._light, copy_context().run, start
+        )
+
+    def close(self) -> None:
+        """Start no more jobs, without waiting for running ones."""
+        self._light.shutdown(wait=False, cancel_futures=True)
+        self._heavy.shutdown(wait=False, cancel_futures=True)
 
 
 class ProcessorPool:

@@ -145,8 +145,7 @@ class Florence2MultiModalProcessor(
         assert isinstance(images, ImageProcessorItems), f"{type(images)=}"
         # Nothing of an image that the processor's cache has was decoded so far.
         num_bytes = images.count_bytes_to_decode(0)
-        mm_items.control.admit(num_bytes)
-        cancellation = mm_items.control.cancellation
+        cancellation = mm_items.cancellation
         with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
             size = images.get_image_size(0)
         return partial(self._parse_answer, task=task, image_size=size)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, video_as_uint8
-from mmjax.processing.media.decode_budget import DecodeControl
+from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 from mmjax.processing.media.parallel import map_in_threads
 
@@ -274,19 +274,19 @@ class MultiModalDataItems(UserDict[str, ModalityDataItems]):
 
     def __init__(self, *args: Any, **kwargs: ModalityDataItems) -> None:
         super().__init__(*args, **kwargs)
-        self.control = DecodeControl()
+        self.cancellation = Cancellation()
         """Asked before any is decoded."""
 
-    def with_control(self, control: DecodeControl) -> "MultiModalDataItems":
-        """Return the same items under another control."""
+    def with_cancellation(self, cancellation: Cancellation) -> "MultiModalDataItems":
+        """Return the same items, which whoever sets `cancellation` wants no more."""
         items = MultiModalDataItems(self.data)
-        items.control = control
+        items.cancellation = cancellation
         return items
 
     def select(self, modalities: Collection[str]) -> "MultiModalDataItems":
         """Return the items of some modalities, in this order."""
         kept = {m: items for m, items in self.items() if m in modalities}
-        return MultiModalDataItems(kept).with_control(self.control)
+        return MultiModalDataItems(kept).with_cancellation(self.cancellation)
 
     def get_count(self, modality: str, *, strict: bool = True) -> int:
         """Return the number of items; an absent modality raises, or counts 0 without `strict`."""

@@ -51,16 +51,6 @@ class Cancellation:
                 self._callbacks.remove(callback)
 
 
-class DecodeControl:
-    """How one request's decoding is held up: here not at all."""
-
-    def __init__(self, cancellation: Cancellation | None = None) -> None:
-        self.cancellation = cancellation or Cancellation()
-
-    def admit(self, num_bytes: int) -> None:
-        """Learn how much is about to be decoded in all; what this raises, `prepare` raises."""
-
-
 class DecodeBudget:
     """Decoded bytes that may be there at once, over all requests; many threads share it.
 

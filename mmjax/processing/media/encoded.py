@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from mmjax.decoders.decode_workers import DecodeWorkers
 from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader, read_image_header
 from mmjax.decoders.limits import (
     MediaLimits,
@@ -21,14 +22,13 @@ from mmjax.decoders.limits import (
     check_video_size,
 )
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
-from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
 from mmjax.processing.media.decode_budget import DecodeBudget
 from mmjax.processing.media.parallel import map_in_threads
 
-_SHARE_AHEAD = 0.5
-"""Of the decode budget: the rest is for those whose turn has come."""
+_EARLY_SHARE = 0.5
+"""What early decoding takes of the budget; the rest is for those whose turn has come."""
 
 
 class PixelRange(NamedTuple):
@@ -94,7 +94,7 @@ class EncodedImage:
         self._lock = threading.Lock()
         self._media: MediaWithBytes | None = None
         self._give_back: Callable[[], None] | None = None
-        """Frees what `decode_ahead` took of a budget."""
+        """Frees what `decode_early` took of a budget."""
         self._header: ImageHeader | None = None
         try:
             check_image_bytes(len(original_bytes), limits, param=param)
@@ -119,7 +119,7 @@ class EncodedImage:
     def num_bytes_to_decode(self) -> int:
         """Return the memory that decoding takes; 0 while the pixels are there.
 
-        Those that were decoded ahead count as if they were not there.
+        Those that were decoded early count as if they were not there.
         """
         if self._media is not None and self._give_back is None:
             return 0
@@ -144,14 +144,14 @@ class EncodedImage:
         with self._lock:
             return self._decode()
 
-    def decode_ahead(self, budget: DecodeBudget) -> None:
+    def decode_early(self, budget: DecodeBudget) -> None:
         """Decode it before its turn, if half of `budget` is free; its bytes count there meanwhile.
 
         Until `drop_pixels`. MediaError where it is no image.
         """
         num_bytes = self.num_bytes_to_decode
         with self._lock:
-            if self._media is not None or not budget.try_take(num_bytes, _SHARE_AHEAD):
+            if self._media is not None or not budget.try_take(num_bytes, _EARLY_SHARE):
                 return
             self._give_back = partial(budget.give_back, num_bytes)
             try:

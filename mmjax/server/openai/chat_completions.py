@@ -20,7 +20,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import PromptDict
-from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimits
+from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRenderer
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import (
@@ -83,13 +83,14 @@ class ChatService:
         self._config = config
         self._generation = generation
         self._template_threads = TemplateThreads()
-        self._template_limits = TemplateLimits(
+        self._template_renderer = TemplateRenderer(
             timeout_s=config.chat_template_render_timeout_s,
             max_chars=_RENDERED_CHARS_FACTOR * client.input_processor.max_prompt_chars,
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads and the processes."""
+        self._template_renderer.close()
         self._template_threads.close()
 
     async def chat_completions(self, request: Request, body: ChatCompletionRequest) -> Response:
@@ -184,7 +185,7 @@ class ChatService:
         if body.chat_template is None:
             return partial(self._chat_prompt, body, None)
         template = RequestTemplate(
-            body.chat_template, self._chat_parser.template.tokenizer, self._template_limits
+            body.chat_template, self._chat_parser.template.tokenizer, self._template_renderer
         )
         rendering = self._template_threads.run(partial(self._chat_prompt, body, template))
         return await while_connected(request, rendering)

@@ -9,7 +9,6 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import MediaError
-from mmjax.frontend.media.ahead import DecodeAhead
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.processing.hashing.item_hashes import ItemHasher
 from mmjax.processing.items.parse import MultiModalDataParser
@@ -31,8 +30,8 @@ class Kit:
         self.release = asyncio.Event()
         self.budget = DecodeBudget(budget)
         self.hasher = ItemHasher("tiny")
-        ahead = DecodeAhead(self.budget, self.hasher, max_request_bytes=request, num_threads=2)
-        self.connector = MediaConnector(MultiModalConfig(), ahead=ahead)
+        mm = MultiModalConfig(max_media_request_decode_bytes=request)
+        self.connector = MediaConnector(mm, budget=self.budget, is_known=self.hasher.has_named)
         self.network = _Site({"site.example": [[PUBLIC]]}, lambda head: [])
         self.network.pictures = {"/first": first, "/second": SECOND}
         self.network.release = self.release
@@ -190,7 +189,7 @@ def test_who_has_to_wait_gives_back_what_was_decoded_ahead() -> None:
     """Else a request waits for bytes that it holds itself."""
     budget = DecodeBudget(2 * NUM_BYTES)
     image = EncodedImage(FIRST, MultiModalDataParser().limits)
-    image.decode_ahead(budget)
+    image.decode_early(budget)
     assert budget.num_bytes == NUM_BYTES == image.num_bytes_to_decode
     with budget.hold(2 * NUM_BYTES, Cancellation(), on_wait=image.drop_pixels):
         assert budget.num_bytes == 2 * NUM_BYTES

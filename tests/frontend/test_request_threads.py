@@ -11,48 +11,47 @@ import pytest
 from mmjax.config.engine_config import SchedulerConfig
 from mmjax.errors import RequestCancelledError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.prompt import work_lanes
+from mmjax.frontend.media import connector
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.frontend.prompt.work_lanes import MAX_LIGHT_BYTES, WorkLanes
-from mmjax.processing import missing_items
+from mmjax.frontend.prompt.processor_pool import RequestThreads
+from mmjax.processing import MediaLimits, missing_items
 from mmjax.processing.media import encoded
-from mmjax.processing.media.decode_budget import Cancellation, DecodeControl, split_by_bytes
+from mmjax.processing.media.decode_budget import Cancellation, split_by_bytes
+from mmjax.processing.media.encoded import EncodedImage
 from mmjax.requests.sampling_params import SamplingParams
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.processing.test_media import encode
 
 
-def with_lanes(body: Callable[[WorkLanes], Awaitable[None]], num_workers: int = 2) -> None:
+def with_threads(body: Callable[[RequestThreads], Awaitable[None]], num_workers: int = 2) -> None:
     async def run() -> None:
-        lanes = WorkLanes(num_workers)
+        threads = RequestThreads(num_workers)
         try:
-            await asyncio.wait_for(body(lanes), 60.0)
+            await asyncio.wait_for(body(threads), 60.0)
         finally:
-            lanes.close()
+            threads.close()
 
     asyncio.run(run())
 
 
 class Heavy:
-    """A job that decodes much, and ends when it is told to."""
+    """A job that ends when it is told to."""
 
-    def __init__(self, num_bytes: int = MAX_LIGHT_BYTES + 1) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self, threads: RequestThreads) -> None:
         self.has_begun = threading.Event()
         self.may_end = threading.Event()
+        self.cancellation = Cancellation()
+        self.task = asyncio.create_task(threads.run(self._run, self.cancellation, is_heavy=True))
 
-    def __call__(self, control: DecodeControl) -> str:
-        control.admit(self.num_bytes)
+    def _run(self) -> str:
         self.has_begun.set()
         assert self.may_end.wait(60)
-        control.cancellation.check()
         return "heavy"
 
 
-def light(control: DecodeControl) -> str:
-    control.admit(MAX_LIGHT_BYTES)
-    return "light"
+async def run_light(threads: RequestThreads) -> None:
+    assert await threads.run(lambda: "light", Cancellation()) == "light"
 
 
 async def wait_for(event: threading.Event) -> None:
@@ -61,76 +60,66 @@ async def wait_for(event: threading.Event) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_light_work_passes_any_number_of_heavy_jobs(num_workers: int) -> None:
-    async def body(lanes: WorkLanes) -> None:
-        jobs = [Heavy() for _ in range(5)]
-        running = [asyncio.create_task(lanes.run(job, Cancellation())) for job in jobs]
+    async def body(threads: RequestThreads) -> None:
+        jobs = [Heavy(threads) for _ in range(5)]
         await wait_for(jobs[0].has_begun)
         for _ in range(10):
-            assert await lanes.run(light, Cancellation()) == "light"
-        assert not any(task.done() for task in running)
+            await run_light(threads)
+        assert not any(job.task.done() for job in jobs)
         for job in jobs:
             job.may_end.set()
-        assert await asyncio.gather(*running) == ["heavy"] * 5
+        assert await asyncio.gather(*(job.task for job in jobs)) == ["heavy"] * 5
 
-    with_lanes(body, num_workers)
+    with_threads(body, num_workers)
 
 
 def test_heavy_jobs_are_done_in_their_order() -> None:
-    async def body(lanes: WorkLanes) -> None:
-        jobs = [Heavy() for _ in range(3)]
-        running = []
-        for job in jobs:
-            running.append(asyncio.create_task(lanes.run(job, Cancellation())))
-            await lanes.run(light, Cancellation())
+    async def body(threads: RequestThreads) -> None:
+        jobs = [Heavy(threads) for _ in range(3)]
         for number, job in enumerate(jobs):
             await wait_for(job.has_begun)
-            assert [other.has_begun.is_set() for other in jobs[number + 1 :]] == [False] * (
-                2 - number
-            )
+            await run_light(threads)
+            later = jobs[number + 1 :]
+            assert not any(other.has_begun.is_set() for other in later)
             job.may_end.set()
-        assert await asyncio.gather(*running) == ["heavy"] * 3
+        assert await asyncio.gather(*(job.task for job in jobs)) == ["heavy"] * 3
 
-    with_lanes(body)
+    with_threads(body)
 
 
 def test_a_cancelled_heavy_job_never_begins() -> None:
-    async def body(lanes: WorkLanes) -> None:
-        first, second, third = Heavy(), Heavy(), Heavy()
-        running = asyncio.create_task(lanes.run(first, Cancellation()))
+    async def body(threads: RequestThreads) -> None:
+        first, second, third = (Heavy(threads) for _ in range(3))
         await wait_for(first.has_begun)
-        cancellation = Cancellation()
-        waiting = asyncio.create_task(lanes.run(second, cancellation))
-        await lanes.run(light, Cancellation())
-        cancellation.set()
-        first.may_end.set()
-        third.may_end.set()
-        assert await running == "heavy"
+        second.cancellation.set()
+        for job in (first, second, third):
+            job.may_end.set()
+        assert await first.task == "heavy"
         with pytest.raises(RequestCancelledError):
-            await waiting
-        assert await lanes.run(third, Cancellation()) == "heavy"
+            await second.task
+        assert await third.task == "heavy"
         assert not second.has_begun.is_set()
 
-    with_lanes(body)
+    with_threads(body)
 
 
-def test_errors_come_through() -> None:
-    def fail(num_bytes: int, control: DecodeControl) -> None:
-        control.admit(num_bytes)
+@pytest.mark.parametrize("is_heavy", [False, True])
+def test_errors_come_through(is_heavy: bool) -> None:
+    def fail() -> None:
         raise KeyError("x")
 
-    async def body(lanes: WorkLanes) -> None:
-        for num_bytes in (0, MAX_LIGHT_BYTES + 1):
-            with pytest.raises(KeyError):
-                await lanes.run(partial(fail, num_bytes), Cancellation())
+    async def body(threads: RequestThreads) -> None:
+        with pytest.raises(KeyError):
+            await threads.run(fail, Cancellation(), is_heavy=is_heavy)
 
-    with_lanes(body)
+    with_threads(body)
 
 
 def test_a_text_passes_pictures_whose_client_leaves(
     input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests with six pictures each hold no text up, and stop where they are cancelled."""
-    monkeypatch.setattr(work_lanes, "MAX_LIGHT_BYTES", 0)
+    monkeypatch.setattr(connector, "MAX_BATCH_BYTES", 0)
     one_by_one = partial(split_by_bytes, max_bytes=1)
     monkeypatch.setattr(missing_items, "split_by_bytes", one_by_one)
     decoded: list[bytes] = []
@@ -146,7 +135,10 @@ def test_a_text_passes_pictures_whose_client_leaves(
     monkeypatch.setattr(encoded, "load_image_bytes", wait_and_load)
 
     def prompt(seed: int) -> Any:
-        files = [encode(draw(20, 20, seed=seed + index)) for index in range(6)]
+        files = [
+            EncodedImage(encode(draw(20, 20, seed=seed + index)), MediaLimits())
+            for index in range(6)
+        ]
         return {"prompt": "<start_of_image>" * 6, "multi_modal_data": {"image": files}}
 
     async def body() -> None:
