@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.weights.safetensors import open_safetensors
 from tests.models.golden_models import GOLDEN_MODELS
 
