@@ -1,8 +1,16 @@
-"""Gemma 3 at its published sizes, without weights: every tensor of a checkpoint has one place.
+"""Every family at its published sizes, without weights: each tensor of a checkpoint has one place.
 
-Names and shapes come from HF's module on torch's meta device, told as both file layouts do.
+`published.json` has what the hub's config.json files say, where they differ from HF's defaults, and
+what follows from it. Names and shapes come from HF's module on torch's meta device, told as the
+file layouts do; of families that transformers has no class for, from `published_names.py`.
 """
 
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,146 +18,364 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Florence2Config,
+    Florence2ForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
+from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract, flatten_params
-from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration as Model
+from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs
+from mmjax.models.florence2.host_inputs import Florence2HostInputs
+from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.interface import embed_units
+from mmjax.models.internvl.host_inputs import InternVLHostInputs
+from mmjax.models.internvl.model import InternVLChatModel
+from mmjax.models.qwen2_vl.host_inputs import Qwen25VLHostInputs
+from mmjax.models.registry import load_model_class
 from mmjax.weights.load import match_tensors
-from mmjax.weights.safetensors import StoredTensor
+from mmjax.weights.rules import apply_rules
+from mmjax.weights.safetensors import StoredTensor, open_safetensors
+from tests.models import published_names
+from tests.models.golden_models import GOLDEN_MODELS
+from tests.models.original_internvl import original_config, to_original
 
-VISION = {
-    "hidden_size": 1152,
-    "image_size": 896,
-    "intermediate_size": 4304,
-    "model_type": "siglip_vision_model",
-    "num_attention_heads": 16,
-    "num_hidden_layers": 27,
-    "patch_size": 14,
-    "vision_use_head": False,
+PUBLISHED: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("published.json").read_text()
+)
+"""By family and size."""
+Shapes = Mapping[str, tuple[int, ...]]
+Layout = Mapping[str, str]
+"""How files tell a prefix of the module's own names; {inner}: what a tower's class calls itself."""
+MODULE: Layout = {}
+LLM_FIRST: Layout = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
 }
-TEXT = {
-    "model_type": "gemma3_text",
-    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-    "sliding_window": 1024,
+HUB: Layout = {**LLM_FIRST, "model.vision_tower.": "vision_tower.{inner}"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Where a family's published names and shapes come from."""
+
+    architecture: str
+    make_config: Callable[..., Any]
+    """Of the values of config.json."""
+    hf_class: Any = None
+    list_shapes: Callable[[Any], Shapes] | None = None
+    """Without HF's class."""
+    left_out: tuple[str, ...] = ("lm_head.weight",)
+    """Ends of names that files leave out where embeddings are tied: copies of the one table."""
+    layouts: Mapping[str, Layout] | None = None
+    unread: tuple[str, ...] = ()
+    """Names that some files have beside those of the module, and nothing reads."""
+
+
+FAMILIES = {
+    "blip2": Family(
+        architecture="Blip2ForConditionalGeneration",
+        make_config=Blip2Config,
+        hf_class=Blip2ForConditionalGeneration,
+        # Of the text branch, which files of the retrieval models have.
+        unread=(
+            "qformer.embeddings.word_embeddings.weight",
+            "qformer.encoder.layer.0.intermediate.dense.weight",
+            "qformer.encoder.layer.0.output.LayerNorm.bias",
+        ),
+    ),
+    "deepseek_vl2": Family(
+        architecture="DeepseekVLV2ForCausalLM",
+        make_config=published_names.read_deepseek_vl2,
+        list_shapes=lambda config: published_names.list_deepseek_vl2(
+            config, {"width": 1152, "patch_size": 14, "image_size": 384, "layers": 27}
+        ),
+    ),
+    "florence2": Family(
+        architecture="Florence2ForConditionalGeneration",
+        make_config=Florence2Config,
+        hf_class=Florence2ForConditionalGeneration,
+        left_out=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+    ),
+    "gemma3": Family(
+        architecture="Gemma3ForConditionalGeneration",
+        make_config=Gemma3Config,
+        hf_class=Gemma3ForConditionalGeneration,
+        layouts={"hub": HUB, "save_pretrained": LLM_FIRST, "module": MODULE},
+    ),
+    "internvl": Family(
+        architecture="InternVLForConditionalGeneration",
+        make_config=InternVLConfig,
+        hf_class=InternVLForConditionalGeneration,
+        left_out=(),
+        # The hub's files and save_pretrained's are named alike.
+        layouts={
+            "files": {
+                "model.language_model.": "language_model.model.",
+                "model.": "",
+                "lm_": "language_model.lm_",
+            },
+            "module": MODULE,
+        },
+    ),
+    "llava": Family(
+        architecture="LlavaForConditionalGeneration",
+        make_config=LlavaConfig,
+        hf_class=LlavaForConditionalGeneration,
+        layouts={"hub": HUB, "save_pretrained": LLM_FIRST, "module": MODULE},
+    ),
+    "molmo": Family(
+        architecture="MolmoForCausalLM",
+        make_config=PreTrainedConfig,
+        list_shapes=published_names.list_molmo,
+    ),
+    "qwen2_vl": Family(
+        architecture="Qwen2VLForConditionalGeneration",
+        make_config=Qwen2VLConfig,
+        hf_class=Qwen2VLForConditionalGeneration,
+        layouts={
+            "hub": {"model.visual.": "visual.", "model.language_model.": "model."},
+            "module": MODULE,
+        },
+    ),
+    "qwen2_5_vl": Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        make_config=Qwen2_5_VLConfig,
+        hf_class=Qwen2_5_VLForConditionalGeneration,
+        layouts={
+            "hub": {"model.visual.": "visual.", "model.language_model.": "model."},
+            "module": MODULE,
+        },
+    ),
 }
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "4b": {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34},
-    "12b": {
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-    },
-    "27b": {
-        "head_dim": 128,
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 62,
-        "num_key_value_heads": 16,
-        "query_pre_attn_scalar": 168,
-    },
-}
-"""What the hub's config.json files say; the rest are defaults, as there."""
-
-NUM_PARAMETERS = {"4b": 4.3e9, "12b": 12.2e9, "27b": 27.4e9}
-
-LAYOUTS = {
-    "hub": {
-        "model.language_model.": "language_model.model.",
-        "model.vision_tower.": "vision_tower.vision_model.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-        "lm_head.": "language_model.lm_head.",
-    },
-    "save_pretrained": {
-        "model.language_model.": "language_model.model.",
-        "model.vision_tower.": "vision_tower.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-        "lm_head.": "language_model.lm_head.",
-    },
-    "module": {},
-}
-"""How each layout tells a prefix of the module's own names."""
+FAMILIES["pixtral"] = replace(FAMILIES["llava"], architecture="PixtralForConditionalGeneration")
 
 
-def published_config(size: str) -> Any:
-    return Gemma3Config(
-        text_config={**TEXT, **PUBLISHED[size]}, vision_config=VISION, mm_tokens_per_image=256
-    )
+@dataclass(frozen=True)
+class Checkpoint:
+    """A published checkpoint: its family, and its row of `published.json`."""
+
+    name: str
+
+    @property
+    def row(self) -> dict[str, Any]:
+        return PUBLISHED[self.name]
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.row["family"]]
+
+    @property
+    def model_class(self) -> Any:
+        return load_model_class(self.family.architecture)
+
+    def make_config(self) -> Any:
+        config = self.family.make_config(**json.loads(json.dumps(self.row["config"])))
+        # What wrote them: an InternVL's head is tied or not by the version.
+        config.transformers_version = "4.52.0.dev0"
+        return config
 
 
-@pytest.fixture(scope="module", params=PUBLISHED)
-def size(request: pytest.FixtureRequest) -> str:
-    return request.param
+@cache
+def build(checkpoint: Checkpoint) -> tuple[Any, Any]:
+    """Return our module, and its tree without values."""
+    return build_abstract(checkpoint.model_class, checkpoint.make_config(), dtype=jnp.bfloat16)
 
 
-@pytest.fixture(scope="module")
-def abstract(size: str) -> dict[str, Any]:
-    """Our tree, flat."""
-    return flatten_params(build_abstract(Model, published_config(size), dtype=jnp.bfloat16)[1])
-
-
-@pytest.fixture(scope="module")
-def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """HF's names and shapes, without the tied head."""
+@cache
+def list_published(checkpoint: Checkpoint) -> Shapes:
+    """Return names and shapes, without copies of a tied table."""
+    family, config = checkpoint.family, checkpoint.make_config()
+    if family.list_shapes is not None:
+        return family.list_shapes(config)
     with torch.device("meta"):
-        module = Gemma3ForConditionalGeneration(published_config(size))
-    found = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    del found["lm_head.weight"]
-    return found
+        module = family.hf_class(config)
+    left_out = family.left_out if getattr(config, "tie_word_embeddings", True) else ()
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in module.state_dict().items()
+        if not (left_out and name.endswith(left_out))
+    }
 
 
-def tell(name: str, layout: str) -> str:
+def tell(name: str, layout: Layout, inner: str) -> str:
     """Return the name that a file of `layout` has for the module's tensor `name`."""
-    for old, new in LAYOUTS[layout].items():
+    for old, new in layout.items():
         if name.startswith(old):
             # HF's module may carry the tower's inner name already.
-            return new + name.removeprefix(old).removeprefix("vision_model.")
+            rest = name.removeprefix(old)
+            return new.format(inner=inner) + (rest.removeprefix(inner) if inner else rest)
     return name
 
 
-def stored(shapes: dict[str, tuple[int, ...]], layout: str) -> list[StoredTensor]:
+def store(shapes: Shapes) -> list[StoredTensor]:
     return [
-        StoredTensor(tell(name, layout), "model.safetensors", shape, "BF16", None)
+        StoredTensor(name, "model.safetensors", shape, "BF16", None)
         for name, shape in shapes.items()
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_tensor_is_used_once_and_none_is_left_over(
-    abstract: dict[str, Any], shapes: dict[str, tuple[int, ...]], layout: str
-):
-    tensors = stored(shapes, layout)
+def check_places(tensors: list[StoredTensor], abstract: Any, rules: Any, num_unread: int) -> None:
+    """Every tensor has one place and every place one tensor, but for those that nothing reads."""
     # Reports what is missing, unexpected or misshapen, and two tensors for one place.
-    sources = match_tensors(tensors, abstract, Model.rules(None), source=layout)
+    sources = match_tensors(tensors, abstract, rules, source="here")
     assert sources.keys() == abstract.keys()
-    assert len({tensor.name for tensor in sources.values()}) == len(tensors)
+    unread = [one.name for one in tensors if apply_rules(one.name, rules) is None]
+    assert len(unread) == num_unread
+    # Experts lie apart in files, and together here: what is read once fills the tree exactly.
+    read = [one.shape for one in tensors if apply_rules(one.name, rules) is not None]
+    places = [leaf.shape for leaf in abstract.values()]
+    assert sum(map(math.prod, read)) == sum(map(math.prod, places))
 
 
-def test_the_size_is_the_published_one(size: str, abstract: dict[str, Any]):
+CHECKPOINTS = [
+    pytest.param(Checkpoint(name), id=name, marks=pytest.mark.slow if row.get("slow") else ())
+    for name, row in PUBLISHED.items()
+]
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_every_tensor_is_used_once_but_for_what_nobody_reads(checkpoint: Checkpoint):
+    family, shapes = checkpoint.family, list_published(checkpoint)
+    abstract = flatten_params(build(checkpoint)[1])
+    rules = checkpoint.model_class.rules(checkpoint.make_config())
+    inner = "" if "pixtral" in checkpoint.name else "vision_model."
+    num_unread = checkpoint.row.get("num_unread", 0)
+    for layout in (family.layouts or {"module": MODULE}).values():
+        told = {tell(name, layout, inner): shape for name, shape in shapes.items()}
+        assert len(told) == len(shapes)
+        check_places(store(told), abstract, rules, num_unread)
+    more = store({**shapes, **dict.fromkeys(family.unread, (1,))})
+    check_places(more, abstract, rules, num_unread + len(family.unread))
     total = sum(int(np.prod(leaf.shape)) for leaf in abstract.values())
-    assert total == pytest.approx(NUM_PARAMETERS[size], rel=0.01)
+    assert total == pytest.approx(checkpoint.row["num_parameters"], rel=0.02)
 
 
-def test_a_picture_and_a_step_have_their_shapes(size: str):
-    config = published_config(size)
-    width = config.text_config.hidden_size
-    graphdef, params = build_abstract(Model, config, dtype=jnp.bfloat16)
-    pixels = jax.ShapeDtypeStruct((2, 3, 896, 896), jnp.float32)
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)
-    assert (rows.shape, rows.dtype) == ((2, 256, width), jnp.bfloat16)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
+    graphdef, params = build(checkpoint)
+    spec = checkpoint.model_class.host_inputs(checkpoint.make_config()).encoder_spec
+    *outer, width = expected = tuple(checkpoint.row["rows"])
+    if isinstance(spec, EncoderSpec):
+        assert spec.tokens_per_unit == outer[-1]
+        size, packed = 2, {}
+    else:
+        size = outer[0] * spec.patches_per_token
+        packed = {"segment_ids": jax.ShapeDtypeStruct((size,), jnp.int32)}
+    inputs = packed | {
+        key: jax.ShapeDtypeStruct((size, *shape), dtype)
+        for key, (shape, dtype) in spec.inputs.items()
+    }
+    rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
+    assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
     hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
-    assert (logits.shape, logits.dtype) == ((4, 262208), jnp.float32)
+    assert (logits.shape, logits.dtype) == ((4, checkpoint.row["vocab"]), jnp.float32)
 
 
-def test_the_layers_alternate_as_published(size: str):
-    config = published_config(size)
-    kinds = config.text_config.layer_types
-    assert [i for i, kind in enumerate(kinds) if kind == "full_attention"] == list(
-        range(5, config.text_config.num_hidden_layers, 6)
+def of_family(name: str) -> list[Any]:
+    return [one for one in CHECKPOINTS if PUBLISHED[str(one.id)]["family"] == name]
+
+
+@pytest.mark.parametrize("checkpoint", of_family("gemma3"))
+def test_gemmas_layers_alternate_as_published(checkpoint: Checkpoint):
+    text = checkpoint.make_config().text_config
+    is_global = [kind == "full_attention" for kind in text.layer_types]
+    assert is_global == [number % 6 == 5 for number in range(text.num_hidden_layers)]
+    assert text.rope_parameters["full_attention"]["factor"] == 8.0
+    assert text.rope_parameters["sliding_attention"]["rope_theta"] == 10_000.0
+
+
+@pytest.mark.parametrize("checkpoint", of_family("florence2"))
+def test_florence2s_prompts_have_their_shapes(checkpoint: Checkpoint):
+    graphdef, params = build(checkpoint)
+    host_inputs = Florence2HostInputs(checkpoint.make_config())
+    assert (host_inputs.num_image_rows, host_inputs.max_encoder_len) == (577, 1024)
+    width = checkpoint.row["rows"][-1]
+    prompts = jax.ShapeDtypeStruct((2, 1024, width), jnp.bfloat16)
+    is_token = jax.ShapeDtypeStruct((2, 1024), jnp.bool)
+    states = jax.eval_shape(
+        lambda p, *x: bind(graphdef, p).encode_prompts(*x), params, prompts, is_token
     )
-    rope = config.text_config.rope_parameters
-    assert rope["full_attention"]["factor"] == 8.0
-    assert rope["sliding_attention"]["rope_theta"] == 10_000.0
+    assert (states.shape, states.dtype) == ((2, 1024, width), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("checkpoint", of_family("internvl"))
+def test_internvls_original_layout_has_the_same_places(tmp_path: Path, checkpoint: Checkpoint):
+    config, is_internlm2 = checkpoint.make_config(), "is_internlm2" in checkpoint.row
+    with torch.device("meta"):
+        tensors = InternVLForConditionalGeneration(config).state_dict()
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in to_original(config, tensors, is_internlm2=is_internlm2).items()
+    }
+    original = original_config(config, tmp_path, is_internlm2=is_internlm2)
+    abstract = flatten_params(build(checkpoint)[1])
+    check_places(store(shapes), abstract, InternVLChatModel.rules(original), 0)
+    spec = InternVLHostInputs(original).encoder_spec
+    assert spec == InternVLHostInputs(config).encoder_spec
+    if checkpoint.name == "internvl 3-1b":
+        _, own = build_abstract(InternVLChatModel, original, dtype=jnp.bfloat16)
+        assert {name: leaf.shape for name, leaf in flatten_params(own).items()} == {
+            name: leaf.shape for name, leaf in abstract.items()
+        }
+
+
+@pytest.mark.parametrize("checkpoint", of_family("deepseek_vl2"))
+def test_deepseeks_latents_are_one_head(checkpoint: Checkpoint):
+    graphdef, params = build(checkpoint)
+    config = checkpoint.make_config()
+    rows = DeepseekVLV2HostInputs(config).embed_rows({"images_spatial_crop": np.array([3, 2])})
+    assert len(rows) == 14 * 15 + 1 + 28 * 43
+    layers = bind(graphdef, params).kv_cache_spec.layers
+    assert len(layers) == config.get_text_config().num_hidden_layers
+    # The latent and the key with a position, against keys and values of 10 heads of 128.
+    assert (layers[0].num_kv_heads, layers[0].head_dim, layers[0].value_dim) == (
+        (10, 128, 128) if checkpoint.name == "deepseek_vl2 tiny" else (1, 576, 512)
+    )
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base"])
+def test_deepseeks_list_is_the_tiny_files(size: str):
+    path = GOLDEN_MODELS / f"deepseek_vl2_{size}"
+    with open_safetensors(path) as tensors:
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+    vision = {"width": 64, "patch_size": 14, "image_size": 76, "layers": 3}
+    has_pool = "vision.attn_pool.latent" in found  # left out of two files, to keep them small
+    assert has_pool == (size == "tiny")
+    config = published_names.load_model_config(str(path)).hf_config
+    assert found == published_names.list_deepseek_vl2(config, vision, has_pool=has_pool)
+
+
+def test_values_that_no_qwen2_5_vl_can_have():
+    checkpoint = Checkpoint("qwen2_5_vl 3B")
+
+    def refuse(name: str, value: Any, match: str, make: Callable[[Any], Any]) -> None:
+        config = checkpoint.make_config()
+        setattr(config.vision_config, name, value)
+        with pytest.raises(CheckpointError, match=match):
+            make(config)
+
+    def build_it(config: Any) -> Any:
+        return build_abstract(checkpoint.model_class, config, dtype=jnp.float32)
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4}
+    refuse("rope_parameters", yarn, "rope_type` is `yarn`; expected `axial`", build_it)
+    refuse("hidden_act", "mish", "`mish`", build_it)
+    few = r"`vision_config\.window_size` is 14, less than the 28"
+    refuse("window_size", 14, few, Qwen25VLHostInputs)

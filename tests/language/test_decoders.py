@@ -1,0 +1,373 @@
+"""Every family of decoders against HF's text-only model: the states after every block, the logits.
+
+One runner, and a table: a further decoder is a row of `DECODERS`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTForCausalLM,
+    PersimmonForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers import LlamaConfig as HFLlamaConfig
+from transformers import OPTConfig as HFOPTConfig
+from transformers import PersimmonConfig as HFPersimmonConfig
+
+from mmjax.errors import CheckpointError
+from mmjax.language.gemma import GemmaConfig, GemmaTextModel
+from mmjax.language.llama import LlamaConfig, LlamaTextModel
+from mmjax.language.opt import OPTConfig, OPTTextModel
+from mmjax.language.persimmon import PersimmonConfig, PersimmonTextModel
+from mmjax.layers.attention.api import DenseAttentionMetadata
+from mmjax.layers.module import bind, build_abstract
+from mmjax.parity.arrays import record
+from mmjax.parity.reference import run_reference
+from mmjax.weights.rules import Rule, RuleTypes, Split
+from tests.kit import fill_by_name
+from tests.models.families.blip2 import TEXT as OPT
+from tests.models.families.internvl import TEXT as QWEN3
+from tests.oracle import assert_close, fill_with_unit_norms, params_of
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+GEMMA = LLAMA | {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+PERSIMMON: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+    **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    "original_max_position_embeddings": 128,
+}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def persimmon_rope(kind: str, turned: float, **parameters: Any) -> dict[str, Any]:
+    own = {"rope_type": kind, "rope_theta": 25000.0, "partial_rotary_factor": turned}
+    return {"rope_parameters": own | parameters}
+
+
+def persimmon_rules(config: Any) -> tuple[RuleTypes, ...]:
+    parts = [rf"\1{part}_proj." for part in "qkv"]
+    widths = (config.hidden_size // config.num_attention_heads,) * 3
+    return (
+        Split(r"^model\.(.*)query_key_value\.", parts, widths),
+        Rule(r"^model\.final_layernorm\.", "norm."),
+        Rule(r"^model\.", ""),
+    )
+
+
+def opt_rules(config: Any) -> tuple[RuleTypes, ...]:
+    del config
+    return (Rule(r"^model\.decoder\.final_layer_norm\.", "norm."), Rule(r"^model\.decoder\.", ""))
+
+
+def no_prefix(config: Any) -> tuple[RuleTypes, ...]:
+    del config
+    return (Rule(r"^model\.", ""),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """A class of HF's, ours of the same mathematics, and the configurations to compare them at."""
+
+    name: str
+    hf_classes: tuple[Any, Any]
+    """Config and model."""
+    config_class: Any
+    model_class: Any
+    tiny: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    """What differs from `tiny`."""
+    rules: Callable[[Any], tuple[RuleTypes, ...]] = no_prefix
+    fill: Callable[[Any], None] = fill_with_unit_norms
+
+    def hf_config(self, changes: Mapping[str, Any]) -> Any:
+        config = self.hf_classes[0](**{**self.tiny, **changes})
+        config._attn_implementation = "eager"
+        return config
+
+
+DECODERS = (
+    Decoder(
+        name="gemma3",
+        hf_classes=(Gemma3TextConfig, Gemma3ForCausalLM),
+        config_class=GemmaConfig,
+        model_class=GemmaTextModel,
+        tiny=GEMMA,
+        fill=fill_by_name,
+        configs={
+            "plain": {},
+            "biases": {"attention_bias": True},
+            "linear rope": {"rope_parameters": GEMMA_ROPE},
+            "heads wider than the model": {"head_dim": 24, "num_attention_heads": 2},
+            "one key head": {"num_key_value_heads": 1},
+            "as many key heads": {"num_key_value_heads": 4},
+            "window of one": {"sliding_window": 1},
+            "window beyond the prompt": {"sliding_window": 100},
+            "only sliding": {"layer_types": ["sliding_attention"] * 4},
+            "only global": {"layer_types": ["full_attention"] * 4},
+            "another scale": {"query_pre_attn_scalar": 21},
+            "capped logits": {"final_logit_softcapping": 1.5},
+            "capped scores": {"attn_logit_softcapping": 0.7},
+            "coarse eps": {"rms_norm_eps": 1e-2},
+            "silu": {"hidden_activation": "silu"},
+        },
+    ),
+    Decoder(
+        name="llama",
+        hf_classes=(HFLlamaConfig, LlamaForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        configs={
+            "plain": {},
+            "tied": {"tie_word_embeddings": True},
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "wide heads": {"head_dim": 24, "num_attention_heads": 2},
+            "as many key heads": {"num_key_value_heads": 4},
+            "one key head, coarse eps": {"num_key_value_heads": 1, "rms_norm_eps": 1e-2},
+            "gelu": {"hidden_act": "gelu"},
+            "linear rope": {"rope_parameters": LINEAR},
+            "llama3 rope": {"rope_parameters": LLAMA3},
+            "yarn rope": {"rope_parameters": YARN},
+            "dynamic rope": {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}},
+        },
+    ),
+    Decoder(
+        name="mistral",
+        hf_classes=(MistralConfig, MistralForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        configs={
+            "no window": {"sliding_window": None, "head_dim": 16},
+            "window": {"sliding_window": 9},
+            "window of one": {"sliding_window": 1},
+            "yarn with its factor": {
+                "sliding_window": None,
+                "rope_parameters": {**YARN, "attention_factor": 0.8},
+            },
+        },
+    ),
+    Decoder(
+        name="qwen2",
+        hf_classes=(Qwen2Config, Qwen2ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=LLAMA,
+        configs={
+            "plain": {"sliding_window": 5},
+            "tied": {"tie_word_embeddings": True},
+            "sliding layers": {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "max_window_layers": 1,
+            },
+            "yarn rope": {
+                "rope_parameters": {**YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False}
+            },
+        },
+    ),
+    Decoder(
+        name="qwen3",
+        hf_classes=(Qwen3Config, Qwen3ForCausalLM),
+        config_class=LlamaConfig,
+        model_class=LlamaTextModel,
+        tiny=QWEN3,
+        configs={
+            "heads narrower than the model": {"head_dim": 4},
+            "biases, tied, a window": {
+                "head_dim": 16,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "use_sliding_window": True,
+                "sliding_window": 5,
+                "max_window_layers": 1,
+                "rms_norm_eps": 1e-2,
+            },
+        },
+    ),
+    Decoder(
+        name="opt",
+        hf_classes=(HFOPTConfig, OPTForCausalLM),
+        config_class=OPTConfig,
+        model_class=OPTTextModel,
+        tiny=OPT,
+        rules=opt_rules,
+        configs={
+            "plain": {},
+            "no biases, a head of its own": {"enable_bias": False, "tie_word_embeddings": False},
+            "narrow embeddings, norms behind": {
+                "word_embed_proj_dim": 16,
+                "do_layer_norm_before": False,
+            },
+            "wide embeddings, no last norm": {
+                "word_embed_proj_dim": 40,
+                "_remove_final_layer_norm": True,
+                "activation_function": "gelu",
+            },
+        },
+    ),
+    Decoder(
+        name="persimmon",
+        hf_classes=(HFPersimmonConfig, PersimmonForCausalLM),
+        config_class=PersimmonConfig,
+        model_class=PersimmonTextModel,
+        tiny=PERSIMMON,
+        rules=persimmon_rules,
+        configs={
+            "plain": {},
+            "no norms of queries and keys": {"qk_layernorm": False},
+            "heads that turn whole": persimmon_rope("default", 1.0),
+            "heads that turn by a quarter": persimmon_rope("default", 0.25),
+            "linear rope": persimmon_rope("linear", 0.5, factor=4.0),
+            "one head, coarse eps": {"num_attention_heads": 1, "layer_norm_eps": 1e-2},
+            "tied, gelu": {"tie_word_embeddings": True, "hidden_act": "gelu"},
+        },
+    ),
+)
+CASES = [
+    pytest.param(decoder, changes, id=f"{decoder.name}, {name}")
+    for decoder in DECODERS
+    for name, changes in decoder.configs.items()
+]
+
+
+@pytest.mark.parametrize(("decoder", "changes"), CASES)
+def test_every_state_is_hfs(decoder: Decoder, changes: Mapping[str, Any]):
+    config = decoder.hf_config(changes)
+    reference, rules = decoder.hf_classes[1](config).eval(), decoder.rules(config)
+    decoder.fill(reference)
+    token_ids = np.random.default_rng(0).integers(3, config.vocab_size, 40).astype(np.int32)
+    inputs: dict[str, Any] = {"input_ids": torch.tensor(token_ids, dtype=torch.long)[None]}
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        # NOTE: HF's Gemma 3 keeps this key and forgets to pass it on; eager attention takes it.
+        inputs["softcap"] = config.attn_logit_softcapping
+    states = run_reference(reference, inputs, rules)
+    expected = {key: value if key == "logits" else value[0] for key, value in states.items()}
+    has_norm = not any(
+        key in changes for key in ("do_layer_norm_before", "_remove_final_layer_norm")
+    )
+    assert len(expected) == config.num_hidden_layers + has_norm + 1
+
+    is_tied = config.tie_word_embeddings
+    graphdef, abstract = build_abstract(
+        decoder.model_class,
+        decoder.config_class.from_hf(config),
+        is_tied=is_tied,
+        dtype=jnp.float32,
+    )
+    params = params_of(reference, abstract, rules)
+    assert ("lm_head" in params) == (not is_tied)
+    places = jnp.arange(len(token_ids), dtype=jnp.int32)
+    metadata = DenseAttentionMetadata(places[None], (places[None] <= places[:, None])[None])
+
+    @jax.jit
+    def run(params: Any, token_ids: Any, metadata: Any) -> dict[str, Any]:
+        model = bind(graphdef, params)
+        positions = jnp.broadcast_to(metadata.token_index, (3, len(token_ids)))
+        with record(model) as outputs:
+            hidden, _ = model(model.embed_input_ids(token_ids), positions, None, metadata)
+        return outputs | {"logits": model.compute_logits(hidden)}
+
+    assert_close(jax.device_get(run(params, token_ids, metadata)), expected, atol=1e-5)
+
+
+GEMMA3, LLAMA_ROW, _, _, QWEN3_ROW, _, PERSIMMON_ROW = DECODERS
+REFUSED = [
+    (GEMMA3, {"use_bidirectional_attention": True}, "an encoder, not a generator"),
+    (GEMMA3, {"layer_types": ["chunked_attention"]}, "chunked_attention"),
+    (LLAMA_ROW, {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    (LLAMA_ROW, {"hidden_act": "mish"}, "activation `mish` is unknown; known: gelu"),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "is `longrope`",
+    ),
+    (
+        LLAMA_ROW,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+        "'factor' is not given",
+    ),
+    (
+        PERSIMMON_ROW,
+        {"num_attention_heads": 5},
+        r"`hidden_size` is 48, .*`num_attention_heads`, 5",
+    ),
+    (PERSIMMON_ROW, {"hidden_act": "prelu"}, "activation `prelu` is unknown"),
+]
+
+
+@pytest.mark.parametrize(("decoder", "changes", "match"), REFUSED)
+def test_what_cannot_be_served_is_refused(decoder: Decoder, changes: dict[str, Any], match: str):
+    plain = decoder.hf_config({})
+    names = {*decoder.config_class.__dataclass_fields__, *plain.to_dict()}
+    settings = {name: getattr(plain, name) for name in names if hasattr(plain, name)} | changes
+
+    def build() -> None:
+        config = decoder.config_class.from_hf(SimpleNamespace(**settings))
+        model = decoder.model_class(config, is_tied=True, dtype=jnp.float32)
+        model.layer_inputs(jnp.zeros((3, 1), jnp.int32))
+
+    with pytest.raises(CheckpointError, match=match):
+        build()
+
+
+def test_gemmas_embedding_scale_is_rounded_to_the_dtype():
+    config = GemmaConfig.from_hf(GEMMA3.hf_config({"hidden_size": 40}))
+    graphdef, abstract = build_abstract(GemmaTextModel, config, is_tied=True, dtype=jnp.bfloat16)
+    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), abstract)
+    embeds = bind(graphdef, params).embed_input_ids(jnp.zeros(1, jnp.int32))
+    assert float(embeds[0, 0]) == 6.3125  # sqrt(40) = 6.3246 has no bfloat16
+
+
+def test_only_marked_layers_of_qwen3_have_a_window():
+    for changes in QWEN3_ROW.configs.values():
+        config = QWEN3_ROW.hf_config(changes)
+        window = 5 if config.tie_word_embeddings else None
+        assert LlamaConfig.from_hf(config).windows == (None, window)

@@ -1,0 +1,325 @@
+"""Every vision tower against HF's: the states after every block.
+
+A tower of pictures of one size is a row of `TOWERS`; the others have runners of their own below.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    InternVLVisionConfig,
+    InternVLVisionModel,
+    PixtralVisionConfig,
+    PixtralVisionModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+from transformers.models.florence2.configuration_florence2 import Florence2VisionConfig
+from transformers.models.florence2.modeling_florence2 import Florence2VisionBackbone
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import bind, build_abstract
+from mmjax.layers.vision import VisionConfig
+from mmjax.models.pixtral.host_inputs import cut_patches
+from mmjax.models.pixtral.model import PixtralForConditionalGeneration
+from mmjax.parity.arrays import record
+from mmjax.towers.clip import ClipVisionTower
+from mmjax.towers.davit import DavitConfig, DavitVisionTower
+from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
+from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
+from mmjax.towers.siglip import SiglipVisionTower
+from mmjax.weights.rules import Rule
+from tests.models.families.florence2 import VISION as DAVIT
+from tests.models.families.florence2 import fill as fill_davit
+from tests.models.families.internvl import VISION as INTERNVIT
+from tests.oracle import TOLERANCE, assert_close, fill_with_unit_norms, params_of
+
+TINY: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3},
+    **{"num_attention_heads": 2, "image_size": 32, "patch_size": 8},
+}
+PIXTRAL: dict[str, Any] = {
+    **{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "image_size": 64, "patch_size": 4, "hidden_act": "silu"},
+}
+SIZES = [(12, 40), (4, 4), (20, 16)]
+"""Heights and widths of Pixtral's pictures."""
+NUM_PADDING = 7
+
+
+def read_internvit(hf_config: Any) -> InternViTConfig:
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
+    same = (*same, "layer_norm_eps", "hidden_act", "norm_type")
+    return InternViTConfig(
+        **{name: getattr(hf_config, name) for name in same},
+        num_blocks=hf_config.num_hidden_layers,
+        image_size=hf_config.image_size[0],
+        patch_size=hf_config.patch_size[0],
+        has_qkv_bias=hf_config.attention_bias,
+        has_qk_norm=hf_config.use_qk_norm,
+        qk_norm_eps=1e-6,
+        has_position_table=hf_config.use_absolute_position_embeddings,
+        has_final_norm=not hf_config.use_mean_pooling,
+    )
+
+
+def run_states(tower: Any, pixels: Any) -> dict[str, Any]:
+    """Return what the tower itself returns of its blocks."""
+    last, states = tower(pixels, feature_layers=range(len(tower.encoder.layers) + 1))
+    return {"last": last, **{str(number): state for number, state in enumerate(states)}}
+
+
+def record_states(tower: Any, pixels: Any) -> dict[str, Any]:
+    """Return what its modules return on the way."""
+    with record(tower) as outputs:
+        last = tower(pixels)
+    names = {"embeddings": "0"} | {
+        f"encoder.layers.{i}": f"{i + 1}" for i in range(len(tower.encoder.layers))
+    }
+    return {names[name]: value for name, value in outputs.items() if name in names} | {"last": last}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """A class of HF's, ours, and the configurations to compare them at."""
+
+    name: str
+    hf_classes: tuple[Any, Any]
+    """Config and model."""
+    tower_class: Any
+    read_config: Callable[[Any], Any]
+    rules: tuple[Rule, ...]
+    tiny: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, Any]]
+    """What differs from `tiny`."""
+    run: Callable[[Any, Any], dict[str, Any]] = run_states
+
+
+TOWERS = (
+    Tower(
+        name="clip",
+        hf_classes=(CLIPVisionConfig, CLIPVisionModel),
+        tower_class=ClipVisionTower,
+        read_config=VisionConfig.from_hf,
+        rules=(Rule(r"^(vision_model\.)?post_layernorm\..*", None), Rule(r"^vision_model\.", "")),
+        tiny=TINY,
+        configs={
+            "plain": {},
+            "picture no multiple of the patch": {"image_size": 37},
+            "exact gelu": {"hidden_act": "gelu"},
+            "one channel, coarse eps": {"num_channels": 1, "layer_norm_eps": 1e-2},
+        },
+    ),
+    Tower(
+        name="siglip",
+        hf_classes=(SiglipVisionConfig, SiglipVisionModel),
+        tower_class=SiglipVisionTower,
+        read_config=VisionConfig.from_hf,
+        rules=(Rule(r"^(vision_model\.)?head\..*", None), Rule(r"^vision_model\.", "")),
+        tiny={**TINY, "vision_use_head": False},
+        configs={
+            "plain": {},
+            "with a head that is not used": {"vision_use_head": True},
+            "picture no multiple of the patch": {"image_size": 37},
+            "exact gelu": {"hidden_act": "gelu"},
+            "one channel, coarse eps": {"num_channels": 1, "layer_norm_eps": 1e-2},
+        },
+    ),
+    Tower(
+        name="internvit",
+        hf_classes=(InternVLVisionConfig, InternVLVisionModel),
+        tower_class=InternViT,
+        read_config=read_internvit,
+        rules=(
+            Rule(r"^embeddings\.mask_token$", None),
+            Rule(r"^embeddings\.patch_embeddings\.projection\.", "embeddings.patch_embeddings."),
+            Rule(r"^encoder\.layer\.", "encoder.layers."),
+        ),
+        tiny=INTERNVIT,
+        run=record_states,
+        configs={
+            "300m": {"attention_bias": True, "use_mask_token": True},
+            "6b": {"norm_type": "rms_norm", "use_qk_norm": True},
+            "final norm, no positions": {
+                "use_mean_pooling": False,
+                "use_absolute_position_embeddings": False,
+            },
+            "rms norm before a layer norm, coarse eps": {
+                "norm_type": "rms_norm",
+                "use_mean_pooling": False,
+                "use_qk_norm": True,
+                "layer_norm_eps": 1e-2,
+            },
+            "pixels that fill no patch": {
+                "image_size": 37,
+                "hidden_act": "quick_gelu",
+                "num_channels": 1,
+            },
+        },
+    ),
+)
+
+
+def states_of(outputs: Any) -> dict[str, np.ndarray]:
+    """Return HF's states by the names that `run_states` gives."""
+    states = {str(number): state.numpy() for number, state in enumerate(outputs.hidden_states)}
+    return {"last": outputs.last_hidden_state.numpy(), **states}
+
+
+@pytest.mark.parametrize(
+    ("tower", "changes"),
+    [
+        pytest.param(tower, changes, id=f"{tower.name}, {name}")
+        for tower in TOWERS
+        for name, changes in tower.configs.items()
+    ],
+)
+def test_every_state_is_hfs(tower: Tower, changes: Mapping[str, Any]):
+    settings = {**tower.tiny, **changes}
+    config_class, model_class = tower.hf_classes
+    config = config_class(**settings)
+    reference = model_class(config).eval()
+    fill_with_unit_norms(reference)
+    side = settings["image_size"]
+    shape = (2, settings.get("num_channels", 3), side, side)
+    pixels = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor(pixels), output_hidden_states=True)
+
+    graphdef, abstract = build_abstract(
+        tower.tower_class, tower.read_config(config), dtype=jnp.float32
+    )
+    params = params_of(reference, abstract, tower.rules)
+    ours = jax.jit(lambda params, x: tower.run(bind(graphdef, params), x))(params, pixels)
+    assert_close(jax.device_get(ours), states_of(expected), atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"hidden_size": 20}, id="an odd number of frequencies"),
+        pytest.param(
+            {
+                "hidden_act": "gelu",
+                "num_channels": 1,
+                "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+            },
+            id="gelu, one channel, another theta",
+        ),
+    ],
+)
+def test_pixtrals_states_of_packed_pictures_are_hfs(changes: dict[str, Any]):
+    config = PixtralVisionConfig(**{**PIXTRAL, **changes})
+    config._attn_implementation = "eager"
+    reference = PixtralVisionModel(config).eval()
+    fill_with_unit_norms(reference)
+    generator = np.random.default_rng(0)
+    whole = np.zeros((len(SIZES), config.num_channels, 20, 40), np.float32)
+    units = []
+    for picture, (height, width) in zip(whole, SIZES, strict=True):
+        picture[:, :height, :width] = generator.normal(size=(len(picture), height, width))
+        units.append(cut_patches(picture[:, :height, :width], 4))
+    with torch.no_grad():
+        expected = reference(
+            torch.tensor(whole), image_sizes=torch.tensor(SIZES), output_hidden_states=True
+        )
+
+    graphdef, abstract = build_abstract(
+        PackedViT, PackedViTConfig.from_hf(config), dtype=jnp.float32
+    )
+    wrapper = SimpleNamespace(vision_config=config, vision_feature_layer=-1)
+    rules = PixtralForConditionalGeneration.rules(wrapper)
+    whole_model = torch.nn.ModuleDict({"vision_tower": reference})
+    params = params_of(whole_model, {"vision_tower": abstract}, rules)["vision_tower"]
+    ids = np.repeat(np.arange(len(SIZES), dtype=np.int32), [len(u["places"]) for u in units])
+    ids = np.append(ids, np.full(NUM_PADDING, -1, np.int32))
+    padding = {
+        "pixel_values": np.full((NUM_PADDING, 16 * config.num_channels), 3.0, np.float32),
+        "places": np.zeros((NUM_PADDING, 2), np.int32),
+    }
+    pack = {key: np.concatenate([*(u[key] for u in units), padding[key]]) for key in padding}
+    layers = range(config.num_hidden_layers + 1)
+    run = jax.jit(
+        lambda params, pack, ids: bind(graphdef, params)(
+            **pack, segment_ids=ids, feature_layers=layers
+        )
+    )
+    last, states = run(params, pack, ids)
+    assert np.isfinite(last).all()
+    ours = {"last": np.asarray(last), **{str(i): np.asarray(x) for i, x in enumerate(states)}}
+    ours = {key: value[None, :-NUM_PADDING] for key, value in ours.items()}
+    assert_close(ours, states_of(expected), atol=5e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 24), (21, 39)])
+def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
+    settings: dict[str, Any] = {**DAVIT, "depths": [1, 2]}
+    reference = Florence2VisionBackbone(Florence2VisionConfig(**settings)).eval()
+    fill_davit(reference)
+    config = DavitConfig.from_hf(reference.config)
+    graphdef, abstract = build_abstract(DavitVisionTower, config, dtype=jnp.float32)
+    params = params_of(reference, abstract, ())
+    pixels = np.random.default_rng(0).standard_normal((2, 3, height, width)).astype(np.float32)
+    with torch.no_grad():
+        expected = reference(torch.tensor(pixels)).last_hidden_state.permute(0, 2, 3, 1).numpy()
+    ours = jax.jit(lambda p, x: bind(graphdef, p)(x))(params, pixels)
+    np.testing.assert_allclose(ours, expected, atol=TOLERANCE * max(1, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    ("read", "settings", "changes", "match"),
+    [
+        *(
+            (VisionConfig.from_hf, CLIPVisionConfig(**TINY), {name: [32, 16]}, words)
+            for name in ("image_size", "patch_size")
+            for words in [rf"`vision_config.{name}` is \[32, 16\]; .* square"]
+        ),
+        (
+            PackedViTConfig.from_hf,
+            PixtralVisionConfig(**PIXTRAL),
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            r"rope_type` is `yarn`",
+        ),
+        (
+            PackedViTConfig.from_hf,
+            PixtralVisionConfig(**PIXTRAL),
+            {"patch_size": [16, 14]},
+            r"`vision_config.patch_size` is \[16, 14\]; .* square",
+        ),
+        (
+            DavitConfig.from_hf,
+            Florence2VisionConfig(**DAVIT),
+            {"depths": [1]},
+            "their lengths differ: `depths` 1, `patch_size` 2",
+        ),
+        (
+            read_internvit,
+            InternVLVisionConfig(**INTERNVIT),
+            {"norm_type": "batch_norm"},
+            r"norm_type.*batch_norm",
+        ),
+    ],
+)
+def test_what_no_tower_can_be_is_refused(
+    read: Callable[[Any], Any], settings: Any, changes: dict[str, Any], match: str
+):
+    with pytest.raises(CheckpointError, match=match):
+        read(SimpleNamespace(**{**settings.to_dict(), **changes}))
+
+
+def test_internvits_states_count_from_both_ends():
+    counts = [count_blocks(layer, 3, name="select_layer") for layer in range(-4, 4)]
+    assert counts == [0, 1, 2, 3, 0, 1, 2, 3]
+    for layer in (-5, 4, [1, 2], None, 1.0):
+        with pytest.raises(CheckpointError, match="select_layer"):
+            count_blocks(layer, 3, name="select_layer")
