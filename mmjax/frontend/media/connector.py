@@ -22,7 +22,7 @@ from mmjax.frontend.media.ahead import DecodeAhead, RequestAhead
 from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
-from mmjax.frontend.prompt.prompts import PromptDict, PromptType
+from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
 from mmjax.request_times import measuring

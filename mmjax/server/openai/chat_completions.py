@@ -12,14 +12,15 @@ from starlette.responses import Response
 
 from mmjax.config import ServerConfig
 from mmjax.errors import RequestError
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
-from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimits
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.openai.answer_reader import AnswerReader
 from mmjax.server.openai.continuation import new_hex
@@ -172,7 +173,7 @@ class ChatService:
         is_begun = False
         try:
             for stream in run.streams:
-                usage.add(stream.request.to_output())
+                usage.add(RequestOutput.of(stream.request))
             for index in range(body.n):
                 delta = ChatDelta(role=run.options.role, content="")
                 yield new_answer(

@@ -8,10 +8,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.output.token_bytes import CharacterCounter
-from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.echo import PromptEcho
 from mmjax.server.openai.errors import json_response

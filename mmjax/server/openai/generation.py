@@ -1,7 +1,8 @@
 """What chats and text completions share: checks, requests to the engine, the answer's frame."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ from starlette.requests import Request
 from mmjax import __version__
 from mmjax.config import SchedulingPolicy, ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
-from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
@@ -119,12 +121,12 @@ class GenerationService:
             return None
         return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
 
-    def _limits(self, body: GenerationRequest) -> Mapping[str, Any]:
-        """Return the request's priority and timeout."""
+    def _deadline(self, body: GenerationRequest) -> float | None:
         times = [seconds for seconds in (self._config.request_timeout_s, body.timeout) if seconds]
-        # 0 is no limit; a request that comes too late ends as soon as it is here.
-        timeout_s = max(_LEAST_TIMEOUT_S, min(times) - age_s()) if times else 0.0
-        return {"priority": body.priority, "timeout_s": timeout_s}
+        if not times:
+            return None
+        # A request that comes too late ends as soon as it is here.
+        return time.monotonic() + max(_LEAST_TIMEOUT_S, min(times) - age_s())
 
     async def submit(
         self,
@@ -142,18 +144,21 @@ class GenerationService:
         """
         self._client.capacity.check_size(len(prompts), params.n)
         id_domain, lora_name = self.id_domain(request), self.check_model(body.model)
-        limits = self._limits(body)
+        deadline = self._deadline(body)
         adding = [
             self._client.add_request(
-                _engine_id(answer_id, number if len(prompts) > 1 else None),
-                prompt,
-                _with_seed(params, number),
-                stream=bool(body.stream),
-                continues_prompt=continues_prompt,
-                id_domain=id_domain,
-                lora_name=lora_name,
-                generated_token_ids=_generated_token_ids(number, params),
-                **limits,
+                GenerateRequest(
+                    _engine_id(answer_id, number if len(prompts) > 1 else None),
+                    prompt,
+                    _with_seed(params, number),
+                    stream=bool(body.stream),
+                    continues_prompt=continues_prompt,
+                    id_domain=id_domain,
+                    lora_name=lora_name,
+                    priority=body.priority,
+                    deadline=deadline,
+                    generated_token_ids=_generated_token_ids(number, params),
+                )
             )
             for number, prompt in enumerate(prompts)
         ]
