@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmjax.cache import config_with_directory
-from mmjax.config import EngineConfig, llm_settings
+from mmjax.config.engine_config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.request_table import RequestTable
@@ -37,12 +37,12 @@ from mmjax.llm.arguments import (
     parse_keywords,
     priorities_for,
 )
-from mmjax.logger import get_logger
-from mmjax.model_source import load_engine_config, resolve_adapter
+from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
-from mmjax.progress import progress
-from mmjax.request_times import RequestTimes, measuring, recording
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes, measuring, recording
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.logger import get_logger
+from mmjax.system.progress import progress
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)

@@ -1,10 +1,10 @@
 """`--enable-log-requests`: a line for each request, and one for each answer."""
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.frontend.engine_client.request_stream import EndReason
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

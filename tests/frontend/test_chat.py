@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmjax import MULTIMODAL_REGISTRY
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.chat import ChatParser
@@ -26,7 +26,7 @@ from mmjax.models.gemma3.processor import (
     Gemma3ProcessingInfo,
 )
 from mmjax.processing.media.encoded import PixelRange
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"

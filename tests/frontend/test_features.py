@@ -17,7 +17,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItems,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from mmjax.config import LoRAConfig, SchedulerConfig, SchedulingPolicy
+from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     EngineUnavailableError,
     InternalError,
@@ -33,9 +33,9 @@ from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.work_lanes import WorkLanes
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest, PromptSource
-from mmjax.logger import get_logger
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
-from mmjax.request_times import RequestTimes, measuring, recording
+from mmjax.requests.request_times import RequestTimes, measuring, recording
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import AdapterLoaded, CacheMiss, RequestFailed, StepOutput
 
 logger = get_logger(__name__)

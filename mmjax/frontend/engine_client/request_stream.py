@@ -8,7 +8,7 @@ from typing import Literal, Protocol, runtime_checkable
 from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens, RequestOutput
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

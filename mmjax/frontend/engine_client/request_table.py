@@ -30,7 +30,7 @@ from mmjax.frontend.output.output_processor import (
 )
 from mmjax.frontend.prompt.committer import CommittedMessage, OnCommit, SenderCacheCommitter
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     AbortRequests,
     CacheMiss,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
 from mmjax.frontend.engine_client.liveness import (
@@ -21,7 +21,7 @@ from mmjax.frontend.engine_client.liveness import (
     RestartBreaker,
 )
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
-from mmjax.logger import LogFormat, LogLevel, get_logger
+from mmjax.system.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
 from mmjax.transport.codec import Remainder
 from mmjax.transport.messages import (

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.media.ahead import DecodeAhead
 from mmjax.frontend.media.connector import MediaConnector
@@ -29,15 +29,15 @@ from mmjax.frontend.prompt.grammars import GrammarReader
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.requests.prompts import ParsedPrompt, PromptType, parse_prompt
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
-from mmjax.model_source import load_generation_defaults
+from mmjax.models.model_source import load_generation_defaults
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
-from mmjax.request_times import current_times, measuring
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import current_times, measuring
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 MAX_CHARS_PER_TOKEN = 128

@@ -9,8 +9,8 @@ import msgspec
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.tensors.inputs import argsort_mm_positions
-from mmjax.request_times import RequestTimes
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 PromptSource = PromptType | Callable[[], PromptType]

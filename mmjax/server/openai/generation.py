@@ -10,14 +10,14 @@ import msgspec
 from starlette.requests import Request
 
 from mmjax import __version__
-from mmjax.config import SchedulingPolicy, ServerConfig
+from mmjax.config.engine_config import SchedulingPolicy, ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
 from mmjax.server.openai.echo import PromptEcho
