@@ -277,7 +277,7 @@ class EchoSupervisor:
         self.num_restarts += 1
         self._listener.on_exit(engine_exit or EngineExit())
 
-    async def send(self, message: EngineMessage) -> None:
+    def send(self, message: EngineMessage) -> None:
         if self.mm is not None:
             frames = [bytes(frame) for frame in encode(message)]
             message = decode(frames)  # type: ignore[assignment]

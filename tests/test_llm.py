@@ -286,7 +286,7 @@ def test_an_engine_that_forgets_is_told_again(llm: LLM) -> None:
         believed, held = mirrors(llm)
         assert believed[-len(held) :] == held, "what nobody asked for since is not missed yet"
     llm.engine._receiver_cache.clear_cache()
-    llm._input_processor.committer.reset_engine()
+    llm._requests.on_ready()
 
 
 def test_an_engine_that_never_takes_an_item_is_an_error_and_no_loop(
@@ -313,7 +313,7 @@ def test_a_failed_call_leaves_the_mirrors_equal(llm: LLM) -> None:
         believed, held = mirrors(llm)
         assert believed == held
         assert not llm.engine.has_unfinished()
-        assert not llm._inbox
+        assert not llm._committed
     assert tokens(llm, good) == [tokens(llm, prompt)[0] for prompt in good]
 
 

@@ -3,14 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from mmjax.config.engine_config import SchedulerConfig, llm_settings, serve_settings
 from mmjax.config.refused_flags import is_held, refusal_of
 from mmjax.config.settings import Setting, nearest_name
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.frontend.requests.prompts import PromptType
 from mmjax.requests.sampling_params import SamplingParams
+
+T = TypeVar("T")
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""
@@ -76,13 +78,7 @@ def params_for(
             "in SamplingParams(temperature=0), or a list of them",
             param="sampling_params",
         )
-    if len(sampling_params) != number:
-        raise RequestValueError(
-            f"there are {number} prompts and {len(sampling_params)} `sampling_params`; "
-            "give one for all, or one for each",
-            param="sampling_params",
-        )
-    return sampling_params
+    return check_number(sampling_params, number, "sampling_params", "`sampling_params`")
 
 
 def priorities_for(
@@ -97,12 +93,16 @@ def priorities_for(
             'or make the LLM with `scheduling_policy="priority"`',
             param="priority",
         )
-    if len(priority) != number:
+    return check_number(priority, number, "priority", "priorities")
+
+
+def check_number(given: Sequence[T], number: int, param: str, what: str) -> Sequence[T]:
+    """Return what was given for each prompt; RequestValueError if these are too few or many."""
+    if len(given) != number:
         raise RequestValueError(
-            f"there are {number} prompts and {len(priority)} priorities; give one for each",
-            param="priority",
+            f"there are {number} prompts and {len(given)} {what}; give one for each", param=param
         )
-    return priority
+    return given
 
 
 def as_prompts(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

@@ -1,11 +1,11 @@
 """`LLM`: offline inference in the caller's process, for scripts and notebooks."""
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from inspect import Parameter, Signature
 from itertools import count
@@ -15,33 +15,35 @@ from typing import Any, cast
 from mmjax.cache import config_with_directory
 from mmjax.config.engine_config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
-from mmjax.errors import RequestValueError
+from mmjax.errors import MultiModalCacheMissError, RequestError
+from mmjax.frontend.engine_client.request_table import RequestTable
 from mmjax.frontend.media_budget import with_encoder_budget
-from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
+from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.frontend.prompt.prompts import PromptType
+from mmjax.frontend.requests.prompts import PromptType
+from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.llm.arguments import (
     LoRARequest,
     LoRARequests,
     Messages,
     as_conversations,
     as_prompts,
+    check_number,
     is_conversation,
     params_for,
     parse_keywords,
     priorities_for,
 )
-from mmjax.llm.inbox import Inbox
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
 from mmjax.requests.request_times import RequestTimes, measuring, recording
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
-from mmjax.transport.messages import RequestOutputDelta
+from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)
 
@@ -93,8 +95,6 @@ class LLM:
             enable_tower_connector_lora=config.lora.enable_tower_connector_lora,
         )
         self._chat = ChatParser.for_model(self._input_processor, are_objects_allowed=True)
-        # A copy: tokenizers are not thread-safe, and a thread encodes while this one decodes.
-        self._output_processor = OutputProcessor(copy.deepcopy(self._input_processor.tokenizer))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="mmjax-process")
         with ExitStack() as opened:
             opened.callback(self._input_processor.close)
@@ -105,8 +105,18 @@ class LLM:
             opened.callback(self.engine.close)
             warm_up.result()
             opened.pop_all()
-        begin = self._output_processor.add_request
-        self._inbox = Inbox(self._input_processor.committer, self.engine, begin=begin)
+        self._committed: deque[CommittedMessage] = deque()
+        """Messages that the engine has yet to take, in the order of their commits."""
+        self._failures: list[Exception] = []
+        self._requests = RequestTable(
+            self._input_processor.committer,
+            self._input_processor.tokenizer,
+            send=self._send,
+            fail=lambda _, error: self._failures.append(error),
+            on_commit=self._committed.append,
+            run=_run_now,
+        )
+        self._requests.on_ready()
         self._request_ids = count()
         self._is_closed = False
         self._loaded: dict[str, LoRARequest] = {}
@@ -135,19 +145,13 @@ class LLM:
         each_params = params_for(sampling_params, len(many))
         each_priority = priorities_for(priority, len(many), self.config.scheduler)
         adapters = self._load_adapters(lora_request, len(many))
-        jobs = [
-            partial(
-                self._process,
-                make_prompt=partial(_identity, prompt),
-                params=one,
-                priority=two,
-                lora_name=adapter,
-            )
-            for prompt, one, two, adapter in zip(
+        requests = [
+            self._make_request(prompt, params, priority=one, lora_name=adapter)
+            for prompt, params, one, adapter in zip(
                 many, each_params, each_priority, adapters, strict=True
             )
         ]
-        return self._run(jobs, use_tqdm=use_tqdm)
+        return self._run(requests, use_tqdm=use_tqdm)
 
     def chat(
         self,
@@ -188,8 +192,10 @@ class LLM:
             template_kwargs=chat_template_kwargs,
             media_io_kwargs=media_io_kwargs,
         )
-        jobs = [
-            self._chat_job(partial(parse, conversation), params, adapter)
+        requests = [
+            self._make_request(
+                partial(parse, conversation), params, continues_prompt=False, lora_name=adapter
+            )
             for conversation, params, adapter in zip(
                 many,
                 params_for(sampling_params, len(many)),
@@ -197,7 +203,7 @@ class LLM:
                 strict=True,
             )
         ]
-        return self._run(jobs, use_tqdm=use_tqdm)
+        return self._run(requests, use_tqdm=use_tqdm)
 
     def stream_chat(
         self,
@@ -211,22 +217,14 @@ class LLM:
         Until it is exhausted or closed, nothing else can be asked.
         """
         (adapter,) = self._load_adapters(lora_request, 1)
-        job = self._chat_job(partial(self._chat.parse, messages), sampling_params, adapter)
-        yield from self._serve([job], is_stream=True)
-
-    def _chat_job(
-        self,
-        make_prompt: Callable[[], PromptType],
-        params: SamplingParams | None,
-        lora_name: str | None = None,
-    ) -> Callable[[str], None]:
-        return partial(
-            self._process,
-            make_prompt=make_prompt,
-            params=params,
+        request = self._make_request(
+            partial(self._chat.parse, messages),
+            sampling_params,
+            stream=True,
             continues_prompt=False,
-            lora_name=lora_name,
+            lora_name=adapter,
         )
+        yield from self._serve([request])
 
     def explain(
         self,
@@ -279,12 +277,7 @@ class LLM:
     def _load_adapters(self, given: LoRARequests, number: int) -> list[str | None]:
         """Return each prompt's adapter by name, all of them loaded."""
         each = [given] * number if given is None or isinstance(given, LoRARequest) else given
-        if len(each) != number:
-            raise RequestValueError(
-                f"there are {number} prompts and {len(each)} `lora_request`s; give one for all, or "
-                "one for each",
-                param="lora_request",
-            )
+        check_number(each, number, "lora_request", "`lora_request`s")
         for adapter in dict.fromkeys(each):
             if adapter is not None and self._loaded.get(adapter.lora_name) != adapter:
                 self._load_adapter(adapter)
@@ -298,98 +291,109 @@ class LLM:
         self.engine.wait_loaded()
         self._loaded[adapter.lora_name] = adapter
 
-    def _process(
-        self,
-        request_id: str,
-        *,
-        make_prompt: Callable[[], PromptType],
-        params: SamplingParams | None,
-        continues_prompt: bool = True,
-        priority: int = 0,
-        lora_name: str | None = None,
-    ) -> None:
-        with recording(RequestTimes(arrived_at=time.monotonic())):
-            prompt = make_prompt()
-            with measuring("fetch"):
-                prompt = self._input_processor.connector.fetch_now(prompt)
-            self._input_processor.process(
-                request_id,
-                prompt,
-                params,
-                continues_prompt=continues_prompt,
-                lora_name=lora_name,
-                priority=priority,
-                on_commit=self._inbox.put,
-            )
+    def _make_request(
+        self, prompt: PromptSource, params: SamplingParams | None, **options: Any
+    ) -> GenerateRequest:
+        params = params or self.get_default_sampling_params()
+        return GenerateRequest(str(next(self._request_ids)), prompt, params, **options)
 
-    def _run(self, jobs: Sequence[Callable[[str], None]], *, use_tqdm: bool) -> list[RequestOutput]:
-        """Return the finished outputs in the jobs' order."""
-        served: dict[int, RequestOutput] = {}
+    def _run(self, requests: Sequence[GenerateRequest], *, use_tqdm: bool) -> list[RequestOutput]:
+        """Return the finished outputs in the requests' order."""
+        served: dict[str, RequestOutput] = {}
         with (
-            progress(logger, "requests", len(jobs), is_shown=use_tqdm) as update,
-            closing(self._serve(jobs)) as outputs,
+            progress(logger, "requests", len(requests), is_shown=use_tqdm) as update,
+            closing(self._serve(requests)) as outputs,
         ):
             for output in outputs:
-                served[int(output.request_id)] = output
+                served[output.request_id] = output
                 update(1)
-        # Ids count up.
-        return [served[request_id] for request_id in sorted(served)]
+        return [served[request.request_id] for request in requests]
 
-    def _serve(
-        self, jobs: Sequence[Callable[[str], None]], *, is_stream: bool = False
-    ) -> Generator[RequestOutput, None, None]:
-        """Yield each request when it is finished; with `is_stream`, what each step adds."""
+    def _serve(self, requests: Sequence[GenerateRequest]) -> Generator[RequestOutput, None, None]:
+        """Yield each request when it is finished; a streamed one with what each step adds."""
         if self._is_closed:
             raise RuntimeError("this LLM is closed; make another one")
-        request_ids = [str(next(self._request_ids)) for _ in jobs]
         num_finished = 0
-        waiting = iter(zip(jobs, request_ids, strict=True))
+        waiting = iter(requests)
         processing: deque[Future[None]] = deque()
-        self._inbox.is_stream = is_stream
+        added: set[str] = set()
+        self._failures.clear()
         try:
-            while num_finished < len(jobs):
+            while num_finished < len(requests):
                 self._prepare(waiting, processing)
-                self._add(processing)
-                for _, error in self.engine.pop_failed():
-                    raise error
-                for output in self._take(self.engine.step()):
+                self._add(processing, added)
+                for output in self._requests.take(self.engine.step()).request_outputs:
                     num_finished += output.finished
                     yield output
         except BaseException:  # also of whoever reads no further
             for future in processing:
                 future.cancel()
             wait(processing)
-            self._inbox.discard()
-            self.engine.abort(self._output_processor.abort(request_ids))
+            for request in requests:
+                self._requests.remove(request.request_id)
+            # The sender cache counts on the engine to take them, though nobody waits for them.
+            while self._committed:
+                self._requests.put(self._committed.popleft())
             raise
 
     def _prepare(
-        self,
-        waiting: Iterator[tuple[Callable[[str], None], str]],
-        processing: "deque[Future[None]]",
+        self, waiting: Iterator[GenerateRequest], processing: "deque[Future[None]]"
     ) -> None:
         """Process one batch of prompts ahead of the engine in the thread."""
-        while len(processing) + len(self._inbox) < self.config.scheduler.max_num_seqs:
-            job, request_id = next(waiting, (None, ""))
-            if job is None:
+        while len(processing) + len(self._committed) < self.config.scheduler.max_num_seqs:
+            request = next(waiting, None)
+            if request is None:
                 return
-            processing.append(self._pool.submit(job, request_id))
+            processing.append(self._pool.submit(self._process, request))
 
-    def _add(self, processing: "deque[Future[None]]") -> None:
+    def _process(self, request: GenerateRequest) -> None:
+        with recording(RequestTimes(arrived_at=time.monotonic())):
+            prompt = request.prompt() if callable(request.prompt) else request.prompt
+            with measuring("fetch"):
+                prompt = self._input_processor.connector.fetch_now(prompt)
+            self._input_processor.process(replace(request, prompt=prompt), self._committed.append)
+
+    def _add(self, processing: "deque[Future[None]]", added: set[str]) -> None:
         """Add processed prompts to the engine; wait for one only if the engine is idle."""
         while processing and processing[0].done():
             processing.popleft().result()
-        if processing and not self._inbox and not self.engine.has_unfinished():
+        if processing and not self._committed and not self.engine.has_unfinished():
             processing.popleft().result()
-        while self._inbox and self.engine.stats().num_waiting < self.config.scheduler.max_num_seqs:
-            self._inbox.take()
+        while (
+            self._committed and self.engine.stats().num_waiting < self.config.scheduler.max_num_seqs
+        ):
+            committed = self._committed.popleft()
+            if committed.request.request_id not in added:
+                added.add(committed.request.request_id)
+                self._requests.add(committed.request)
+            self._requests.put(committed)
+        for _, error in self.engine.pop_failed():
+            raise error
+        if self._failures:
+            raise self._failures[0]
 
-    def _take(self, deltas: list[RequestOutputDelta]) -> list[RequestOutput]:
-        processed = self._output_processor.process(deltas)
-        if processed.request_ids_to_abort:
-            self.engine.abort(processed.request_ids_to_abort)
-        return processed.request_outputs
+    def _send(self, message: EngineMessage) -> None:
+        """Give a message to the engine, which answers at once."""
+        if isinstance(message, AbortRequests):
+            self.engine.abort(message.request_ids)
+        elif isinstance(message, EngineCoreRequest):
+            try:
+                self.engine.add_request(message)
+            except MultiModalCacheMissError as miss:
+                mm_hashes = list(miss.mm_hashes)
+                self._requests.on_miss(
+                    CacheMiss(request_id=message.request_id, mm_hashes=mm_hashes)
+                )
+            except RequestError as error:
+                self._requests.fail(message.request_id, error)
+            else:
+                self._requests.acknowledge(message.request_id)
 
 
-def _identity(prompt: PromptType) -> PromptType:
-    return prompt
+def _run_now(job: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+    try:
+        job()
+    except Exception as error:
+        done(error)
+    else:
+        done(None)

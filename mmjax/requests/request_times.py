@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -48,16 +48,7 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def by_stage(self) -> dict[Stage, float]:
         """Return the seconds of each stage, in the order of a request's life."""
-        return {
-            "fetch": self.fetch,
-            "tokenize": self.tokenize,
-            "decode": self.decode,
-            "process": self.process,
-            "queue": self.queue,
-            "encode": self.encode,
-            "prefill": self.prefill,
-            "generate": self.generate,
-        }
+        return {stage: getattr(self, stage) for stage in get_args(Stage)}
 
     def wait_until(self, now: float) -> None:
         """Count what has passed since the arrival, and is of no stage, as `queue`."""

@@ -328,7 +328,7 @@ def _programs_left(supervisor: EngineLink) -> dict[str, int]:
 
 def _model_card(client: AsyncEngineClient, chat: ChatParser) -> ModelCard:
     model_config = client.input_processor.model_config
-    limits = dict(client.input_processor.allowed_mm_limits)
+    limits = dict(client.input_processor.info.allowed_mm_limits)
     return ModelCard(
         id=model_config.public_name,
         created=int(time.time()),

@@ -31,9 +31,10 @@ from prometheus_client.registry import Collector
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
-from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.engine_client.request_stream import EndReason
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
+from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
+from mmjax.frontend.requests.request import ProcessedRequest
 from mmjax.requests.request_times import Stage
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat
 
@@ -248,7 +249,7 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "mmjax:num_requests_processing",
             "Requests whose prompt is processed.",
-            self._client.capacity.num_requests,
+            self._client.num_processing,
         )
         cache = self._client.input_processor.cache
         if cache is not None:

@@ -1,8 +1,9 @@
 """`--enable-log-requests`: a line for each request, and one for each answer."""
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
-from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.engine_client.request_stream import EndReason
+from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
+from mmjax.frontend.requests.request import ProcessedRequest
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)

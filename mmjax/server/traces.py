@@ -17,8 +17,9 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmjax import __version__
-from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
-from mmjax.frontend.engine_client.requests import ProcessedRequest
+from mmjax.frontend.engine_client.request_stream import EndReason
+from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
+from mmjax.frontend.requests.request import ProcessedRequest
 
 _SPAN_NAME = "llm_request"
 """vLLM's; so are the names of the attributes."""

@@ -101,55 +101,6 @@ def step_record_path(address: str) -> Path:
     return Path(address.removeprefix("ipc://")).with_name("steps")
 
 
-class _Numbering:
-    """Numbers the messages of one sending end."""
-
-    def __init__(self) -> None:
-        self._end = os.urandom(8)
-        self.num_sent = 0
-
-    def wrap(self, frames: list[Buffer]) -> list[Buffer]:
-        """Return the frames behind one with the next number."""
-        self.num_sent += 1
-        return [_NUMBER.pack(self._end, self.num_sent, zlib.crc32(frames[0])), *frames]
-
-
-class _Reader:
-    """Decodes the messages of one receiving end, in the order of their numbers."""
-
-    def __init__(self) -> None:
-        self._last_numbers: dict[bytes, int] = {}
-        self.num_received = 0
-
-    def read(self, frames: Sequence[zmq.Frame]) -> Message | Remainder | None:
-        """Return a message, or what is left of it; None for one that has no number or came twice.
-
-        Raises MessagesLostError if some are missing before it, or nothing is left of it.
-        """
-        try:
-            end, number = _unpack_number([frame.buffer for frame in frames])
-        except WireError as error:
-            logger.error("dropped a malformed message: %s", error)
-            return None
-        last = self._last_numbers.get(end, 0)
-        if number <= last:
-            logger.error("dropped message %d, which came twice", number)
-            return None
-        if number > last + 1:
-            raise MessagesLostError(f"message {number} came after message {last}")
-        self._last_numbers[end] = number
-        self.num_received += 1
-        buffers = [frame.buffer for frame in frames[1:]]
-        try:
-            return decode(buffers)
-        except WireError as error:
-            remainder = read_remainder(buffers)
-            if remainder is None:
-                raise MessagesLostError(f"message {number}: {error}") from error
-            logger.error("message %d is lost for %s: %s", number, remainder.request_ids, error)
-            return remainder
-
-
 def _unpack_number(frames: Sequence[Buffer]) -> tuple[bytes, int]:
     if len(frames) < 2 or len(frames[0]) != _NUMBER.size:
         raise WireError("the message has no number; expected one before its header")
@@ -186,35 +137,96 @@ def _remove_leftovers(folder: Path) -> None:
 class Sender:
     """The sending end. One end of a channel binds the address, the other connects."""
 
+    _context: type[zmq.Context[Any]] = zmq.Context
+
     def __init__(self, address: str, *, bind: bool = False) -> None:
-        self._socket = _open(zmq.Context.instance(), zmq.PUSH, address, bind=bind)
-        self._numbering = _Numbering()
+        self._socket = _open(self._context.instance(), zmq.PUSH, address, bind=bind)
+        self._end = os.urandom(8)
+        self.num_sent = 0
+        """Messages that were sent, or wait for a connection."""
 
-    @property
-    def num_sent(self) -> int:
-        """Messages that were sent."""
-        return self._numbering.num_sent
-
-    def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Any:
         """Queue `message`; arrays are not copied, so they must not change afterwards."""
-        self._socket.send_multipart(self._numbering.wrap(encode(message)), copy=False)
+        frames = encode(message)
+        self.num_sent += 1
+        number = _NUMBER.pack(self._end, self.num_sent, zlib.crc32(frames[0]))
+        return self._socket.send_multipart([number, *frames], copy=False)
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close the end; wait at most `linger_s` for what is still queued."""
         self._socket.close(linger=int(linger_s * 1000))
 
 
-class Receiver:
-    """The receiving end."""
+class AsyncSender(Sender):
+    """`Sender` for an event loop."""
+
+    _context = zmq.asyncio.Context
+
+    def send(self, message: Message) -> "asyncio.Future[Any]":
+        """Queue `message`, as `Sender.send`; what is returned is done once there is a connection.
+
+        The message is lost if this end is closed before.
+        """
+        if self._socket.closed:
+            sent = asyncio.get_running_loop().create_future()
+            sent.set_result(None)
+            return sent
+        sent = super().send(message)
+        sent.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
+        return sent
+
+
+class _Reader:
+    """Decodes the messages of one receiving end, in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._last_numbers: dict[bytes, int] = {}
+        self.num_received = 0
+        """Messages that were received, without those that came twice."""
+
+    def read(self, frames: Sequence[zmq.Frame]) -> Message | Remainder | None:
+        """Return a message, or what is left of it; None for one that has no number or came twice.
+
+        Raises MessagesLostError if some are missing before it, or nothing is left of it.
+        """
+        try:
+            end, number = _unpack_number([frame.buffer for frame in frames])
+        except WireError as error:
+            logger.error("dropped a malformed message: %s", error)
+            return None
+        last = self._last_numbers.get(end, 0)
+        if number <= last:
+            logger.error("dropped message %d, which came twice", number)
+            return None
+        if number > last + 1:
+            raise MessagesLostError(f"message {number} came after message {last}")
+        self._last_numbers[end] = number
+        self.num_received += 1
+        buffers = [frame.buffer for frame in frames[1:]]
+        try:
+            return decode(buffers)
+        except WireError as error:
+            remainder = read_remainder(buffers)
+            if remainder is None:
+                raise MessagesLostError(f"message {number}: {error}") from error
+            logger.error("message %d is lost for %s: %s", number, remainder.request_ids, error)
+            return remainder
+
+
+class _ReceivingEnd(_Reader):
+    _context: type[zmq.Context[Any]] = zmq.Context
 
     def __init__(self, address: str, *, bind: bool = False) -> None:
-        self._socket = _open(zmq.Context.instance(), zmq.PULL, address, bind=bind)
-        self._reader = _Reader()
+        super().__init__()
+        self._socket = _open(self._context.instance(), zmq.PULL, address, bind=bind)
 
-    @property
-    def num_received(self) -> int:
-        """Messages that were received, without those that came twice."""
-        return self._reader.num_received
+    def close(self) -> None:
+        """Close the end; unread messages are lost."""
+        self._socket.close(linger=0)
+
+
+class Receiver(_ReceivingEnd):
+    """The receiving end."""
 
     def receive(self, timeout_s: float | None = None) -> Message | Remainder | None:
         """Return the next message, or None after `timeout_s` (None: wait; 0: do not wait).
@@ -225,63 +237,22 @@ class Receiver:
             timeout_ms = None if timeout_s is None else int(timeout_s * 1000)
             if not self._socket.poll(timeout_ms):
                 return None
-            message = self._reader.read(self._socket.recv_multipart(copy=False))
+            message = self.read(self._socket.recv_multipart(copy=False))
             if message is not None:
                 return message
 
-    def close(self) -> None:
-        """Close the end; unread messages are lost."""
-        self._socket.close(linger=0)
 
-
-class AsyncSender:
-    """`Sender` for an event loop."""
-
-    def __init__(self, address: str, *, bind: bool = False) -> None:
-        self._socket = _open(zmq.asyncio.Context.instance(), zmq.PUSH, address, bind=bind)
-        self._numbering = _Numbering()
-
-    @property
-    def num_sent(self) -> int:
-        """Messages that were sent, or wait for a connection."""
-        return self._numbering.num_sent
-
-    async def send(self, message: Message) -> None:
-        """Queue `message`; arrays are not copied, so they must not change afterwards.
-
-        Waits while there is no connection. The message is lost if this end is closed meanwhile.
-        """
-        frames = self._numbering.wrap(encode(message))
-        try:
-            await self._socket.send_multipart(frames, copy=False)
-        except (asyncio.CancelledError, zmq.ZMQError):
-            # Closing a socket cancels its waiting sends: tell that from the task's cancellation.
-            task = asyncio.current_task()
-            if not self._socket.closed or (task is not None and task.cancelling()):
-                raise
-
-    def close(self, *, linger_s: float = 0.0) -> None:
-        """Close the end; wait at most `linger_s` for what is still queued."""
-        self._socket.close(linger=int(linger_s * 1000))
-
-
-class AsyncReceiver:
+class AsyncReceiver(_ReceivingEnd):
     """`Receiver` for an event loop."""
 
-    def __init__(self, address: str, *, bind: bool = False) -> None:
-        self._socket = _open(zmq.asyncio.Context.instance(), zmq.PULL, address, bind=bind)
-        self._reader = _Reader()
+    _context = zmq.asyncio.Context
 
     async def receive(self) -> Message | Remainder:
         """Wait for the next message, as `Receiver.receive`."""
         while True:
-            message = self._reader.read(await self._socket.recv_multipart(copy=False))
+            message = self.read(await self._socket.recv_multipart(copy=False))
             if message is not None:
                 return message
-
-    def close(self) -> None:
-        """Close the end; unread messages are lost."""
-        self._socket.close(linger=0)
 
 
 def _open(context: Any, kind: int, address: str, *, bind: bool) -> Any:

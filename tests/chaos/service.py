@@ -15,6 +15,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import ENGINE_MAIN, Supervisor
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.registry import with_model_class
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.flags import parse_flags, to_engine_config
@@ -55,7 +56,9 @@ class Service:
     async def ask(self, prompt: Any, params: SamplingParams) -> Answer:
         """Stream one answer."""
         self.num_requests += 1
-        stream = await self.client.add_request(str(self.num_requests), prompt, params, stream=True)
+        stream = await self.client.add_request(
+            GenerateRequest(str(self.num_requests), prompt, params, stream=True)
+        )
         text, token_ids, reason = "", [], None
         async for output in stream:
             for one in output.outputs:

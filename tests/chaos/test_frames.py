@@ -72,9 +72,9 @@ def to_p1(service: Service, bridge: Bridge) -> None:
     assert sender is not None
     send = sender._socket.send_multipart
 
-    async def carry(frames: list[Any], copy: bool = True) -> None:
-        for one in bridge.carry([bytes(frame) for frame in frames]):
-            await send(one, copy=copy)
+    def carry(frames: list[Any], copy: bool = True) -> "asyncio.Future[Any]":
+        carried = bridge.carry([bytes(frame) for frame in frames])
+        return asyncio.gather(*(send(one, copy=copy) for one in carried))
 
     sender._socket.send_multipart = carry
 
@@ -82,7 +82,7 @@ def to_p1(service: Service, bridge: Bridge) -> None:
 def from_p1(service: Service, bridge: Bridge) -> None:
     receiver = service.supervisor._engine.receiver
     assert receiver is not None
-    receive = receiver._reader.read
+    receive = receiver.read
 
     def read(frames: Any) -> Any:
         came = bridge.carry([frame.bytes for frame in frames])
@@ -93,7 +93,7 @@ def from_p1(service: Service, bridge: Bridge) -> None:
                 service.client.on_message(message)
         return messages[-1] if messages else None
 
-    receiver._reader.read = read  # type: ignore[method-assign]
+    receiver.read = read  # type: ignore[method-assign]
 
 
 async def ask_all(service: Service) -> Any:

@@ -61,7 +61,7 @@ def test_a_kill_while_streams_run_and_one_while_p1_starts() -> None:
 
 async def until_tokens(service: Service, count: int) -> None:
     """Wait until the streams have so many more tokens, or all have ended."""
-    sequences = service.client._output_processor._sequence_by_id
+    sequences = service.client.requests.outputs.sequences
 
     def num_tokens() -> int:
         return sum(len(one.token_ids) for one in sequences.values())
@@ -98,14 +98,18 @@ def test_kills_at_every_stage() -> None:
     run(body)
 
 
+def _num_tokens(service: Service) -> list[int]:
+    """Return how many tokens each sequence has that P1 computes."""
+    sequences = map(service.client.requests.outputs.sequences.get, service.computed)
+    return [0 if one is None else len(one.token_ids) for one in sequences]
+
+
 def _is_new(service: Service) -> bool:
-    tokens = service.client._output_processor.get_output_token_ids
-    return any(not tokens(request_id) for request_id in service.computed)
+    return 0 in _num_tokens(service)
 
 
 def _decodes(service: Service) -> bool:
-    tokens = service.client._output_processor.get_output_token_ids
-    return bool(service.computed) and all(len(tokens(one)) > 3 for one in service.computed)
+    return min(_num_tokens(service), default=0) > 3
 
 
 STAGES = {"taken in, encoded, prefill": _is_new, "decode": _decodes}

@@ -32,6 +32,7 @@ from mmjax.processing.tensors.fields import (
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
+from mmjax.transport import channel
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import (
@@ -170,12 +171,16 @@ def test_a_bad_request_fails_alone(serving: Frontend) -> None:
     assert serving.answer_of("again") == dense_greedy(good)
 
 
-def test_a_request_that_cannot_be_decoded_fails_alone(serving: Frontend) -> None:
+def test_a_request_that_cannot_be_decoded_fails_alone(
+    serving: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = message("good", ([2, 5], (1, 1), [7]))
     header = bytes(encode(message("bad", ([2],)))[0]).replace(
         b"prompt_token_ids", b"prompt_token_idx"
     )
-    serving.sender._socket.send_multipart(serving.sender._numbering.wrap([header]))
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "encode", lambda _: [header])
+        serving.sender.send(good)
     serving.sender.send(good)
     failure = serving.receive(RequestFailed)
     assert (failure.request_id, failure.status) == ("bad", 500)
@@ -343,7 +348,7 @@ def test_lost_messages_end_the_process(
 
     frontend.start(serve)
     frontend.receive(Ready)
-    frontend.sender._numbering.num_sent += 1
+    frontend.sender.num_sent += 1
     frontend.sender.send(AbortRequests(request_ids=[]))
     assert frontend.thread is not None
     frontend.thread.join()

@@ -6,7 +6,7 @@ from contextlib import suppress
 import pytest
 
 from mmjax.errors import CapacityError
-from mmjax.frontend.engine_client.capacity import Capacity, TokenReservation
+from mmjax.frontend.engine_client.admission import Capacity, TokenReservation
 
 LIMIT = 100
 
@@ -65,8 +65,10 @@ def test_without_a_limit_nothing_is_counted() -> None:
 
 def test_room_is_looked_for_without_taking_it() -> None:
     capacity = Capacity(2)
+    capacity.enter(1)
     for _ in range(5):
-        capacity.check_room(1, num_others=1)
+        capacity.check_room()
+    assert capacity.num_seqs == 1
+    capacity.enter(1)
     with pytest.raises(CapacityError):
-        capacity.check_room(1, num_others=2)
-    assert capacity.num_seqs == 0
+        capacity.check_room()

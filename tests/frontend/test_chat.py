@@ -16,14 +16,17 @@ from mmjax.errors import RequestError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
-from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.literals import ControlTokens
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.family import FamilyDummyInputs
 from mmjax.models.gemma3.processor import (
     Gemma3MultiModalProcessor,
     Gemma3ProcessingInfo,
 )
 from mmjax.processing.media.encoded import PixelRange
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
@@ -46,7 +49,7 @@ def with_media(parser: ChatParser, **settings: Any) -> ChatParser:
 
 @pytest.fixture
 def parser(input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch) -> ChatParser:
-    monkeypatch.setitem(input_processor.allowed_mm_limits, "image", 3)
+    monkeypatch.setitem(input_processor.info.allowed_mm_limits, "image", 3)
     return ChatParser.for_model(input_processor)
 
 
@@ -138,7 +141,7 @@ def test_the_limit_is_that_of_any_prompt(
     parser: ChatParser, input_processor: InputProcessor
 ) -> None:
     with pytest.raises(RequestError) as of_prompt:
-        input_processor.check_mm_data({"image": [None] * 4})
+        input_processor.info.parse_mm_data({"image": [None] * 4})
     with pytest.raises(RequestError) as of_chat:
         parser.parse(user(*[image_part() for _ in range(4)]))
     assert str(of_prompt.value) in str(of_chat.value)
@@ -220,7 +223,7 @@ def test_the_model_class_says_what_stands_for_an_image(
     assert text_of(prompt) == f"[user] {IMAGE_START}\nWhat\ncolor?"
     # Processing asks the same place: it counts placeholders.
     with pytest.raises(RequestError, match="1 `<start_of_image>` placeholder but 0 images"):
-        input_processor.prepare("1", f"a {IMAGE_START}")
+        input_processor.prepare(GenerateRequest("1", f"a {IMAGE_START}", SamplingParams()))
     input_processor.close()
 
 
@@ -341,7 +344,7 @@ def test_a_placeholder_that_somebody_wrote_binds_no_image(
 ) -> None:
     parts = [f"is {IMAGE_START} a word?", image_part(), IMAGE_START]
     prompt = parser.parse(user(*parts))
-    request = input_processor.prepare("1", prompt)
+    request = input_processor.prepare(GenerateRequest("1", prompt, SamplingParams()))
     (place,) = request.prepared.mm_placeholders["image"]
     before = input_processor.tokenizer.decode(request.prompt_token_ids[: place.offset])
     behind = input_processor.tokenizer.decode(
@@ -349,7 +352,9 @@ def test_a_placeholder_that_somebody_wrote_binds_no_image(
     )
     assert f"is {IMAGE_START} a word?" in before
     assert IMAGE_START in behind
-    plain = input_processor.prepare("2", parser.parse(user("is it?", image_part())))
+    plain = input_processor.prepare(
+        GenerateRequest("2", parser.parse(user("is it?", image_part())), SamplingParams())
+    )
     assert request.num_image_tokens == plain.num_image_tokens
 
 

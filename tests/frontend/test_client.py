@@ -1,6 +1,7 @@
 """The client admits, streams, aborts, and survives what the engine does."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ from mmjax.errors import (
     RequestTimeoutError,
     RequestTypeError,
 )
-from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.committer import CommittedMessage
-from mmjax.frontend.engine_client.request_stream import PendingRequest, RequestStream
+from mmjax.frontend.engine_client.client import AsyncEngineClient, PendingRequest
+from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.outputs import RequestOutput
+from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineMessage
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
@@ -55,6 +57,10 @@ def with_client(
     asyncio.run(run())
 
 
+async def add(client: AsyncEngineClient, *args: Any, **fields: Any) -> RequestStream:
+    return await client.add_request(GenerateRequest(*args, **fields))
+
+
 async def text_of(stream: RequestStream) -> str:
     return "".join([output.outputs[0].text async for output in stream])
 
@@ -67,7 +73,9 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_generate_streams_what_was_added(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         outputs: list[RequestOutput] = []
-        async for output in client.generate("r", "a red circle", SamplingParams(max_tokens=64)):
+        params = SamplingParams(max_tokens=64)
+        request = GenerateRequest("r", "a red circle", params, stream=True)
+        async for output in await client.add_request(request):
             outputs.append(output)
         assert "".join(output.outputs[0].text for output in outputs) == "a red circle"
         assert outputs[-1].finished
@@ -82,9 +90,7 @@ def test_many_at_once_do_not_mix(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         async def ask(i: int) -> str:
             params = SamplingParams(max_tokens=64)
-            return await text_of(
-                await client.add_request(str(i), texts[i], params, stream=i % 2 == 0)
-            )
+            return await text_of(await add(client, str(i), texts[i], params, stream=i % 2 == 0))
 
         assert await asyncio.gather(*(ask(i) for i in range(20))) == texts
 
@@ -93,12 +99,12 @@ def test_many_at_once_do_not_mix(input_processor: InputProcessor) -> None:
 
 def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        outputs = client.generate("r", "red", ENDLESS)
+        outputs = await add(client, "r", "red", ENDLESS, stream=True)
         await anext(outputs)
-        await outputs.aclose()  # type: ignore[attr-defined]
+        outputs.close()
         await until(lambda: supervisor.engine.aborted == ["r"])
         assert client.num_requests == 0
-        finished = await client.add_request("s", "red", SamplingParams(max_tokens=2))
+        finished = await add(client, "s", "red", SamplingParams(max_tokens=2))
         await text_of(finished)
         finished.close()
         await asyncio.sleep(0.02)
@@ -110,13 +116,13 @@ def test_leaving_early_aborts(input_processor: InputProcessor) -> None:
 def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         params = SamplingParams(max_tokens=64)
-        assert await text_of(await client.add_request("r", lambda: "red", params)) == "red"
+        assert await text_of(await add(client, "r", lambda: "red", params)) == "red"
 
         def fail() -> str:
             raise RequestError("no", param="messages")
 
         with pytest.raises(RequestError, match="no"):
-            await client.add_request("s", fail, params)
+            await add(client, "s", fail, params)
         assert client.num_requests == 0
 
     with_client(input_processor, body)
@@ -124,8 +130,8 @@ def test_prompts_may_be_made_in_the_pool(input_processor: InputProcessor) -> Non
 
 def test_what_the_engine_refuses(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        good = await client.add_request("a", "red", ENDLESS)
-        bad = await client.add_request("b", [5, REFUSED_TOKEN], SamplingParams(n=2))
+        good = await add(client, "a", "red", ENDLESS)
+        bad = await add(client, "b", [5, REFUSED_TOKEN], SamplingParams(n=2))
         with pytest.raises(RequestError, match="does not like") as caught:
             await text_of(bad)
         assert (caught.value.status, caught.value.param) == (400, "prompt")
@@ -139,16 +145,16 @@ def test_a_fault_in_one_text_is_that_requests_alone(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         params = SamplingParams(max_tokens=64)
-        process = client._output_processor.process
+        process = client.requests.outputs.process
 
-        def fail_on_bad(deltas: Any) -> Any:
-            if deltas[0].request_id == "bad":
+        def fail_on_bad(delta: Any, outputs: Any) -> None:
+            if delta.request_id == "bad":
                 raise ZeroDivisionError("at 0x7fffdeadbeef")
-            return process(deltas)
+            process(delta, outputs)
 
-        monkeypatch.setattr(client._output_processor, "process", fail_on_bad)
-        bad = await client.add_request("bad", "red", params)
-        good = await client.add_request("good", "circle", params)
+        monkeypatch.setattr(client.requests.outputs, "process", fail_on_bad)
+        bad = await add(client, "bad", "red", params)
+        good = await add(client, "good", "circle", params)
         with pytest.raises(RequestError) as caught:
             await text_of(bad)
         assert caught.value.status == 500
@@ -162,16 +168,16 @@ def test_too_many_get_429_before_any_work(input_processor: InputProcessor) -> No
     scheduler = SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1)
 
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        streams = [await client.add_request(str(i), "red", ENDLESS) for i in range(2)]
+        streams = [await add(client, str(i), "red", ENDLESS) for i in range(2)]
 
         def never() -> str:
             raise AssertionError("processed a request that is over the limit")
 
         with pytest.raises(CapacityError):
-            await client.add_request("x", never, ENDLESS)
+            await add(client, "x", never, ENDLESS)
         for stream in streams:
             stream.close()
-        await text_of(await client.add_request("y", "red", SamplingParams(max_tokens=2)))
+        await text_of(await add(client, "y", "red", SamplingParams(max_tokens=2)))
 
     with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
@@ -181,17 +187,17 @@ def test_every_sequence_counts_until_its_request_ends(input_processor: InputProc
 
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         three = SamplingParams(n=3, ignore_eos=True, max_tokens=None)
-        first = await client.add_request("a", "red", three)
-        second = await client.add_request("b", "red", three)
+        first = await add(client, "a", "red", three)
+        second = await add(client, "b", "red", three)
         with pytest.raises(CapacityError, match="holds 6 sequences and takes 6"):
-            await client.add_request("c", "red", ENDLESS)
+            await add(client, "c", "red", ENDLESS)
         with pytest.raises(RequestError, match="`n` is 7") as caught:
-            await client.add_request("d", "red", SamplingParams(n=7))
+            await add(client, "d", "red", SamplingParams(n=7))
         assert (caught.value.status, caught.value.param) == (400, "n")
         first.close()
-        (await client.add_request("e", "red", three)).close()
+        (await add(client, "e", "red", three)).close()
         second.close()
-        assert (client.num_requests, client.num_seqs) == (0, 0)
+        assert (client.num_requests, client.capacity.num_seqs) == (0, 0)
 
     with_client(input_processor, body, scheduler=scheduler, delay_s=0.01)
 
@@ -217,7 +223,7 @@ def test_an_error_of_the_engine_is_the_same_error_here(
     monkeypatch.setattr(EchoEngine, "add_request", refuse)
 
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        stream = await client.add_request("r", "red", ENDLESS)
+        stream = await add(client, "r", "red", ENDLESS)
         with pytest.raises(RequestError) as caught:
             await text_of(stream)
         found = caught.value
@@ -231,7 +237,7 @@ def test_an_error_of_the_engine_is_the_same_error_here(
 
 def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        early = asyncio.create_task(client.add_request("r", "red", SamplingParams(max_tokens=2)))
+        early = asyncio.create_task(add(client, "r", "red", SamplingParams(max_tokens=2)))
         await asyncio.sleep(0.05)
         assert not early.done()
         assert client.num_requests == 1
@@ -244,7 +250,7 @@ def test_a_request_waits_for_the_start(input_processor: InputProcessor) -> None:
 def test_a_start_that_takes_too_long_is_503(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         with pytest.raises(EngineUnavailableError, match="starting"):
-            await client.add_request("r", "red", SamplingParams())
+            await add(client, "r", "red", SamplingParams())
         assert client.num_requests == 0
 
     with_client(input_processor, body, is_started_ready=False, max_start_wait_s=0.1)
@@ -298,7 +304,7 @@ def test_a_restart_after_every_token_changes_nothing(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         async def ask(request_id: str) -> list[RequestOutput]:
-            handle = await client.add_request(request_id, TEXT, params, stream=stream)
+            handle = await add(client, request_id, TEXT, params, stream=stream)
             return [output async for output in handle]
 
         expected = await ask("whole")
@@ -324,9 +330,9 @@ def test_requests_that_come_during_a_restart_wait(input_processor: InputProcesso
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         supervisor.die(restarts=True)
         params = SamplingParams(max_tokens=64)
-        waiting = [await client.add_request(f"{i}", "red", params) for i in range(3)]
+        waiting = [await add(client, f"{i}", "red", params) for i in range(3)]
         with pytest.raises(CapacityError):
-            await client.add_request("too many", "red", params)
+            await add(client, "too many", "red", params)
         assert not supervisor.engine.added
         await revive(client, supervisor)
         assert [await text_of(one) for one in waiting] == ["red"] * 3
@@ -339,19 +345,21 @@ def test_deadlines_count_on_during_a_restart(
     input_processor: InputProcessor,
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        begun = await client.add_request("begun", "red", ENDLESS, stream=True, timeout_s=3600)
+        begun = await add(
+            client, "begun", "red", ENDLESS, stream=True, deadline=time.monotonic() + 3600
+        )
         await anext(begun)
         assert begun.expiry is not None
         assert 3000 < begun.expiry.when() - asyncio.get_running_loop().time() < 3602
         supervisor.die(restarts=True)
-        client._expire("begun")
-        late = await client.add_request("late", "red", ENDLESS, timeout_s=0.001)
+        client._end("begun", RequestTimeoutError())
+        late = await add(client, "late", "red", ENDLESS, deadline=time.monotonic() + 0.001)
         for stream in (begun, late):
             with pytest.raises(RequestTimeoutError):
                 await text_of(stream)
         assert client.num_requests == 0
         await revive(client, supervisor)
-        assert await text_of(await client.add_request("s", "red", SamplingParams())) == "red"
+        assert await text_of(await add(client, "s", "red", SamplingParams())) == "red"
         assert [request.request_id for request in supervisor.engine.added] == ["s"]
 
     with_client(input_processor, body, delay_s=0.002)
@@ -359,12 +367,12 @@ def test_deadlines_count_on_during_a_restart(
 
 def test_who_leaves_during_a_restart_is_forgotten(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        stream = await client.add_request("r", "red", ENDLESS, stream=True)
+        stream = await add(client, "r", "red", ENDLESS, stream=True)
         await anext(stream)
         supervisor.die(restarts=True)
         stream.close()
         await revive(client, supervisor)
-        assert await text_of(await client.add_request("s", "red", SamplingParams())) == "red"
+        assert await text_of(await add(client, "s", "red", SamplingParams())) == "red"
         assert [request.request_id for request in supervisor.engine.added] == ["s"]
 
     with_client(input_processor, body, delay_s=0.002)
@@ -379,28 +387,28 @@ def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         params = SamplingParams(max_tokens=64)
-        good = await client.add_request("good", TEXT, params)
-        poison = await client.add_request("poison", "red", SamplingParams(n=2, temperature=1.0))
+        good = await add(client, "good", TEXT, params)
+        poison = await add(client, "poison", "red", SamplingParams(n=2, temperature=1.0))
         await until(lambda: len(supervisor.engine.added) == 3)
         supervisor.die(restarts=True, engine_exit=crash("good", "poison-0", "poison-1"))
         await revive(client, supervisor)
         # The first suspect is there alone, until it has a token; so is the second, then.
         await until(lambda: "good" in {one.request_id for one in supervisor.engine.added})
-        new = await client.add_request("new", "red", params)
-        send, tried = client._resend_queue._send, []
+        new = await add(client, "new", "red", params)
+        send, tried = client.requests._send, []
 
-        async def send_and_crash(message: EngineMessage) -> None:
-            await send(message)
+        def send_and_crash(message: EngineMessage) -> None:
+            send(message)
             if getattr(message, "request_id", "") == "poison-1":
                 tried.extend(one.request_id for one in supervisor.engine.added)
                 supervisor.die(restarts=True, engine_exit=crash("good", "poison-0"))
 
-        client._resend_queue._send = send_and_crash
+        client.requests._send = send_and_crash
         supervisor.delay_s = 0.0
         supervisor.wake()
         await until(lambda: supervisor.state == "restarting")
         assert tried == ["good", "poison-0", "poison-1"]
-        client._resend_queue._send = send
+        client.requests._send = send
         await revive(client, supervisor)
         with pytest.raises(RequestQuarantinedError) as caught:
             await text_of(poison)
@@ -409,8 +417,8 @@ def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
         assert await text_of(new) == "red"
         for name in ("again", "and again"):
             with pytest.raises(RequestQuarantinedError):
-                await client.add_request(name, "red", SamplingParams(n=2, temperature=1.0))
-        assert await text_of(await client.add_request("other", "red", SamplingParams())) == "red"
+                await add(client, name, "red", SamplingParams(n=2, temperature=1.0))
+        assert await text_of(await add(client, "other", "red", SamplingParams())) == "red"
         assert client.num_requests == 0
 
     with_client(input_processor, body, delay_s=1000.0)
@@ -419,7 +427,7 @@ def test_a_request_that_crashes_twice_fails_alone_and_is_refused_after_that(
 def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         for name, params in TEXT_IDS_PARAMS.items():
-            handle = await client.add_request(name, TEXT, params, stream=True)
+            handle = await add(client, name, TEXT, params, stream=True)
             outputs = [output async for output in handle]
             whole = joined(outputs, params.n)
             for cut in range(1, len(whole[0][1]) + 1):
@@ -428,8 +436,8 @@ def test_tokens_of_another_engine_are_gone_on_after(input_processor: InputProces
                     for i in range(params.n)
                 ]
                 ids = [[t for one in mine for t in one.token_ids] for mine in told]
-                rest = await client.add_request(
-                    f"{name} {cut}", TEXT, params, stream=True, generated_token_ids=ids
+                rest = await add(
+                    client, f"{name} {cut}", TEXT, params, stream=True, generated_token_ids=ids
                 )
                 outputs = [output async for output in rest]
                 again = joined(outputs, params.n)
@@ -453,8 +461,8 @@ def test_a_whole_answer_has_the_tokens_of_the_other_engine(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         ids = input_processor.tokenize(TEXT)
-        handle = await client.add_request(
-            "r", TEXT, SamplingParams(max_tokens=64), generated_token_ids=[ids[:5]]
+        handle = await add(
+            client, "r", TEXT, SamplingParams(max_tokens=64), generated_token_ids=[ids[:5]]
         )
         assert await text_of(handle) == TEXT
 
@@ -467,7 +475,7 @@ def test_tokens_that_no_engine_gave_are_refused(
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         with pytest.raises(RequestError) as caught:
-            await client.add_request("r", TEXT, SamplingParams(n=2), generated_token_ids=generated)
+            await add(client, "r", TEXT, SamplingParams(n=2), generated_token_ids=generated)
         assert caught.value.param == "generated_token_ids"
 
     with_client(input_processor, body)
@@ -477,10 +485,10 @@ def test_a_paused_engine_refuses_at_once_and_says_for_how_long(
     input_processor: InputProcessor,
 ) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        stream = await client.add_request("r", "red", ENDLESS)
+        stream = await add(client, "r", "red", ENDLESS)
         supervisor.retry_after_s = 9.0
         supervisor.die(restarts=True, state="paused")
-        for wait in (text_of(stream), client.add_request("s", "red", ENDLESS)):
+        for wait in (text_of(stream), add(client, "s", "red", ENDLESS)):
             with pytest.raises(EngineUnavailableError, match="again and again") as caught:
                 await wait
             assert caught.value.retry_after_s == 9.0
@@ -502,7 +510,7 @@ def test_a_request_that_a_pause_refused_in_part_is_refused(
 
         monkeypatch.setattr(client, "_on_committed", change)
         with pytest.raises(EngineUnavailableError):
-            await client.add_request("r", "red", SamplingParams(n=2, max_tokens=2))
+            await add(client, "r", "red", SamplingParams(n=2, max_tokens=2))
         assert client.num_requests == 0
 
     with_client(input_processor, body)
@@ -510,12 +518,12 @@ def test_a_request_that_a_pause_refused_in_part_is_refused(
 
 def test_a_dead_engine_answers_all(input_processor: InputProcessor) -> None:
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
-        stream = await client.add_request("r", "red", ENDLESS)
+        stream = await add(client, "r", "red", ENDLESS)
         supervisor.die(restarts=False)
         with pytest.raises(EngineUnavailableError, match="restarted"):
             await text_of(stream)
         with pytest.raises(EngineUnavailableError):
-            await client.add_request("s", "red", ENDLESS)
+            await add(client, "s", "red", ENDLESS)
 
     with_client(input_processor, body, delay_s=1000.0)
 
@@ -525,12 +533,12 @@ def test_waiting_tokens_are_limited(input_processor: InputProcessor) -> None:
 
     async def body(client: AsyncEngineClient, supervisor: EchoSupervisor) -> None:
         prompt, params = "red circle " * 10, SamplingParams(max_tokens=2)
-        first = await client.add_request("a", prompt, params)
+        first = await add(client, "a", prompt, params)
         with pytest.raises(CapacityError, match="--max-num-queued-tokens"):
-            await client.add_request("b", prompt, params)
+            await add(client, "b", prompt, params)
         assert client.num_requests == 1
         first.close()
-        (await client.add_request("c", prompt, params)).close()
+        (await add(client, "c", prompt, params)).close()
 
     scheduler = SchedulerConfig(max_num_queued_tokens=8)
     with_client(input_processor, body, scheduler=scheduler, delay_s=3600)

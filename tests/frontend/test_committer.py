@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from mmjax.config.engine_config import ModelConfig, MultiModalConfig, SchedulerC
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.frontend.engine_client.committer import CommittedMessage
+from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.processing.context import InputProcessingContext
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
@@ -60,7 +62,10 @@ def test_two_threads_have_their_own_processors(
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(processor.process, f"{n}", oracle.prompt((n,)), GREEDY) for n in (1, 2)]
+        jobs = [
+            pool.submit(processor.process, GenerateRequest(f"{n}", oracle.prompt((n,)), GREEDY))
+            for n in (1, 2)
+        ]
         requests = [job.result(DEADLINE_S) for job in jobs]
     assert processor._pool.num_instances == 2
     first, second = processor._pool._idle
@@ -83,16 +88,16 @@ def test_the_client_processes_two_at_once_off_the_loop(
         )
         await client.start()
         endless = SamplingParams(ignore_eos=True, max_tokens=None)
-        text = await client.add_request("text", "red", endless, stream=True)
+        text = await client.add_request(GenerateRequest("text", "red", endless, stream=True))
         await anext(text)
         prompts: list[Any] = [oracle.prompt((n,)) for n in (1, 2)]
-        alone = asyncio.create_task(client.add_request("1", prompts[0], GREEDY))
+        alone = asyncio.create_task(client.add_request(GenerateRequest("1", prompts[0], GREEDY)))
         while meeting.n_waiting == 0:
             await asyncio.sleep(0.001)
         for _ in range(3):
             await anext(text)
         assert not alone.done()
-        streams = [await client.add_request("2", prompts[1], GREEDY), await alone]
+        streams = [await client.add_request(GenerateRequest("2", prompts[1], GREEDY)), await alone]
         for stream in streams:
             assert [output async for output in stream]
         text.close()
@@ -139,9 +144,9 @@ def test_many_threads_never_miss(
         if rng.random() < 0.1:
             prompt["prompt_token_ids"] += [50] * 200
             with pytest.raises(RequestError):
-                processor.process(name, prompt, params, on_commit=mirror.take)
+                processor.process(GenerateRequest(name, prompt, params), on_commit=mirror.take)
             return
-        request = processor.prepare(name, prompt, params)
+        request = processor.prepare(GenerateRequest(name, prompt, params))
         if rng.random() < 0.9:
             processor.committer.commit(request, mirror.take)
 
@@ -162,8 +167,8 @@ def test_what_the_cache_lost_meanwhile_is_processed_again(
     model_config: ModelConfig, oracle: Oracle
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
-    processor.process("first", oracle.prompt((1, 2)), GREEDY)
-    request = processor.prepare("second", oracle.prompt((2, 3)), GREEDY)
+    processor.process(GenerateRequest("first", oracle.prompt((1, 2)), GREEDY))
+    request = processor.prepare(GenerateRequest("second", oracle.prompt((2, 3)), GREEDY))
     assert len(request.prepared.fresh) == 1
     assert processor.cache is not None
     processor.cache.clear_cache()
@@ -178,10 +183,10 @@ def test_a_request_whose_item_is_gone_is_refused_before_any_note(
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
     named: Any = {**oracle.prompt((1,)), "multi_modal_uuids": {"image": ["mine"]}}
-    processor.process("first", named, GREEDY)
+    processor.process(GenerateRequest("first", named, GREEDY))
     prompt: Any = {**oracle.prompt((2, 3)), "multi_modal_uuids": {"image": [None, "mine"]}}
     prompt["multi_modal_data"]["image"][1] = None
-    request = processor.prepare("second", prompt, GREEDY)
+    request = processor.prepare(GenerateRequest("second", prompt, GREEDY))
     processor.committer.invalidate(["mine"])
     assert isinstance(processor.cache, MultiModalProcessorSenderCache)
     order = processor.cache.order
@@ -195,7 +200,7 @@ def test_a_request_whose_item_is_gone_is_refused_before_any_note(
 def test_a_released_request_can_be_sent_again(model_config: ModelConfig, oracle: Oracle) -> None:
     for mm in (mm_config(10), mm_config(10, "processor_only"), mm_config(0)):
         processor = processor_of(model_config, mm)
-        request = processor.process("r", oracle.prompt((1, 2)), GREEDY)
+        request = processor.process(GenerateRequest("r", oracle.prompt((1, 2)), GREEDY))
         request.release()
         assert not request.prepared.fresh
         assert not request.messages[0].mm_features
@@ -211,8 +216,8 @@ def test_an_inline_message_counts_on_nobody(
 ) -> None:
     processor = processor_of(model_config, mm_config(50, cache_type))
     try:
-        processor.process("first", oracle.prompt((1, 2)), GREEDY)
-        request = processor.prepare("r", oracle.prompt((2, 1, 1)), GREEDY)
+        processor.process(GenerateRequest("first", oracle.prompt((1, 2)), GREEDY))
+        request = processor.prepare(GenerateRequest("r", oracle.prompt((2, 1, 1)), GREEDY))
         processor.committer.commit(request, is_inline=True)
         features = resolve_features(request.messages[0].mm_features, None)
         assert item_tokens(features) == oracle.answer((2, 1, 1))
@@ -225,7 +230,7 @@ def test_a_new_engine_holds_nothing(model_config: ModelConfig, oracle: Oracle) -
     committed: list[CommittedMessage] = []
     on_commit: Callable[[CommittedMessage], None] = committed.append
     for n in range(3):
-        processor.process(f"{n}", oracle.prompt((1,)), GREEDY, on_commit=on_commit)
+        processor.process(GenerateRequest(f"{n}", oracle.prompt((1,)), GREEDY), on_commit=on_commit)
         if n == 1:
             processor.committer.reset_engine()
     assert [d.epoch for d in committed] == [0, 0, 1]
@@ -264,17 +269,19 @@ def test_the_loop_never_waits_for_a_commit(model_config: ModelConfig, oracle: Or
         client = AsyncEngineClient(processor_of(model_config, mm), supervisor, SchedulerConfig())
         await client.start()
         first: Any = oracle.prompt((1, 2))
-        stream = await client.add_request("first", first, GREEDY)
+        stream = await client.add_request(GenerateRequest("first", first, GREEDY))
         request = stream.request
         mm_hashes = list(request.prepared.mm_hashes["image"])
         with held(client.input_processor.committer._lock) as is_held:
             client.on_message(CacheMiss(request_id="gone", mm_hashes=mm_hashes))
-            client._resend_queue._fail_unsent(request.messages[0], OSError())
+            client.requests._note(
+                partial(client.input_processor.committer.revert, request.messages[0])
+            )
             supervisor.die(restarts=True)
             supervisor.become_ready()
             assert is_held(), "the loop waited"
         for number in range(3):
-            again = await client.add_request(f"{number}", first, GREEDY)
+            again = await client.add_request(GenerateRequest(f"{number}", first, GREEDY))
             outputs = [output async for output in again]
             assert outputs[-1].outputs[0].token_ids == oracle.answer((1, 2))
         await client.close()
@@ -287,9 +294,9 @@ def test_what_an_engine_lacked_before_its_end_is_nothing_of_the_next(
 ) -> None:
     processor = processor_of(model_config, mm_config(10))
     committer = processor.committer
-    epochs: list[int] = []
-    committer.reset_engine(epochs.append)
-    request = processor.process("r", oracle.prompt((1,)), GREEDY)
+    committer.reset_engine()
+    epochs = [committer.epoch]
+    request = processor.process(GenerateRequest("r", oracle.prompt((1,)), GREEDY))
     hashes = list(request.prepared.mm_hashes["image"])
     assert processor.cache is not None
     committer.invalidate(hashes, epoch=epochs[0] - 1)
@@ -301,7 +308,7 @@ def test_what_an_engine_lacked_before_its_end_is_nothing_of_the_next(
 def test_what_was_not_sent_is_taken_back(model_config: ModelConfig, oracle: Oracle) -> None:
     for cache_type in ("lru", "shm"):
         processor = processor_of(model_config, mm_config(50, cache_type))
-        request = processor.process("r", oracle.prompt((1, 2)), GREEDY)
+        request = processor.process(GenerateRequest("r", oracle.prompt((1, 2)), GREEDY))
         processor.committer.revert(request.messages[0])
         assert processor.cache is not None
         assert processor.cache.is_cached(list(request.prepared.mm_hashes["image"])) == [False] * 2

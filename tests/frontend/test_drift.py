@@ -22,6 +22,7 @@ from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.requests.sampling_params import SamplingParams
 from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import FORGET_TOKEN, REFUSED_TOKEN, EchoSupervisor, item_tokens
@@ -59,7 +60,7 @@ class Oracle:
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
     def _answer(self, pictures: tuple[int, ...]) -> list[int]:
-        request = self._processor.process("oracle", self.prompt(pictures), GREEDY)
+        request = self._processor.process(GenerateRequest("oracle", self.prompt(pictures), GREEDY))
         return item_tokens(resolve_features(request.messages[0].mm_features, None))
 
 
@@ -84,7 +85,9 @@ class Run:
         self.num_requests += 1
         params = replace_n(n)
         prompt = self.oracle.prompt(pictures, last_token)
-        stream = await self.client.add_request(f"{self.num_requests}", prompt, params)
+        stream = await self.client.add_request(
+            GenerateRequest(f"{self.num_requests}", prompt, params)
+        )
         outputs = [output async for output in stream]
         assert [item.token_ids for item in outputs[-1].outputs] == [
             self.oracle.answer(pictures)
@@ -266,18 +269,18 @@ def test_a_uuid_that_cannot_be_made_again_fails_alone(
         named: Any = {**prompt, "multi_modal_uuids": {"image": ["mine"]}}
         bare: Any = {**named, "multi_modal_data": {"image": [None]}}
         for number, known in enumerate((named, bare)):
-            stream = await run.client.add_request(f"known {number}", known, GREEDY)
+            stream = await run.client.add_request(GenerateRequest(f"known {number}", known, GREEDY))
             outputs = [output async for output in stream]
             assert outputs[-1].outputs[0].token_ids == oracle.answer((1,))
         run.p1.clear_cache()
-        stream = await run.client.add_request("lost", bare, GREEDY)
+        stream = await run.client.add_request(GenerateRequest("lost", bare, GREEDY))
         other = asyncio.create_task(run.ask(2, 3))
         with pytest.raises(RequestError, match="data is not provided") as caught:
             _ = [output async for output in stream]
         assert caught.value.status == 400
         await other
         with pytest.raises(RequestError, match="data is not provided"):
-            await run.client.add_request("unknown", bare, GREEDY)
+            await run.client.add_request(GenerateRequest("unknown", bare, GREEDY))
         await run.settle()
 
     with_run(model_config, oracle, mm_config(10), body)
@@ -293,7 +296,7 @@ def test_GHSA_ph3r_5jfg_f84f_refused_and_aborted_requests_leave_the_mirrors_equa
             too_long = oracle.prompt((number % 7,))
             too_long["prompt_token_ids"] += [50] * 200
             with pytest.raises(RequestError, match="128"):
-                await run.client.add_request(f"long {number}", too_long, GREEDY)
+                await run.client.add_request(GenerateRequest(f"long {number}", too_long, GREEDY))
             task = asyncio.create_task(run.ask(number % 4, number % 6))
             await asyncio.sleep(0.001 * (number % 4))
             task.cancel()

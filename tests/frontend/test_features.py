@@ -5,19 +5,19 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestError
-from mmjax.frontend.engine_client.committer import (
+from mmjax.frontend.prompt.committer import (
     all_hashes,
     build_features,
-    inputs_with_tensors,
-    mm_identifier,
 )
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.processing.tensors.inputs import (
     MultiModalInputs,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     PlaceholderRange,
 )
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 
@@ -35,9 +35,6 @@ def test_only_an_adapter_of_the_tower_enters_the_name(
     )
     assert feature.identifier == identifier
     assert feature.mm_hash == "ab", "the tensors are the same for all adapters"
-    assert identifier == mm_identifier(
-        "ab", lora_name=lora_name, enable_tower_connector_lora=enable_tower_connector_lora
-    )
 
 
 def inputs_of(items: list[MultiModalKwargsItem | None], hashes: list[Any]) -> MultiModalInputs:
@@ -81,8 +78,8 @@ def test_all_tensors_in_one_message(input_processor: InputProcessor) -> None:
         "prompt": IMAGE_START * 3,
         "multi_modal_data": {"image": [draw(8, 9, 1), draw(9, 8, 2), draw(8, 9, 1)]},
     }
-    request = input_processor.prepare("r", prompt)
+    request = input_processor.prepare(GenerateRequest("r", prompt, SamplingParams()))
     assert len(all_hashes(request.prepared)) == 2
     fresh = input_processor.committer._rebuild(request.prepared, all_hashes(request.prepared))
-    features = build_features(inputs_with_tensors(fresh))
+    features = build_features(fresh.to_inputs())
     assert [feature.data is None for feature in features] == [False, False, True]

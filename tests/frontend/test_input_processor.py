@@ -8,6 +8,7 @@ import pytest
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
 from mmjax.processing.items import uuids
 from mmjax.requests.sampling_params import SamplingParams
@@ -15,6 +16,12 @@ from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 from tests.processing.families.family import GOLDEN
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def process(
+    processor: InputProcessor, prompt: Any, params: SamplingParams = GREEDY
+) -> ProcessedRequest:
+    return processor.process(GenerateRequest("r", prompt, params))
 
 
 def test_prompt_forms_agree(input_processor: InputProcessor) -> None:
@@ -27,12 +34,12 @@ def test_prompt_forms_agree(input_processor: InputProcessor) -> None:
         {"prompt": "a red circle", "multi_modal_data": None, "multi_modal_uuids": None},
     ]
     for form in forms:
-        request = input_processor.process("r", form, GREEDY)
+        request = process(input_processor, form)
         assert request.prompt_token_ids == ids
         assert [message.request_id for message in request.messages] == ["r"]
         assert request.messages[0].mm_features == []
-    assert input_processor.process("r", ids, GREEDY).prompt is None
-    assert input_processor.process("r", "red", GREEDY).prompt == "red"
+    assert process(input_processor, ids).prompt is None
+    assert process(input_processor, "red").prompt == "red"
 
 
 def test_images_become_features_in_prompt_order(input_processor: InputProcessor) -> None:
@@ -40,14 +47,14 @@ def test_images_become_features_in_prompt_order(input_processor: InputProcessor)
         "prompt": f"{IMAGE_START} and {IMAGE_START}",
         "multi_modal_data": {"image": [draw(20, 30, 1), draw(30, 20, 2)]},
     }
-    request = input_processor.process("r", prompt, GREEDY)
+    request = process(input_processor, prompt)
     features = request.messages[0].mm_features
     assert [feature.modality for feature in features] == ["image", "image"]
     assert features[0].mm_position.offset < features[1].mm_position.offset
     assert features[0].identifier != features[1].identifier
     assert all(feature.data is not None for feature in features)
     assert request.num_image_tokens == 8
-    again = input_processor.process("r", prompt, GREEDY)
+    again = process(input_processor, prompt)
     assert [f.identifier for f in again.messages[0].mm_features] == [
         feature.identifier for feature in features
     ]
@@ -57,24 +64,24 @@ def test_special_tokens_are_added_unless_the_text_has_them(
     input_processor: InputProcessor,
 ) -> None:
     bos = input_processor.tokenizer.bos_token_id
-    added = input_processor.process("r", "red", GREEDY).prompt_token_ids
-    plain = input_processor.process("r", {"prompt": "red", "add_special_tokens": False}, GREEDY)
+    added = process(input_processor, "red").prompt_token_ids
+    plain = process(input_processor, {"prompt": "red", "add_special_tokens": False})
     assert added == [bos, *plain.prompt_token_ids]
 
 
 def test_n_fans_out_with_seeds(input_processor: InputProcessor) -> None:
-    request = input_processor.process("r", "red", SamplingParams(n=3, seed=5, max_tokens=None))
+    request = process(input_processor, "red", SamplingParams(n=3, seed=5, max_tokens=None))
     assert [message.request_id for message in request.messages] == ["r-0", "r-1", "r-2"]
     assert [message.sampling_params.seed for message in request.messages] == [5, 6, 7]
     assert {message.sampling_params.n for message in request.messages} == {1}
-    last = input_processor.process("r", "red", SamplingParams(n=2, seed=2**63 - 1))
+    last = process(input_processor, "red", SamplingParams(n=2, seed=2**63 - 1))
     assert [message.sampling_params.seed for message in last.messages] == [2**63 - 1, -(2**63)]
 
 
 def test_seeds_are_drawn_where_none_is_given(model_config: ModelConfig) -> None:
     def seeds() -> list[int | None]:
         processor = InputProcessor(model_config)
-        requests = [processor.process(str(i), "red", SamplingParams()) for i in range(3)]
+        requests = [process(processor, "red", SamplingParams()) for i in range(3)]
         return [request.messages[0].sampling_params.seed for request in requests]
 
     drawn = seeds()
@@ -84,7 +91,7 @@ def test_seeds_are_drawn_where_none_is_given(model_config: ModelConfig) -> None:
 
 
 def test_tokens_are_completed(input_processor: InputProcessor) -> None:
-    message = input_processor.process("r", "red", SamplingParams(max_tokens=None)).messages[0]
+    message = process(input_processor, "red", SamplingParams(max_tokens=None)).messages[0]
     assert message.sampling_params.max_tokens == 128 - len(message.prompt_token_ids)
     tokenizer = input_processor.tokenizer
     assert message.eos_token_ids == [1, tokenizer.convert_tokens_to_ids("<end_of_turn>")]
@@ -93,7 +100,10 @@ def test_tokens_are_completed(input_processor: InputProcessor) -> None:
 
 def test_default_sampling_params_come_from_the_checkpoint(input_processor: InputProcessor) -> None:
     assert input_processor.default_sampling_params() == SamplingParams()
-    assert input_processor.process("r", "red").messages[0].sampling_params.max_tokens == 16
+    assert (
+        process(input_processor, "red", SamplingParams()).messages[0].sampling_params.max_tokens
+        == 16
+    )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +136,7 @@ def test_what_is_refused_names_the_field(
     input_processor: InputProcessor, prompt: Any, param: str | None, match: str
 ) -> None:
     with pytest.raises(RequestError, match=match) as caught:
-        input_processor.process("r", prompt, GREEDY)
+        process(input_processor, prompt)
     assert caught.value.status == (422 if match == "image" else 400)
     assert caught.value.param is not None
     if param is not None:
@@ -134,25 +144,25 @@ def test_what_is_refused_names_the_field(
 
 
 def test_the_longest_prompt_leaves_one_token(input_processor: InputProcessor) -> None:
-    message = input_processor.process("r", [5] * 127, GREEDY).messages[0]
+    message = process(input_processor, [5] * 127).messages[0]
     assert message.sampling_params.max_tokens == 1
 
 
 def test_stop_ids_lie_in_the_vocabulary(input_processor: InputProcessor) -> None:
     with pytest.raises(RequestValueError, match="stop_token_ids"):
-        input_processor.process("r", "red", SamplingParams(stop_token_ids=[10**6]))
+        process(input_processor, "red", SamplingParams(stop_token_ids=[10**6]))
 
 
 def test_too_many_images(tiny_gemma3: Path) -> None:
     mm = MultiModalConfig(limit_mm_per_prompt={"image": 1}, mm_processor_cache_gb=0.0)
     processor = InputProcessor(load_model_config(str(tiny_gemma3), max_model_len=128, mm=mm))
-    assert processor.allowed_mm_limits["image"] == 1
+    assert processor.info.allowed_mm_limits["image"] == 1
     prompt: Any = {
         "prompt": IMAGE_START * 2,
         "multi_modal_data": {"image": [draw(8, 8), draw(8, 8)]},
     }
     with pytest.raises(RequestError, match="1"):
-        processor.process("r", prompt, GREEDY)
+        process(processor, prompt)
 
 
 @pytest.mark.parametrize("family", ["llava", "florence2"])
@@ -169,7 +179,7 @@ def test_uuids_are_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> No
         "multi_modal_data": {"image": draw(8, 8)},
         "multi_modal_uuids": {"image": ["a"]},
     }
-    request = processor.process("r", prompt, GREEDY)
+    request = process(processor, prompt)
     assert request.messages[0].mm_features[0].identifier == "a"
     assert read == ["image"]
 
@@ -177,7 +187,7 @@ def test_uuids_are_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_other_types_are_no_prompt(input_processor: InputProcessor) -> None:
     prompt: Any = {"prompt": "red", "mm_processor_kwargs": 3}
     with pytest.raises(RequestTypeError, match="mm_processor_kwargs"):
-        input_processor.process("r", prompt, GREEDY)
+        process(input_processor, prompt)
 
 
 def test_warm_up_processes_an_image(input_processor: InputProcessor) -> None:
@@ -196,9 +206,9 @@ def test_a_larger_picture_than_the_operator_described_is_refused() -> None:
         text = "<|vision_start|><|image_pad|><|vision_end|>"
         return {"prompt": text, "multi_modal_data": {"image": picture}}
 
-    assert processor.process("r", prompt(56), GREEDY).num_image_tokens == 4
+    assert process(processor, prompt(56)).num_image_tokens == 4
     for refuse in (
-        lambda: processor.process("r", prompt(150), GREEDY),
+        lambda: process(processor, prompt(150)),
         lambda: processor.explain(prompt(150)),
     ):
         with pytest.raises(RequestValueError, match="`--limit-mm-per-prompt` sets") as caught:

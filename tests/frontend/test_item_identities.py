@@ -8,6 +8,7 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.model_source import load_model_config
 from mmjax.processing import MultiModalHasher
 from mmjax.requests.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ def names(processor: InputProcessor, *uuids: str | None) -> list[str | None]:
         "multi_modal_data": {"image": [PICTURE] * len(uuids)},
         "multi_modal_uuids": {"image": list(uuids)},
     }
-    request = processor.process("r", prompt, SamplingParams(temperature=0.0))
+    request = processor.process(GenerateRequest("r", prompt, SamplingParams(temperature=0.0)))
     return [feature.mm_hash for feature in request.messages[0].mm_features]
 
 

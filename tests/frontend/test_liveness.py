@@ -65,7 +65,7 @@ def losses(beats: list[dict[str, int]]) -> int | None:
         fault = check(watch, **one)
         watch.tick()
         if fault is not None:
-            assert fault.cause == "bridge"
+            assert fault.cause == "lost_messages"
             return number
     return None
 

@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from mmjax.errors import RequestValueError
-from mmjax.frontend.output.output_processor import OutputProcessor
+from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOutputs
 from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.transport.messages import RequestOutputDelta
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine
@@ -21,18 +22,28 @@ def run(
     input_processor: InputProcessor, prompt: Any, *, stream: bool = False, **params: Any
 ) -> tuple[list[RequestOutput], EchoEngine]:
     """Return all outputs of one request against the echo."""
-    request = input_processor.process("r", prompt, SamplingParams(**{"max_tokens": 64, **params}))
+    request = input_processor.process(
+        GenerateRequest("r", prompt, SamplingParams(**{"max_tokens": 64, **params}), stream=stream)
+    )
     processor, engine = OutputProcessor(input_processor.tokenizer), EchoEngine()
-    processor.add_request(request, stream=stream)
+    processor.add_request(request)
     for message in request.messages:
         engine.add_request(message)
     outputs: list[RequestOutput] = []
     while engine.has_unfinished():
-        processed = processor.process(engine.step())
+        processed = process(processor, *engine.step())
         engine.abort(processed.request_ids_to_abort)
         outputs += processed.request_outputs
-    assert processor.abort(["r"]) == []
+    assert processor.remove("r") == []
     return outputs, engine
+
+
+def process(processor: OutputProcessor, *deltas: RequestOutputDelta) -> ProcessedOutputs:
+    """Return what the deltas of a step tell."""
+    processed = ProcessedOutputs.empty()
+    for delta in deltas:
+        processor.process(delta, processed)
+    return processed
 
 
 def whole(input_processor: InputProcessor, prompt: Any, **params: Any) -> CompletionOutput:
@@ -157,12 +168,14 @@ def test_an_answer_is_parsed_up_to_a_character_that_is_cut_off(
     input_processor: InputProcessor,
 ) -> None:
     ids = input_processor.tokenizer.encode("a 🎈", add_special_tokens=False)
-    request = input_processor.process("r", {"prompt_token_ids": ids}, SamplingParams(max_tokens=4))
+    request = input_processor.process(
+        GenerateRequest("r", {"prompt_token_ids": ids}, SamplingParams(max_tokens=4))
+    )
     prepared = replace(request.prepared, parse_answer=lambda token_ids: {"ids": list(token_ids)})
     processor = OutputProcessor(input_processor.tokenizer)
     processor.add_request(replace(request, prepared=prepared))
     delta = RequestOutputDelta(request_id="r", new_token_ids=ids[:-1], finish_reason="length")
-    (output,) = processor.process([delta]).request_outputs
+    (output,) = process(processor, delta).request_outputs
     assert output.outputs[0].text == "a "
     assert output.outputs[0].parsed == {"ids": ids[:-4]}
 
@@ -176,13 +189,15 @@ def test_a_structured_answer_keeps_a_space_at_its_beginning(
     end, word = tokenizer.convert_tokens_to_ids(["</s>", "▁a"])
     structure = StructuredOutputsParams(regex=" a") if is_structured else None
     prompt: Any = {"prompt_token_ids": [word, end]}
-    request = input_processor.process("r", prompt, SamplingParams(), continues_prompt=False)
+    request = input_processor.process(
+        GenerateRequest("r", prompt, SamplingParams(), continues_prompt=False)
+    )
     params = SamplingParams(structured_outputs=structure)
     messages = [msgspec.structs.replace(one, sampling_params=params) for one in request.messages]
     processor = OutputProcessor(tokenizer)
     processor.add_request(replace(request, messages=messages))
     delta = RequestOutputDelta(request_id="r", new_token_ids=[word], finish_reason="length")
-    (output,) = processor.process([delta]).request_outputs
+    (output,) = process(processor, delta).request_outputs
     assert output.outputs[0].text == (" a" if is_structured else "a")
 
 
@@ -197,22 +212,20 @@ def test_request_fields(input_processor: InputProcessor) -> None:
 def test_unknown_ids_and_failures(input_processor: InputProcessor) -> None:
     processor = OutputProcessor(input_processor.tokenizer)
     delta = RequestOutputDelta(request_id="gone", new_token_ids=[5])
-    assert processor.process([delta]) == ([], [], [], [])
-    assert processor.fail("gone") is None
-    request = input_processor.process("r", "red", SamplingParams(n=2))
+    assert process(processor, delta) == ([], [], [], [])
+    request = input_processor.process(GenerateRequest("r", "red", SamplingParams(n=2)))
     processor.add_request(request)
-    assert processor.fail("r-0") == ("r", ["r-1"])
-    assert processor.fail("r-1") is None
 
 
 def test_aborted_requests_are_forgotten(input_processor: InputProcessor) -> None:
     processor = OutputProcessor(input_processor.tokenizer)
-    processor.add_request(input_processor.process("r", "red", SamplingParams(n=2)))
-    assert processor.abort(["r", "unknown"]) == ["r-0", "r-1"]
-    assert processor.abort(["r"]) == []
+    processor.add_request(input_processor.process(GenerateRequest("r", "red", SamplingParams(n=2))))
+    assert processor.remove("unknown") == []
+    assert processor.remove("r") == ["r-0", "r-1"]
+    assert processor.remove("r") == []
 
 
 def test_the_echo_refuses_as_the_engine_does(input_processor: InputProcessor) -> None:
-    request = input_processor.process("r", [5, REFUSED_TOKEN], SamplingParams())
+    request = input_processor.process(GenerateRequest("r", [5, REFUSED_TOKEN], SamplingParams()))
     with pytest.raises(RequestValueError):
         EchoEngine().add_request(request.messages[0])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
-from mmjax.frontend.prompt.prompts import ParsedPrompt, parse_prompt
+from mmjax.frontend.requests.prompts import ParsedPrompt, parse_prompt
 
 
 def test_a_modality_without_data_stands_for_its_uuids():

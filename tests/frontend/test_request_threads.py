@@ -14,6 +14,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.media import connector
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.processor_pool import RequestThreads
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.processing import MediaLimits, missing_items
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, split_by_bytes
@@ -146,12 +147,14 @@ def test_a_text_passes_pictures_whose_client_leaves(
         await client.start()
         params = SamplingParams(max_tokens=8)
         heavy = [
-            asyncio.create_task(client.add_request(f"h{seed}", prompt(seed), params))
+            asyncio.create_task(
+                client.add_request(GenerateRequest(f"h{seed}", prompt(seed), params))
+            )
             for seed in (10, 20)
         ]
         await wait_for(has_begun)
         for number in range(5):
-            stream = await client.add_request(f"t{number}", "a red circle", params)
+            stream = await client.add_request(GenerateRequest(f"t{number}", "a red circle", params))
             assert [output async for output in stream][-1].finished
         assert len(decoded) == 1
         for task in heavy:
@@ -160,7 +163,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
         assert client.num_requests == 0
         may_go_on.set()
         # One that comes now finds the lane free: nothing of the others is decoded.
-        await (await client.add_request("p", prompt(30), params)).__anext__()
+        await (await client.add_request(GenerateRequest("p", prompt(30), params))).__anext__()
         assert len(decoded) == 1 + 6
         await client.close()
 

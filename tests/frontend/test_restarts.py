@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmjax.frontend.engine_client.restarts import (
+from mmjax.frontend.engine_client.liveness import (
     FIRST_PAUSE_S,
     MAX_FRUITLESS_STARTS,
     MAX_PAUSE_S,

@@ -125,7 +125,7 @@ def test_a_life_a_crash_and_another_life() -> None:
         assert not supervisor.is_healthy
         ready = await supervisor.wait_ready()
         assert ready.num_programs == 2
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
         assert listener.token_ids == [4, 5, 6]
         await until(lambda: supervisor.heartbeat is not None)
@@ -135,11 +135,11 @@ def test_a_life_a_crash_and_another_life() -> None:
         await until(lambda: listener.num_deaths == 1)
         assert supervisor.state == "restarting"
         assert not supervisor.is_healthy
-        await supervisor.send(echo_request())  # into the void: it neither fails nor waits
+        supervisor.send(echo_request())  # into the void: it neither fails nor waits
         await until(lambda: listener.num_ready == 2)
         assert supervisor.pid != first_pid
         assert not is_alive(first_pid)
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 6)
         assert supervisor.num_restarts == 1
 
@@ -191,7 +191,7 @@ def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
             await until(lambda number=number: supervisor.num_restarts == number)
             await until(lambda dead=dead: supervisor.pid != dead)
         await supervisor.wait_ready()
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
 
     with_supervisor("", body)
@@ -200,8 +200,8 @@ def test_a_p1_that_dies_while_it_is_started_again_is_started_again() -> None:
 def test_starts_that_come_to_nothing_are_paused_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mmjax.frontend.engine_client.restarts.MAX_FRUITLESS_STARTS", 1)
-    monkeypatch.setattr("mmjax.frontend.engine_client.restarts.FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr("mmjax.frontend.engine_client.liveness.MAX_FRUITLESS_STARTS", 1)
+    monkeypatch.setattr("mmjax.frontend.engine_client.liveness.FIRST_PAUSE_S", 0.5)
 
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
@@ -238,7 +238,7 @@ def test_the_next_p1_waits_already() -> None:
 def test_a_crash_is_one_record_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         await supervisor.wait_ready()
-        await supervisor.send(replace(echo_request(), max_tokens=1000))
+        supervisor.send(replace(echo_request(), max_tokens=1000))
         await until(lambda: len(listener.token_ids) > 0)
         assert supervisor.pid is not None
         os.kill(supervisor.pid, signal.SIGSEGV)
@@ -327,7 +327,7 @@ def test_supervision_survives_what_the_listener_does(caplog: pytest.LogCaptureFi
             os.kill(supervisor.pid, signal.SIGKILL)
             await until(lambda number=number: listener.num_ready == number + 1)
             assert listener.num_deaths == number
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
 
     with_supervisor("", body, listener=Faulty())
@@ -373,10 +373,10 @@ def test_a_p1_that_cannot_be_spawned_is_paused_and_tried_again(
         assert supervisor.retry_after_s is not None
         # Once that it will come again, and once that it will not soon: nobody waits for ever.
         assert listener.num_deaths == 2
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: listener.num_ready == 2)
         assert supervisor.retry_after_s is None
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
 
     with_supervisor("", body)
@@ -392,7 +392,7 @@ def test_without_a_standby_p1_serves_on(
     async def body(supervisor: Supervisor, listener: Listener) -> None:
         monkeypatch.setattr(EngineProcess, "spawn", fail)
         await supervisor.wait_ready()
-        await supervisor.send(echo_request())
+        supervisor.send(echo_request())
         await until(lambda: len(listener.token_ids) == 3)
         assert listener.num_deaths == 0
 

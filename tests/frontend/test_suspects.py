@@ -15,7 +15,7 @@ class Engine:
         self.unfinished = ids
         self.poison = poison
         self.cause: ExitCause = cause
-        self.convicted: list[str] = []
+        self.culprits: list[str] = []
         self.num_deaths = 0
 
     def run(self) -> None:
@@ -37,15 +37,15 @@ class Engine:
                 return
             running += batch
             for one in batch:
-                self.suspects.acquit(one)
+                self.suspects.clear(one)
 
     def die(self, computed: list[str], cause: ExitCause | None = None) -> None:
         self.num_deaths += 1
         assert self.num_deaths < 100
-        convicted = self.suspects.on_exit(computed, cause or self.cause)
-        if convicted is not None:
-            self.convicted.append(convicted)
-            self.unfinished.remove(convicted)
+        culprit = self.suspects.on_exit(computed, cause or self.cause)
+        if culprit is not None:
+            self.culprits.append(culprit)
+            self.unfinished.remove(culprit)
 
 
 def names(count: int) -> list[str]:
@@ -57,21 +57,21 @@ def test_a_request_that_crashes_p1_is_found_at_its_second_death(count: int) -> N
     for guilty in (0, count // 2, count - 1):
         engine = Engine(names(count), poison={f"r{guilty}"})
         engine.run()
-        assert engine.convicted == [f"r{guilty}"]
+        assert engine.culprits == [f"r{guilty}"]
         assert engine.num_deaths == 2
 
 
 def test_several_are_found_one_after_the_other() -> None:
     engine = Engine(names(16), poison={"r3", "r4", "r15"})
     engine.run()
-    assert sorted(engine.convicted) == ["r15", "r3", "r4"]
+    assert sorted(engine.culprits) == ["r15", "r3", "r4"]
     assert engine.num_deaths == 4
 
 
 def test_one_for_whose_sake_the_kernel_kills_is_found_later() -> None:
     engine = Engine(names(8), poison={"r5"}, cause="killed")
     engine.run()
-    assert engine.convicted == ["r5"]
+    assert engine.culprits == ["r5"]
     assert engine.num_deaths == 6
 
 
@@ -82,7 +82,7 @@ def test_no_number_of_kills_between_tokens_blames_anyone() -> None:
         assert suspects.on_exit(running, "killed") is None
         assert suspects.on_trial is None
         for request_id in running:
-            suspects.acquit(request_id)
+            suspects.clear(request_id)
 
 
 def test_five_kills_without_a_token_in_between_blame_no_one() -> None:
@@ -97,14 +97,14 @@ def test_one_crash_is_an_accident() -> None:
     assert suspects.on_exit(names(4), "crash") is None
     for request_id in names(4):
         assert suspects.on_trial == request_id
-        suspects.acquit(request_id)
+        suspects.clear(request_id)
     assert suspects.on_trial is None
 
 
 def test_lost_messages_are_nobodys_fault() -> None:
     suspects = Suspects()
     for _ in range(20):
-        assert suspects.on_exit(["r0"], "bridge") is None
+        assert suspects.on_exit(["r0"], "lost_messages") is None
     assert suspects.on_trial is None
 
 

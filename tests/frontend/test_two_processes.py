@@ -15,6 +15,7 @@ from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import Supervisor
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest, EngineMessage
@@ -54,7 +55,9 @@ class Service:
         self._num_requests += 1
         params = SamplingParams(temperature=0.0, max_tokens=64, n=n)
         prompt: Any = self.oracle.prompt(pictures, last_token)
-        stream = await self.client.add_request(f"{self._num_requests}", prompt, params)
+        stream = await self.client.add_request(
+            GenerateRequest(f"{self._num_requests}", prompt, params)
+        )
         outputs = [output async for output in stream]
         answers = [item.token_ids for item in outputs[-1].outputs]
         assert answers == [self.oracle.answer(pictures)] * n
@@ -85,13 +88,13 @@ def with_service(
         service = Service(client, supervisor, oracle)
         send = supervisor.send
 
-        async def send_and_measure(message: EngineMessage) -> None:
+        def send_and_measure(message: EngineMessage) -> None:
             if isinstance(message, EngineCoreRequest):
                 service.sent.append(message)
                 service.num_bytes.append(sum(len(bytes(frame)) for frame in encode(message)))
-            await send(message)
+            send(message)
 
-        client._resend_queue._send = send_and_measure
+        client.requests._send = send_and_measure
         await client.start()
         try:
             await asyncio.wait_for(body(service), 120.0)

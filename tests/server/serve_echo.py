@@ -6,6 +6,7 @@ from typing import Any
 
 from mmjax.frontend.engine_client.supervisor import Supervisor
 from mmjax.frontend.prompt.input_processor import InputProcessor
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.serve import leave, main
 
 STUCK_TOKEN = 11
@@ -14,11 +15,12 @@ STUCK_TOKEN = 11
 _prepare = InputProcessor.prepare
 
 
-def _prepare_or_stick(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-    if STUCK_TOKEN in kwargs["prompt"].get("prompt_token_ids", ()):
+def _prepare_or_stick(self: InputProcessor, request: GenerateRequest, **kwargs: Any) -> Any:
+    prompt = request.prompt
+    if isinstance(prompt, dict) and STUCK_TOKEN in prompt.get("prompt_token_ids", ()):
         print("stuck", flush=True)
         time.sleep(3600)
-    return _prepare(self, *args, **kwargs)
+    return _prepare(self, request, **kwargs)
 
 
 if __name__ == "__main__":

@@ -264,9 +264,9 @@ def test_nothing_of_a_stream_is_sent_before_its_first_token(
     order: list[str] = []
     process = OutputProcessor.process
 
-    def note_tokens(self: OutputProcessor, deltas: Any) -> Any:
+    def note_tokens(self: OutputProcessor, delta: Any, outputs: Any) -> None:
         order.append("token")
-        return process(self, deltas)
+        process(self, delta, outputs)
 
     async def send_and_note(self: Any, scope: Any, receive: Any, send: Any) -> None:
         async def note(message: Any) -> None:

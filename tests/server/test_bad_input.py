@@ -330,7 +330,7 @@ def test_faults_of_ours_tell_nothing(
 
 def test_overload(make_server: MakeServer) -> None:
     server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
-    server.engine_client._admit(1)
+    server.engine_client.capacity.enter(1)
     for fields in ({}, {"stream": True}):
         response = server.chat(n=2, **fields)
         error = error_of(response, 429)

@@ -49,11 +49,12 @@ class Serving:
         client = self.client
         numbers = {
             "requests": client.num_requests,
-            "sequences": client.num_seqs,
+            "sequences": client.capacity.num_seqs,
             "streams": len(client._streams),
             "reserved tokens": client.capacity._num_reserved_tokens,
-            "unsent messages": len(client._resend_queue._pending),
-            "outputs": len(client._output_processor._parent_by_id),
+            "unsent messages": len(client.requests._waiting),
+            "outputs": len(client.requests.outputs._states),
+            "sequences' outputs": len(client.requests.outputs.sequences),
             "the engine's requests": len(self.supervisor.engine.running),
             "items in shared memory": num_mapped(self.cache.path),
         }

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mmjax.config.engine_config import LoRAConfig
+from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat, Ready
@@ -205,9 +206,11 @@ def test_what_is_aborted_or_fails_is_counted(make_server: MakeServer) -> None:
     client = server.engine_client
 
     async def begin_and_leave() -> None:
-        stream = await client.add_request("a", "a red circle", SamplingParams(max_tokens=2))
+        stream = await client.add_request(
+            GenerateRequest("a", "a red circle", SamplingParams(max_tokens=2))
+        )
         stream.close()
-        await client.add_request("b", "a red circle", SamplingParams(max_tokens=2))
+        await client.add_request(GenerateRequest("b", "a red circle", SamplingParams(max_tokens=2)))
         server.supervisor.die(restarts=False)
 
     assert server.http.portal is not None

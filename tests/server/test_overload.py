@@ -96,7 +96,7 @@ def trace(app: Any, method: str, path: str) -> tuple[int, set[str]]:
 def test_a_request_without_room_is_refused_before_it_is_routed(make_server: MakeServer) -> None:
     server = make_server(scheduler=SchedulerConfig(max_num_seqs=1, max_num_queued_reqs=1))
     trace(server.app, "GET", "/version")  # builds the middleware
-    server.engine_client.capacity.enter(2, num_others=0)
+    server.engine_client.capacity.enter(2)
     status, modules = trace(server.app, "GET", "/version")
     assert (status, "fastapi.routing" in modules) == (200, True)
     status, modules = trace(server.app, "POST", CHAT)

@@ -218,7 +218,7 @@ def test_more_frames_than_a_server_takes(takes_videos: Server) -> None:
 
 def test_placeholders_of_videos_in_a_text_are_text(takes_videos: Server) -> None:
     processor = takes_videos.engine_client.input_processor
-    placeholder = processor.find_placeholder_str("video", 1) or ""
+    placeholder = processor.info.find_placeholder_str("video", 1) or ""
     response = takes_videos.chat(messages=[{"role": "user", "content": f"a {placeholder} b"}])
     if response.status_code == 200:
         assert not takes_videos.supervisor.engine.added[-1].mm_features

@@ -159,25 +159,13 @@ def test_closing_an_end_frees_who_sends(directory: IpcDirectory) -> None:
 
     async def talk() -> None:
         sender = AsyncSender(directory.address("in"), bind=True)
-        waiting = asyncio.create_task(sender.send(Shutdown()))
+        waiting = sender.send(Shutdown())
         await asyncio.sleep(0.05)
         assert not waiting.done()
         sender.close()
-        assert await asyncio.wait_for(waiting, 5.0) is None
+        done, _ = await asyncio.wait([waiting], timeout=5.0)
+        assert done
         await sender.send(Shutdown())
-
-    asyncio.run(talk())
-
-
-def test_a_task_that_sends_can_be_cancelled(directory: IpcDirectory) -> None:
-    async def talk() -> None:
-        sender = AsyncSender(directory.address("in"), bind=True)
-        waiting = asyncio.create_task(sender.send(Shutdown()))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        sender.close()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
 
     asyncio.run(talk())
 

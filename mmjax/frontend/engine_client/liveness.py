@@ -1,4 +1,4 @@
-"""Whether P1 is alive and goes on: its silence, its turns, the messages that it has read.
+"""Whether P1 is alive and goes on: its silence, its turns, what it has read; when it is restarted.
 
 Knows P1's heartbeats and, where the system has /proc, what its threads do.
 """
@@ -18,6 +18,14 @@ MAX_TURN_S = 600.0
 """Of a turn, whatever the process does meanwhile: a step of a large model may take a minute."""
 NUM_LOSS_TICKS = 4
 """Ticks during which every heartbeat lacks messages that were sent before."""
+
+
+MAX_FRUITLESS_STARTS = 8
+"""Ends in a row, without progress in between, after which the next start waits."""
+PROGRESS_S = 10.0
+"""A P1 that was ready for so long has made progress, also without requests."""
+FIRST_PAUSE_S = 5.0
+MAX_PAUSE_S = 60.0
 
 
 class Fault(NamedTuple):
@@ -118,7 +126,7 @@ class EngineWatch:
             self._complete_at_tick = self._num_ticks
         self._last, self._num_sent, self._num_received = loop, num_sent, num_received
         if self._num_ticks - self._complete_at_tick >= NUM_LOSS_TICKS:
-            return Fault("bridge", "and the server have lost messages")
+            return Fault("lost_messages", "and the server have lost messages")
         return None
 
     def _is_short(self, loop: LoopState, num_received: int) -> bool:
@@ -133,6 +141,36 @@ class EngineWatch:
         )
         is_here_short = num_received == self._num_received and num_received < last.num_sent
         return is_engine_short or is_here_short
+
+
+class RestartBreaker:
+    """Counts ends of P1 without progress; says how long to wait before the next start.
+
+    After each pause one start is tried: if it makes no progress, either, the next pause is twice
+    as long; if it does, all is as in the beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_fruitless = 0
+        self._ready_at: float | None = None
+
+    def note_ready(self) -> None:
+        """Take note that P1 is ready."""
+        self._ready_at = self._clock()
+
+    def note_progress(self) -> None:
+        """Take note that P1 has generated tokens."""
+        self._num_fruitless = 0
+
+    def note_exit(self) -> float:
+        """Take note of P1's end; return the seconds until it may be started again, mostly 0."""
+        if self._ready_at is not None and self._clock() - self._ready_at >= PROGRESS_S:
+            self._num_fruitless = 0
+        self._ready_at = None
+        self._num_fruitless += 1
+        excess = self._num_fruitless - MAX_FRUITLESS_STARTS
+        return 0.0 if excess < 0 else min(FIRST_PAUSE_S * 2.0**excess, MAX_PAUSE_S)
 
 
 class ProcessActivity:

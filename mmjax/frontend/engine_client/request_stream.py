@@ -1,26 +1,24 @@
-"""A request as its reader sees it: while it is processed, and while it answers."""
+"""A request as its reader sees it, and what observers are told of it: metrics, the log, traces."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
-from mmjax.errors import (
-    RequestCancelledError,
-    RequestError,
-)
-from mmjax.frontend.engine_client.capacity import TokenReservation
-from mmjax.frontend.engine_client.requests import ProcessedRequest
-from mmjax.frontend.output.outputs import RequestOutput
-from mmjax.processing.media.decode_budget import Cancellation
-from mmjax.requests.request_times import RequestTimes
+from mmjax.errors import RequestCancelledError, RequestError
+from mmjax.frontend.output.outputs import FinishedSequence, NewTokens, RequestOutput
+from mmjax.frontend.requests.request import ProcessedRequest
+from mmjax.system.logger import get_logger
+
+logger = get_logger(__name__)
+
+EndReason = Literal["abort", "error"]
 
 
 class RequestStream:
     """An async iterator over the outputs of one request; `close` aborts it."""
 
-    def __init__(self, abort: Callable[[str], None], request: ProcessedRequest) -> None:
+    def __init__(self, request: ProcessedRequest, abort: Callable[[str], None]) -> None:
         """`abort` takes the request's id."""
         self.request = request
         self.context = copy_context()
@@ -60,19 +58,18 @@ class RequestStream:
             self._abort(self.request.request_id)
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingRequest:
-    """A request that is being processed in a thread."""
+@runtime_checkable
+class RequestObserver(Protocol):
+    """Is called in the event loop, in the context of the HTTP request; must not block."""
 
-    is_stream: bool
-    num_seqs: int
-    cancellation: Cancellation = field(default_factory=Cancellation)
-    """Set when the client has left."""
-    handle: RequestStream | None = None
-    reservation: TokenReservation | None = None
-    """Room for its prompt, until it is counted by its handle."""
-    times: RequestTimes = field(default_factory=lambda: RequestTimes(arrived_at=time.monotonic()))
+    def on_added(self, request: ProcessedRequest) -> None:
+        """Take note of a request that was processed, and goes to P1."""
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self.cancellation.is_set
+    def on_tokens(self, tokens: NewTokens) -> None:
+        """Take note of new tokens."""
+
+    def on_finished(self, sequence: FinishedSequence) -> None:
+        """Take note of a finished sequence."""
+
+    def on_broken_off(self, request: ProcessedRequest, reason: EndReason) -> None:
+        """Take note of a request that ended before all of its sequences were finished."""

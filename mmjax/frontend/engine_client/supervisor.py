@@ -14,8 +14,12 @@ from typing import Literal, Protocol, runtime_checkable
 from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
-from mmjax.frontend.engine_client.liveness import EngineWatch, Fault
-from mmjax.frontend.engine_client.restarts import FIRST_PAUSE_S, RestartBreaker
+from mmjax.frontend.engine_client.liveness import (
+    FIRST_PAUSE_S,
+    EngineWatch,
+    Fault,
+    RestartBreaker,
+)
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
 from mmjax.system.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
@@ -87,8 +91,8 @@ class EngineLink(Protocol):
     async def wait_started(self) -> None:
         """Wait until `state` is no longer "starting"."""
 
-    async def send(self, message: EngineMessage) -> None:
-        """Send to the engine."""
+    def send(self, message: EngineMessage) -> None:
+        """Send to the engine, in the order of the calls; a message to a dead one is lost."""
 
     async def close(self) -> None:
         """End the engine."""
@@ -133,9 +137,8 @@ class Supervisor:
         self._retry_at: float | None = None
         self._listener: EngineListener | None = None
         self._task: asyncio.Task[None] | None = None
-        self._has_ended = asyncio.Event()
-        self._has_started = asyncio.Event()
-        self._is_ready = asyncio.Event()
+        self._has_changed = asyncio.Event()
+        """Set at the next change of `state` or `ready`, and then replaced."""
         self._was_ready = False
         self._num_received = 0
         """Messages of the present P1, without heartbeats."""
@@ -174,35 +177,39 @@ class Supervisor:
 
     async def wait_started(self) -> None:
         """Wait until the first P1 is ready, or has ended for good."""
-        await self._has_started.wait()
+        await self._wait_until(lambda: self.state != "starting")
 
     async def wait_ready(self) -> Ready:
         """Wait until P1 is ready; EngineStartError if its start failed."""
-        waits = [asyncio.create_task(event.wait()) for event in (self._is_ready, self._has_ended)]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await self._wait_until(lambda: self.ready is not None or self.state == "dead")
         if self.ready is None:
             raise EngineStartError(self._start_error)
         return self.ready
 
-    async def send(self, message: EngineMessage) -> None:
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._has_changed.wait()
+
+    def _change(self, state: EngineState, ready: Ready | None) -> None:
+        self.state, self.ready = state, ready
+        self._has_changed.set()
+        self._has_changed = asyncio.Event()
+
+    def send(self, message: EngineMessage) -> None:
         """Send to the current P1; a message to a dead one is lost."""
         if self._engine.sender is not None and self.state != "dead":
-            await self._engine.sender.send(message)
+            self._engine.sender.send(message)
 
     def replace(self, reason: str) -> None:
         """Kill P1, by no request's fault, so that the next one starts."""
-        self._replace(Fault("bridge", reason))
+        self._replace(Fault("lost_messages", reason))
 
     async def close(self) -> None:
         """End P1 by a `Shutdown`, then by SIGKILL: it blocks other signals."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.state = "dead"
+        self._change("dead", self.ready)
         engine, standby = self._engine, self._standby
         if standby is not None:
             standby.process.kill()
@@ -234,9 +241,8 @@ class Supervisor:
         except Exception:
             logger.exception("the engine process can be supervised no longer; it is ended")
             self._engine.process.kill()
-            engine_exit = EngineExit(cause="bridge")
+            engine_exit = EngineExit(cause="lost_messages")
         self._close_engine("dead", engine_exit)
-        self._has_ended.set()
 
     def _may_restart(self) -> bool:
         """Whether the next start may succeed: not if the first one says that it cannot.
@@ -261,7 +267,7 @@ class Supervisor:
         self._close_engine("paused" if self._was_ready else "starting", engine_exit)
         await asyncio.sleep(pause_s)
         self._retry_at = None
-        self.state = "restarting" if self._was_ready else "starting"
+        self._change("restarting" if self._was_ready else "starting", None)
 
     async def _next_engine(self) -> EngineProcess:
         """Return the standby, or a new process, as soon as the system has room for one."""
@@ -272,7 +278,7 @@ class Supervisor:
             standby.close()
         while (engine := self._spawn()) is None:
             # The end was told of before: it is nobody's fault a second time.
-            await self._close_for(FIRST_PAUSE_S, EngineExit(cause="bridge"))
+            await self._close_for(FIRST_PAUSE_S, EngineExit(cause="lost_messages"))
         return engine
 
     def _spawn(self) -> EngineProcess | None:
@@ -330,16 +336,13 @@ class Supervisor:
             return self._fault.cause
         exit_code = self._engine.process.exitcode
         if exit_code == MESSAGES_LOST_STATUS:
-            return "bridge"
+            return "lost_messages"
         return "killed" if -(exit_code or 0) in _SIGNALS_FROM_OUTSIDE else "crash"
 
     def _close_engine(self, state: EngineState, engine_exit: EngineExit) -> None:
         self._engine.close()
-        self.ready = self.heartbeat = None
-        self._is_ready.clear()
-        self.state = state
-        if state != "starting":
-            self._has_started.set()
+        self.heartbeat = None
+        self._change(state, None)
         if self._listener is not None:
             _notify(partial(self._listener.on_exit, engine_exit))
 
@@ -359,10 +362,10 @@ class Supervisor:
         """Replace a P1 whose messages cannot be read."""
         error = None if relay.cancelled() else relay.exception()
         if isinstance(error, MessagesLostError):
-            self._replace(Fault("bridge", f"has lost messages on the way ({error})"))
+            self._replace(Fault("lost_messages", f"has lost messages on the way ({error})"))
         elif error is not None:
             logger.error("nothing of the engine process can be read", exc_info=error)
-            self._replace(Fault("bridge", "cannot be read"))
+            self._replace(Fault("lost_messages", "cannot be read"))
 
     async def _relay(self, engine: EngineProcess) -> None:
         receiver, listener = engine.receiver, self._listener
@@ -383,23 +386,22 @@ class Supervisor:
                         self._breaker.note_progress()
                     _notify(partial(listener.on_message, message))
                 case Remainder():
-                    await self._fail_unread(message, listener)
+                    self._fail_unread(message, listener)
                 case _:
                     logger.error("P1 sent a %s; ignored", type(message).__name__)
 
-    async def _fail_unread(self, remainder: Remainder, listener: EngineListener) -> None:
+    def _fail_unread(self, remainder: Remainder, listener: EngineListener) -> None:
         """Tell of a message that cannot be decoded: the requests that it is lost for fail."""
         _notify(partial(listener.on_message, remainder.output))
         for request_id in remainder.request_ids:
             failed = RequestFailed(request_id=request_id, message="its output could not be read")
             _notify(partial(listener.on_message, failed))
-        await self.send(AbortRequests(request_ids=remainder.request_ids))
+        self.send(AbortRequests(request_ids=remainder.request_ids))
 
     def _on_ready(self, ready: Ready) -> None:
-        self.ready, self.state, self._was_ready = ready, "ready", True
+        self._was_ready = True
         self._breaker.note_ready()
-        self._has_started.set()
-        self._is_ready.set()
+        self._change("ready", ready)
         if self._has_standby and self._standby is None:
             self._standby = self._spawn()
         if self._listener is not None:

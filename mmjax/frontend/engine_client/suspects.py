@@ -1,17 +1,19 @@
 """Which requests may have ended P1, and which one did.
 
 P1 writes down what it computes (`transport.step_record`), so its death names suspects: the
-requests of the steps on the device, and one that was being taken in. Usually none of them is
-guilty: memory ran out, someone sent a signal. So:
+requests of the steps on the device, and one that was being taken in. Usually none of them is at
+fault: memory ran out, someone sent a signal. So:
 
 - After a crash (a fatal signal, an exit status, a hang) each suspect is tried: it is sent again
-  alone, before all others, and acquitted by its first new token, which a request that ends P1 by
-  what it asks for never gets. It then runs on beside the next one. A crash during a trial convicts.
-  One after the other rather than by halves: a trial takes a prefill, a wrong half takes a restart.
+  alone, before all others, and cleared by its first new token, which a request that ends P1 by
+  what it asks for never gets. It then runs on beside the next one. A crash during its trial is its
+  fault. One after the other rather than by halves: a trial takes a prefill, a wrong half takes a
+  restart.
 - SIGKILL and SIGTERM come from outside, and more likely at random: from an operator, or from the
   kernel, which may have run out of memory for the request's sake. Suspects are tried only if it
-  happened twice without a new token in between, and a trial convicts only at the fourth death.
-- What the bridge between the processes lost is nobody's fault.
+  happened twice without a new token in between, and only the fourth death during a trial is the
+  request's fault.
+- Messages that were lost between the processes are nobody's fault.
 
 Knows nothing of processes or of messages: ids of requests in, ids out.
 """
@@ -20,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-ExitCause = Literal["crash", "killed", "bridge"]
+ExitCause = Literal["crash", "killed", "lost_messages"]
 """Why P1 ended: by itself or hanging, by a signal from outside, or for messages that were lost."""
 
 
@@ -35,7 +37,7 @@ class EngineExit:
 
 DEATHS_TO_TRY: dict[ExitCause, int] = {"crash": 1, "killed": 2}
 """Deaths without a new token after which a request is tried."""
-DEATHS_TO_CONVICT: dict[ExitCause, int] = {"crash": 1, "killed": 4}
+DEATHS_TO_BLAME: dict[ExitCause, int] = {"crash": 1, "killed": 4}
 """Deaths during a request's trial."""
 
 
@@ -54,14 +56,14 @@ class Suspects:
         return next(iter(self._trials), None)
 
     def on_exit(self, request_ids: Collection[str], cause: ExitCause) -> str | None:
-        """Take note of P1's end while it computed these; return the request that is convicted."""
-        if cause == "bridge":
+        """Take note of P1's end while it computed these; return the request at fault."""
+        if cause == "lost_messages":
             return None
         tried = self.on_trial
         if tried is not None and tried in request_ids:
             self._trials[tried] += 1
-            if self._trials[tried] >= DEATHS_TO_CONVICT[cause]:
-                self.acquit(tried)
+            if self._trials[tried] >= DEATHS_TO_BLAME[cause]:
+                self.clear(tried)
                 return tried
             return None
         for request_id in request_ids:
@@ -70,7 +72,7 @@ class Suspects:
                 self._trials.setdefault(request_id, 0)
         return None
 
-    def acquit(self, request_id: str) -> None:
+    def clear(self, request_id: str) -> None:
         """Clear a request that got a new token or ended; it may become suspect again."""
         self._num_deaths.pop(request_id, None)
         self._trials.pop(request_id, None)

@@ -23,7 +23,7 @@ from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueEr
 from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
-from mmjax.frontend.prompt.prompts import PromptDict, PromptType
+from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange

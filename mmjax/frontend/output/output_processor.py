@@ -6,29 +6,34 @@ ended here.
 
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from mmjax.frontend.engine_client.observer import FinishedSequence, NewTokens
-from mmjax.frontend.engine_client.requests import RequestItem
 from mmjax.frontend.output.detokenizer import IncrementalDetokenizer, OutputText, StopChecker
 from mmjax.frontend.output.outputs import (
     CompletionOutput,
+    FinishedSequence,
     ItemOutput,
     Logprob,
+    NewTokens,
     RequestOutput,
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import split_unfinished
-from mmjax.frontend.prompt.input_processor import ProcessedRequest
+from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, RequestItem
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 
 _CONTEXT_TOKENS = 5
 """Prompt tokens that precede the first output token's decoding, for its leading space."""
+
+
+Sending = Literal["committing", "waiting", "sent", "running"]
+"""Where a sequence's message is: a thread completes it, it waits for its turn, it was sent to P1
+(or is queued in the socket), P1 has answered."""
 
 
 class ProcessedOutputs(NamedTuple):
@@ -40,6 +45,11 @@ class ProcessedOutputs(NamedTuple):
     new_tokens: list[NewTokens]
     finished: list[FinishedSequence]
 
+    @classmethod
+    def empty(cls) -> "ProcessedOutputs":
+        """Return one to which outputs are added."""
+        return cls([], [], [], [])
+
 
 class OutputProcessor:
     """Holds the output state of all unfinished requests."""
@@ -47,87 +57,69 @@ class OutputProcessor:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._sequence_by_id: dict[str, _Sequence] = {}
-        self._parent_by_id: dict[str, _Parent] = {}
+        self.sequences: dict[str, SequenceState] = {}
+        """The unfinished ones by id, in the order in which they came."""
+        self._states: dict[str, RequestState] = {}
 
-    def add_request(self, request: ProcessedRequest, *, stream: bool = False) -> ProcessedOutputs:
-        """Add a request; with `stream`, its outputs hold only what each step adds.
+    def add_request(self, request: ProcessedRequest) -> ProcessedOutputs:
+        """Add a request; with `request.stream`, its outputs hold only what each step adds.
 
         Returns what a stream tells of tokens that it brings: the same as of tokens of an engine.
         """
-        parent = _Parent(request=request, stream=stream)
-        self._parent_by_id[request.request_id] = parent
+        state = self._states[request.request_id] = RequestState(request=request)
         for index, message in enumerate(request.messages):
-            sequence = _Sequence(
+            sequence = SequenceState(
                 index=index,
-                parent=parent,
+                parent=state,
                 params=message.sampling_params,
                 text=self._output_text(request, message.sampling_params),
             )
-            parent.sequences.append(sequence)
-            self._sequence_by_id[message.request_id] = sequence
-        brought = ProcessedOutputs([], [], [], [])
-        for message in request.messages:
+            state.sequences.append(sequence)
+            self.sequences[message.request_id] = sequence
+        brought = ProcessedOutputs.empty()
+        for sequence, message in zip(state.sequences, request.messages, strict=True):
             if message.output_token_ids:
-                self._resume(message, brought)
+                self._resume(sequence, message, brought)
         return brought
 
-    def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Remove requests; return the ids of their unfinished sequences."""
-        running: list[str] = []
-        for request_id in request_ids:
-            parent = self._parent_by_id.get(request_id)
-            if parent is not None:
-                running += self._forget(parent)
-        return running
-
-    def fail(self, sequence_id: str) -> tuple[str, list[str]] | None:
-        """Remove the request of a sequence that the engine refused.
-
-        Returns the request's id and the ids of its other sequences; None if it is unknown.
-        """
-        sequence = self._sequence_by_id.get(sequence_id)
-        if sequence is None:
-            return None
-        others = [i for i in self._forget(sequence.parent) if i != sequence_id]
-        return sequence.parent.request.request_id, others
-
-    def get_output_token_ids(self, sequence_id: str) -> list[int]:
-        """Return the tokens of an unfinished sequence so far; none of an unknown one."""
-        sequence = self._sequence_by_id.get(sequence_id)
-        return [] if sequence is None else list(sequence.token_ids)
+    def remove(self, request_id: str) -> list[str]:
+        """Remove a request; return the ids of its unfinished sequences."""
+        state = self._states.pop(request_id, None)
+        if state is None:
+            return []
+        for sequence in state.sequences:
+            self.sequences.pop(sequence.sequence_id, None)
+        return [sequence.sequence_id for sequence in state.unfinished()]
 
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of requests without output, for each of their sequences. Thread-safe."""
         return sum(
-            len(parent.request.prompt_token_ids)
-            for parent in list(self._parent_by_id.values())
-            for sequence in parent.sequences
+            len(state.request.prompt_token_ids)
+            for state in list(self._states.values())
+            for sequence in state.sequences
             if not sequence.token_ids
         )
 
-    def process(self, deltas: Sequence[RequestOutputDelta]) -> ProcessedOutputs:
-        """Apply one step's outputs; unknown ids (aborted meanwhile) are skipped."""
-        outputs: list[RequestOutput] = []
-        to_abort: list[str] = []
-        new_tokens: list[NewTokens] = []
-        finished: list[FinishedSequence] = []
-        for delta in deltas:
-            sequence = self._sequence_by_id.get(delta.request_id)
-            if sequence is None:
-                continue
-            added = self._apply(sequence, delta)
-            new_tokens.append(sequence.note_tokens(len(delta.new_token_ids), time.monotonic()))
-            if sequence.finish_reason is not None:
-                del self._sequence_by_id[delta.request_id]
-                finished.append(sequence.to_finished(delta.request_id))
-                if delta.finish_reason is None:
-                    to_abort.append(delta.request_id)
-            output = self._request_output(sequence, added)
-            if output is not None:
-                outputs.append(output)
-        return ProcessedOutputs(outputs, to_abort, new_tokens, finished)
+    def process(self, delta: RequestOutputDelta, outputs: ProcessedOutputs) -> None:
+        """Take in what a step gave one sequence; add to `outputs` what that tells.
+
+        An unknown id (aborted meanwhile) is skipped.
+        """
+        sequence = self.sequences.get(delta.request_id)
+        if sequence is None:
+            return
+        added = self._apply(sequence, delta)
+        tokens = sequence.note_tokens(len(delta.new_token_ids), time.monotonic())
+        outputs.new_tokens.append(tokens)
+        if sequence.finish_reason is not None:
+            del self.sequences[delta.request_id]
+            outputs.finished.append(sequence.to_finished())
+            if delta.finish_reason is None:
+                outputs.request_ids_to_abort.append(delta.request_id)
+        output = self._request_output(sequence, added)
+        if output is not None:
+            outputs.request_outputs.append(output)
 
     # ---- one sequence ---------------------------------------------------------------------------
 
@@ -154,7 +146,7 @@ class OutputProcessor:
             context.append(token_id)
         return context[::-1]
 
-    def _apply(self, sequence: "_Sequence", delta: RequestOutputDelta) -> CompletionOutput:
+    def _apply(self, sequence: "SequenceState", delta: RequestOutputDelta) -> CompletionOutput:
         sequence.num_cached_tokens = max(sequence.num_cached_tokens, delta.num_cached_tokens)
         sequence.parent.note(delta)
         if delta.prompt_logprobs is not None:
@@ -166,21 +158,22 @@ class OutputProcessor:
         sequence.logprobs += logprobs or []
         return sequence.completion(new_text, taken, logprobs)
 
-    def _resume(self, message: EngineCoreRequest, outputs: ProcessedOutputs) -> None:
+    def _resume(
+        self, sequence: "SequenceState", message: EngineCoreRequest, outputs: ProcessedOutputs
+    ) -> None:
         """Take in the tokens that a sequence brings; add to `outputs` what they tell."""
-        sequence = self._sequence_by_id[message.request_id]
         for delta in _brought(message):
             new_text, taken = self._take(sequence, delta)
             if sequence.finish_reason is not None:
-                del self._sequence_by_id[message.request_id]
+                del self.sequences[message.request_id]
                 sequence.note_tokens(0, time.monotonic())
-                outputs.finished.append(sequence.to_finished(message.request_id))
+                outputs.finished.append(sequence.to_finished())
             output = self._request_output(sequence, sequence.completion(new_text, taken, None))
             outputs.request_outputs.extend([] if output is None else [output])
             if sequence.finish_reason is not None:
                 break
 
-    def _take(self, sequence: "_Sequence", delta: RequestOutputDelta) -> tuple[str, list[int]]:
+    def _take(self, sequence: "SequenceState", delta: RequestOutputDelta) -> tuple[str, list[int]]:
         """Add a delta's tokens, up to a stop string; return the new text, and those tokens."""
         params = sequence.params
         token_ids = delta.new_token_ids
@@ -210,7 +203,7 @@ class OutputProcessor:
             sequence.finish_reason, sequence.stop_reason = "stop", sequence.text.stop_string
         else:
             sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
-        parse = sequence.parent.request.prepared.parse_answer
+        parse = sequence.request.prepared.parse_answer
         if parse is not None and sequence.finish_reason is not None:
             whole, _ = split_unfinished(self._tokenizer, sequence.token_ids)
             sequence.parsed = parse(whole)
@@ -235,35 +228,33 @@ class OutputProcessor:
     # ---- the request ----------------------------------------------------------------------------
 
     def _request_output(
-        self, sequence: "_Sequence", added: CompletionOutput
+        self, sequence: "SequenceState", added: CompletionOutput
     ) -> RequestOutput | None:
         parent = sequence.parent
-        is_finished = all(item.finish_reason is not None for item in parent.sequences)
+        is_finished = not parent.unfinished()
         if is_finished:
-            self._parent_by_id.pop(parent.request.request_id, None)
-        if parent.stream:
+            self._states.pop(parent.request.request_id, None)
+        if parent.request.stream:
             has_news = bool(added.text or added.token_ids or added.finish_reason)
             return parent.output([added], finished=is_finished) if has_news else None
         if not is_finished:
             return None
         return parent.output([item.whole() for item in parent.sequences], finished=True)
 
-    def _forget(self, parent: "_Parent") -> list[str]:
-        running = _running_ids(parent)
-        for sequence_id in running:
-            self._sequence_by_id.pop(sequence_id, None)
-        self._parent_by_id.pop(parent.request.request_id, None)
-        return running
-
 
 @dataclass(slots=True, kw_only=True)
-class _Parent:
+class RequestState:
+    """What has come of one request."""
+
     request: ProcessedRequest
-    stream: bool
-    sequences: list["_Sequence"] = field(default_factory=list)
+    sequences: list["SequenceState"] = field(default_factory=list)
     encoded: set[str] = field(default_factory=set)
     """Hashes of the items that P1 encoded for it."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def unfinished(self) -> list["SequenceState"]:
+        """Return the sequences that go on."""
+        return [one for one in self.sequences if one.finish_reason is None]
 
     def note(self, delta: RequestOutputDelta) -> None:
         """Record when tokens came, and what P1 says with the first one."""
@@ -277,18 +268,14 @@ class _Parent:
         num_cached_tokens = max(item.num_cached_tokens for item in self.sequences)
         items = self.request.items if finished else ()
         prompt_logprobs = self.prompt_logprobs
-        if self.stream:
+        if self.request.stream:
             self.prompt_logprobs = None
-        return RequestOutput(
+        return RequestOutput.of(
+            self.request,
             prompt_logprobs=prompt_logprobs,
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self.request.prompt_token_ids,
             outputs=outputs,
             finished=finished,
             num_cached_tokens=num_cached_tokens,
-            num_image_tokens=self.request.num_image_tokens,
-            num_video_tokens=self.request.num_video_tokens,
             items=[self._item(item, num_cached_tokens) for item in items],
             times=self.request.times,
             mm_items=self.request.prepared.mm_items if finished else None,
@@ -300,20 +287,18 @@ class _Parent:
         is_in_prefix = is_in_prompt and item.offset + item.length <= num_cached_tokens
         cache = "prefix_cache" if is_in_prefix else "encoder_cache"
         return ItemOutput(
-            modality=item.modality,
-            index=item.index,
-            offset=item.offset,
-            length=item.length,
-            num_embeds=item.num_embeds,
+            **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
             processing="computed" if item.is_processed else "processor_cache",
             encoding="computed" if item.mm_hash in self.encoded else cache,
         )
 
 
 @dataclass(slots=True, kw_only=True)
-class _Sequence:
+class SequenceState:
+    """What has come of one of a request's `n` sequences, and what was sent for it."""
+
     index: int
-    parent: _Parent
+    parent: RequestState
     params: SamplingParams
     text: OutputText
     token_ids: list[int] = field(default_factory=list)
@@ -325,27 +310,40 @@ class _Sequence:
     """In `time.monotonic()` seconds, as `last_token_at`; 0: there is none yet."""
     last_token_at: float = 0.0
     parsed: Mapping[str, Any] | None = None
+    sending: Sending = "committing"
+    num_misses: int = 0
+    """Cache misses of its message in the present P1."""
+
+    @property
+    def request(self) -> ProcessedRequest:
+        """The request that it is a sequence of."""
+        return self.parent.request
+
+    @property
+    def sequence_id(self) -> str:
+        """The id of its message."""
+        return self.request.messages[self.index].request_id
 
     def note_tokens(self, num_tokens: int, now: float) -> NewTokens:
         """Record when tokens came."""
         is_first = not self.first_token_at
-        before = self.parent.request.times.arrived_at if is_first else self.last_token_at
+        before = self.request.times.arrived_at if is_first else self.last_token_at
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
-        return NewTokens(self.parent.request, num_tokens, is_first, now - before)
+        return NewTokens(self.request, num_tokens, is_first, now - before)
 
-    def to_finished(self, sequence_id: str) -> FinishedSequence:
+    def to_finished(self) -> FinishedSequence:
         """Describe the sequence, which has its finish reason."""
         return FinishedSequence(
-            request=self.parent.request,
-            request_id=sequence_id,
+            request=self.request,
+            request_id=self.sequence_id,
             finish_reason=self.finish_reason or "",
             text=self.text.text,
             num_tokens=len(self.token_ids),
             num_cached_tokens=self.num_cached_tokens,
             first_token_at=self.first_token_at,
             last_token_at=self.last_token_at,
-            is_last=all(one.finish_reason is not None for one in self.parent.sequences),
+            is_last=not self.parent.unfinished(),
         )
 
     def completion(
@@ -372,14 +370,6 @@ class _Sequence:
         if self.params.logprobs is None:
             return None
         return sum((next(iter(one.values())).logprob for one in self.logprobs), 0.0)
-
-
-def _running_ids(parent: _Parent) -> list[str]:
-    return [
-        message.request_id
-        for message, sequence in zip(parent.request.messages, parent.sequences, strict=True)
-        if sequence.finish_reason is None
-    ]
 
 
 def _brought(message: EngineCoreRequest) -> list[RequestOutputDelta]:

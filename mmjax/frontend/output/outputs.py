@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
+from typing import Any, Literal, NamedTuple
 
 from mmjax.frontend.output.output_html import draw_output
+from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.requests.request_times import RequestTimes
 
@@ -46,15 +45,9 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-class ItemOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of a prompt: its placeholder, and which caches had it."""
+class ItemOutput(PlacedItem, frozen=True, kw_only=True):
+    """One item of a prompt, and which caches had it."""
 
-    modality: str
-    index: int
-    """Index among the items of its modality, in the order given."""
-    offset: int
-    length: int
-    num_embeds: int
     processing: Literal["processor_cache", "computed"]
     """Where its tensors came from."""
     encoding: Literal["prefix_cache", "encoder_cache", "computed"]
@@ -87,6 +80,45 @@ class RequestOutput:
     mm_items: MultiModalDataItems | None = field(default=None, repr=False, compare=False)
     """The prompt's media as they came; once it is finished."""
 
+    @classmethod
+    def of(cls, request: ProcessedRequest, **fields: Any) -> "RequestOutput":
+        """Return an output of a request; without `fields`, that before its first token."""
+        return cls(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            num_image_tokens=request.num_image_tokens,
+            num_video_tokens=request.num_video_tokens,
+            **fields,
+        )
+
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the pictures and the answers."""
         return draw_output(self)
+
+
+class NewTokens(NamedTuple):
+    """The tokens that a step gave one sequence of a request."""
+
+    request: ProcessedRequest
+    num_tokens: int
+    is_first: bool
+    interval_s: float
+    """Since the sequence's last tokens; of the first ones, since the request came."""
+
+
+class FinishedSequence(NamedTuple):
+    """One sequence of a request that came to its end."""
+
+    request: ProcessedRequest
+    request_id: str
+    """The sequence's."""
+    finish_reason: str
+    text: str
+    num_tokens: int
+    num_cached_tokens: int
+    first_token_at: float
+    """In `time.monotonic()` seconds, as `last_token_at`."""
+    last_token_at: float
+    is_last: bool
+    """Whether all other sequences of the request have ended."""

@@ -11,8 +11,9 @@ from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.chat_parts import ConversationMedia, PartReader, text_part
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_tools
-from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
+from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.literals import ControlTokens, Literals
+from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.requests.media_io import find_media_io_fault
 from mmjax.requests.request_times import measuring
 
@@ -63,24 +64,23 @@ class ChatParser:
         cls, input_processor: InputProcessor, *, are_objects_allowed: bool = False
     ) -> "ChatParser":
         """Return the parser for a model's template, tokenizer and limits."""
-        model_config = input_processor.model_config
+        model_config, info = input_processor.model_config, input_processor.info
+        embedding_fields = info.get_data_parser().embedding_fields
         return cls(
             template=ChatTemplate.from_config(
-                model_config,
-                input_processor.tokenizer,
-                family_source=input_processor.family_chat_template,
+                model_config, input_processor.tokenizer, family_source=info.chat_template
             ),
             parts=PartReader(
                 mm=model_config.mm,
                 connector=input_processor.connector,
-                check_num_items=input_processor.check_num_items,
+                check_num_items=info.validate_num_items,
                 are_objects_allowed=are_objects_allowed,
-                get_detail_range=input_processor.get_detail_range,
-                check_mm_data=input_processor.check_mm_data,
-                embeds_fields=input_processor.image_embeds_fields,
-                takes_videos="video" in input_processor.allowed_mm_limits,
+                get_detail_range=info.get_detail_range,
+                check_mm_data=info.parse_mm_data,
+                embeds_fields=frozenset(embedding_fields.get("image", ())),
+                takes_videos="video" in info.allowed_mm_limits,
             ),
-            placeholder=input_processor.find_placeholder_str,
+            placeholder=info.find_placeholder_str,
             control_tokens=ControlTokens.of(input_processor.tokenizer),
             tokenize_pieces=(
                 input_processor.tokenize_pieces if input_processor.keeps_token_ids else None

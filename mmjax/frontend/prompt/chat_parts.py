@@ -14,7 +14,7 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
-from mmjax.frontend.prompt.prompts import PromptDict
+from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
@@ -97,7 +97,7 @@ class PartReader:
     takes_videos: bool = False
     are_objects_allowed: bool = False
     """Whether parts may hold Python objects (PIL images, arrays): never over HTTP."""
-    check_mm_data: Callable[[Mapping[str, Any]], None] | None = None
+    check_mm_data: Callable[[Mapping[str, Any]], object] | None = None
     """Raises `RequestError` for embeddings that the model refuses."""
     embeds_fields: frozenset[str] = frozenset()
     """The tensors that image embeddings consist of: `image_embeds`, which may have metadata beside

@@ -13,8 +13,8 @@ import numpy as np
 
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import RequestError
-from mmjax.frontend.prompt.explain_html import draw_explanation
-from mmjax.frontend.prompt.explain_text import write_explanation
+from mmjax.frontend.prompt.explanation_views import draw_explanation, write_explanation
+from mmjax.frontend.requests.request import PlacedItem, RequestItem, list_items
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.tensors.fields import (
@@ -23,11 +23,7 @@ from mmjax.processing.tensors.fields import (
     MultiModalFlatField,
     MultiModalSharedField,
 )
-from mmjax.processing.tensors.inputs import (
-    MultiModalKwargsItem,
-    PlaceholderRange,
-    argsort_mm_positions,
-)
+from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 
 CacheState = Literal["hit", "miss", "off", "hidden"]
 
@@ -48,15 +44,9 @@ class TensorExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """How items are sliced from the batch: "batched", "flat" or "shared"."""
 
 
-class ItemExplanation(msgspec.Struct, frozen=True, kw_only=True):
+class ItemExplanation(PlacedItem, frozen=True, kw_only=True):
     """One item: its placeholder, its identity, its tensors."""
 
-    modality: str
-    index: int
-    """Index among the items of its modality, in the order given."""
-    offset: int
-    length: int
-    num_embeds: int
     is_embed: list[bool] | None
     """Which of the `length` positions take an embedding; None: all."""
     mm_hash: str
@@ -158,31 +148,23 @@ def explain_prepared(
         encoder_prompt_token_ids=None if encoder_ids is None else list(encoder_ids),
         encoder_tokens=None if encoder_ids is None else decode(encoder_ids),
         items=[
-            _explain_item(prepared, modality, index, cache_state)
-            for modality, index in argsort_mm_positions(prepared.mm_placeholders)
+            _explain_item(prepared, item, cache_state(item.mm_hash))
+            for item in list_items(prepared)
         ],
     )
 
 
 def _explain_item(
-    prepared: PreparedInputs,
-    modality: str,
-    index: int,
-    cache_state: Callable[[str], CacheState],
+    prepared: PreparedInputs, item: RequestItem, cache: CacheState
 ) -> ItemExplanation:
-    mm_hash = prepared.mm_hashes[modality][index]
-    place: PlaceholderRange = prepared.mm_placeholders[modality][index]
-    processed = prepared.fresh.get(mm_hash)
+    is_embed = prepared.mm_placeholders[item.modality][item.index].is_embed
+    processed = prepared.fresh.get(item.mm_hash)
     return ItemExplanation(
-        modality=modality,
-        index=index,
-        offset=place.offset,
-        length=place.length,
-        num_embeds=place.get_num_embeds(),
-        is_embed=None if place.is_embed is None else place.is_embed.tolist(),
-        mm_hash=mm_hash,
-        identifier=mm_hash,
-        cache=cache_state(mm_hash),
+        **{name: getattr(item, name) for name in PlacedItem.__struct_fields__},
+        is_embed=None if is_embed is None else is_embed.tolist(),
+        mm_hash=item.mm_hash,
+        identifier=item.mm_hash,
+        cache=cache,
         tensors=None if processed is None else _explain_tensors(processed[0]),
     )
 

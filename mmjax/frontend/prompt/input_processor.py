@@ -10,35 +10,33 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestValueError
-from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
-from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.media.connector import MediaConnector
+from mmjax.frontend.prompt.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.grammars import GrammarReader
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
-from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
+from mmjax.frontend.requests.prompts import ParsedPrompt, PromptType, parse_prompt
+from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_generation_defaults
+from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import Cancellation
-from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
 from mmjax.requests.request_times import current_times, measuring
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
-
-__all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]
 
 MAX_CHARS_PER_TOKEN = 128
 """Longer texts cannot fit, and are refused before tokenization."""
@@ -90,28 +88,14 @@ class InputProcessor:
         }
 
     @property
-    def allowed_mm_limits(self) -> Mapping[str, int]:
-        """Maximum number of items of each modality in a prompt."""
-        return self._pool.first.info.allowed_mm_limits
+    def info(self) -> BaseProcessingInfo:
+        """What the model's family says of its items; for reading alone."""
+        return self._pool.first.info
 
     @property
     def max_prompt_chars(self) -> int:
         """Of a text; more cannot fit, whatever the tokenizer makes of them."""
         return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
-
-    @property
-    def image_embeds_fields(self) -> frozenset[str]:
-        """The tensors that image embeddings consist of; none where the model takes no such."""
-        return frozenset(self._pool.first.info.get_data_parser().embedding_fields.get("image", ()))
-
-    @property
-    def family_chat_template(self) -> str | None:
-        """The template that the model's family declares, for checkpoints without one."""
-        return self._pool.first.info.chat_template
-
-    def find_placeholder_str(self, modality: str, i: int) -> str | None:
-        """Return what stands for the i-th (from 1) item of a modality in a text; None: nothing."""
-        return self._pool.first.info.find_placeholder_str(modality, i)
 
     @property
     def keeps_token_ids(self) -> bool:
@@ -168,28 +152,10 @@ class InputProcessor:
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
-        bad = next((i for i in token_ids if not 0 <= i < len(self.tokenizer)), None)
-        if bad is not None:
-            raise RequestValueError(
-                f"`tokens` holds {bad}; this model's tokenizer has ids in "
-                f"[0, {len(self.tokenizer)})",
-                param="tokens",
-            )
+        _check_ids(token_ids, len(self.tokenizer), "tokens")
         with self._pool.borrow() as processor:
             tokenizer = processor.info.get_tokenizer()
             return tokenizer.decode(list(token_ids), skip_special_tokens=False)
-
-    def check_num_items(self, modality: str, num_items: int, *, are_embeds: bool) -> None:
-        """Refuse more items of a modality than one prompt may hold."""
-        self._pool.first.info.validate_num_items(modality, num_items, are_embeds=are_embeds)
-
-    def check_mm_data(self, mm_data: Mapping[str, Any]) -> None:
-        """Raise the errors of `prepare` about media that need no decoding."""
-        self._pool.first.info.parse_mm_data(mm_data)
-
-    def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange | None:
-        """Return what an image of that `detail` is scaled to; None: the model ignores it."""
-        return self._pool.first.info.get_detail_range(detail)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the checkpoint's default sampling parameters (generation_config.json)."""
@@ -197,7 +163,7 @@ class InputProcessor:
 
     def warm_up(self) -> None:
         """Process one image, so that the first request waits for no imports."""
-        limits = [name for name, limit in self.allowed_mm_limits.items() if limit > 0]
+        limits = [name for name, limit in self.info.allowed_mm_limits.items() if limit > 0]
         with self._pool.borrow() as processor:
             inputs = processor.dummy_inputs.get_dummy_processor_inputs(
                 self.model_config.max_model_len, dict.fromkeys(limits, 1)
@@ -209,94 +175,55 @@ class InputProcessor:
             )
 
     def process(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
-        continues_prompt: bool = True,
-        id_domain: str | None = None,
-        lora_name: str | None = None,
-        priority: int = 0,
-        on_commit: OnCommit | None = None,
+        self, request: GenerateRequest, on_commit: OnCommit | None = None
     ) -> ProcessedRequest:
         """`prepare`, then `committer.commit`."""
-        request = self.prepare(
-            request_id,
-            prompt,
-            sampling_params,
-            arrival_time=arrival_time,
-            continues_prompt=continues_prompt,
-            id_domain=id_domain,
-            lora_name=lora_name,
-            priority=priority,
-        )
-        self.committer.commit(request, on_commit)
-        return request
+        processed = self.prepare(request)
+        self.committer.commit(processed, on_commit)
+        return processed
 
     # ---- prepare --------------------------------------------------------------------------------
 
     def prepare(
-        self,
-        request_id: str,
-        prompt: PromptType,
-        sampling_params: SamplingParams | None = None,
-        *,
-        arrival_time: float | None = None,
-        continues_prompt: bool = True,
-        id_domain: str | None = None,
-        lora_name: str | None = None,
-        priority: int = 0,
-        deadline: float | None = None,
-        generated_token_ids: Sequence[Sequence[int]] = (),
-        cancellation: Cancellation | None = None,
+        self, request: GenerateRequest, *, cancellation: Cancellation | None = None
     ) -> ProcessedRequest:
         """Tokenize, process the media, check the limits, and make `n` messages. Changes no cache.
 
-        `id_domain`: namespace of the media ids. `generated_token_ids`: of each sequence, what was
-        generated elsewhere. `cancellation`: asked before each batch is decoded.
+        `cancellation`: asked before each batch is decoded.
         """
-        params = sampling_params or self.default_sampling_params()
-        parts = parse_prompt(prompt)
+        params = request.sampling_params
+        parts = parse_prompt(request.prompt)
         self._check_text_length(parts)
-        self._check_token_ids(params)
-        self._check_generated(generated_token_ids, params.n)
+        self._check_token_ids(request)
         bad_words = self._tokenize_bad_words(params.bad_words)
         grammar = None
         if params.structured_outputs is not None:
             grammar = self.grammars.read(params.structured_outputs)
-        prepared = self.prepare_inputs(
+        prepared = self._prepare_inputs(
             parts,
-            id_domain=id_domain,
-            request_id=self._unshared_id(request_id),
+            id_domain=request.id_domain,
+            request_id=self._unshared_id(request.request_id),
             cancellation=cancellation,
         )
         self._check_prompts(prepared)
         token_ids = list(prepared.prompt_token_ids)
         template = EngineCoreRequest(
-            request_id=request_id,
+            request_id=request.request_id,
             prompt_token_ids=token_ids,
             sampling_params=self._complete(params, num_prompt_tokens=len(token_ids)),
             eos_token_ids=self._eos_token_ids(),
-            arrival_time=time.time() if arrival_time is None else arrival_time,
-            deadline=deadline,
-            priority=priority,
+            arrival_time=time.time(),
+            deadline=request.deadline,
+            priority=request.priority,
             cache_salt=parts.cache_salt,
-            lora_name=lora_name,
+            lora_name=request.lora_name,
             encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
             bad_words_token_ids=bad_words,
             grammar=grammar,
         )
-        return ProcessedRequest.create(
-            template,
-            prepared,
-            continues_prompt=continues_prompt,
-            times=current_times(),
-            generated_token_ids=generated_token_ids,
-        )
+        return ProcessedRequest.create(request, template, prepared, current_times())
 
-    def prepare_inputs(
+    def _prepare_inputs(
         self,
         prompt: ParsedPrompt,
         *,
@@ -370,7 +297,7 @@ class InputProcessor:
         """
         parts = parse_prompt(prompt)
         self._check_text_length(parts)
-        prepared = self.prepare_inputs(parts, id_domain=id_domain, cancellation=cancellation)
+        prepared = self._prepare_inputs(parts, id_domain=id_domain, cancellation=cancellation)
         if is_bounded:
             self._check_prompts(prepared)
         with self._pool.borrow() as processor:
@@ -392,7 +319,7 @@ class InputProcessor:
     def _eos_token_ids(self) -> list[int]:
         own = self.tokenizer.eos_token_id
         known = self.generation_defaults.eos_token_ids or (int(own),)
-        known = dict.fromkeys((*known, *self._pool.first.info.get_ending_token_ids()))
+        known = dict.fromkeys((*known, *self.info.get_ending_token_ids()))
         return sorted(known, key=lambda token_id: token_id != own)
 
     def close(self) -> None:
@@ -412,31 +339,18 @@ class InputProcessor:
                 param="prompt",
             )
 
-    def _check_token_ids(self, params: SamplingParams) -> None:
+    def _check_token_ids(self, request: GenerateRequest) -> None:
+        params, generated = request.sampling_params, request.generated_token_ids
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            token_ids = getattr(params, name) or ()
-            bad = next((i for i in token_ids if not 0 <= i < self._vocab_size), None)
-            if bad is not None:
-                raise RequestValueError(
-                    f"`{name}` holds {bad}; ids of this model lie in [0, {self._vocab_size})",
-                    param=name,
-                )
-
-    def _check_generated(self, generated_token_ids: Sequence[Sequence[int]], n: int) -> None:
-        if generated_token_ids and len(generated_token_ids) != n:
+            _check_ids(getattr(params, name) or (), self._vocab_size, name)
+        if generated and len(generated) != params.n:
             raise RequestValueError(
-                f"`generated_token_ids` holds tokens of {len(generated_token_ids)} sequences, and "
-                f"`n` is {n}; give a list for each",
+                f"`generated_token_ids` holds tokens of {len(generated)} sequences, and "
+                f"`n` is {params.n}; give a list for each",
                 param="generated_token_ids",
             )
-        ids = (token_id for one in generated_token_ids for token_id in one)
-        bad = next((i for i in ids if not 0 <= i < self._vocab_size), None)
-        if bad is not None:
-            raise RequestValueError(
-                f"`generated_token_ids` holds {bad}; ids of this model lie in "
-                f"[0, {self._vocab_size})",
-                param="generated_token_ids",
-            )
+        for token_ids in generated:
+            _check_ids(token_ids, self._vocab_size, "generated_token_ids")
 
     def _tokenize_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Return each word's tokens, and those it has behind a space if these are others.
@@ -477,3 +391,11 @@ class InputProcessor:
                 f"holds {longest} with the answer; shorten it, or use fewer images",
                 param="prompt",
             )
+
+
+def _check_ids(token_ids: Iterable[int], size: int, name: str) -> None:
+    bad = next((i for i in token_ids if not 0 <= i < size), None)
+    if bad is not None:
+        raise RequestValueError(
+            f"`{name}` holds {bad}; ids of this model lie in [0, {size})", param=name
+        )

@@ -13,14 +13,15 @@ from starlette.responses import Response
 
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import CapacityError, RequestError
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
-from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRenderer
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import (

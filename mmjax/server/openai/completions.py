@@ -8,7 +8,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.output.outputs import (
     CompletionOutput,
     Logprob,
@@ -16,7 +16,8 @@ from mmjax.frontend.output.outputs import (
     SampleLogprobs,
 )
 from mmjax.frontend.output.token_bytes import CharacterCounter
-from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import PromptSource
 from mmjax.server.openai.generation import (
     GenerationService,
     Run,

@@ -1,6 +1,7 @@
 """The one way of chats and text completions: checks, requests to the engine, the answer."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,11 @@ from starlette.responses import Response
 from mmjax import __version__
 from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
-from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
+from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
-from mmjax.frontend.prompt.input_processor import PromptDict
+from mmjax.frontend.requests.prompts import PromptDict
+from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
 from mmjax.server.openai.errors import json_response
@@ -111,10 +113,12 @@ class GenerationService:
             return None
         return f"{getattr(request.state, API_KEY_STATE, '')}/{self.model_name}"
 
-    def _timeout_s(self, body: GenerationRequest) -> float:
+    def _deadline(self, body: GenerationRequest) -> float | None:
         times = [seconds for seconds in (self._config.request_timeout_s, body.timeout) if seconds]
-        # 0 is no limit; a request that comes too late ends as soon as it is here.
-        return max(_LEAST_TIMEOUT_S, min(times) - age_s()) if times else 0.0
+        if not times:
+            return None
+        # A request that comes too late ends as soon as it is here.
+        return time.monotonic() + max(_LEAST_TIMEOUT_S, min(times) - age_s())
 
     async def submit(
         self,
@@ -132,19 +136,21 @@ class GenerationService:
         """
         self._client.capacity.check_size(len(prompts), params.n)
         id_domain, lora_name = self.id_domain(request), self.check_model(body.model)
-        timeout_s = self._timeout_s(body)
+        deadline = self._deadline(body)
         adding = [
             self._client.add_request(
-                _engine_id(answer_id, number if len(prompts) > 1 else None),
-                prompt,
-                _with_seed(params, number),
-                stream=bool(body.stream),
-                continues_prompt=continues_prompt,
-                id_domain=id_domain,
-                lora_name=lora_name,
-                generated_token_ids=_generated_token_ids(number, params),
-                priority=body.priority,
-                timeout_s=timeout_s,
+                GenerateRequest(
+                    _engine_id(answer_id, number if len(prompts) > 1 else None),
+                    prompt,
+                    _with_seed(params, number),
+                    stream=bool(body.stream),
+                    continues_prompt=continues_prompt,
+                    id_domain=id_domain,
+                    lora_name=lora_name,
+                    priority=body.priority,
+                    deadline=deadline,
+                    generated_token_ids=_generated_token_ids(number, params),
+                )
             )
             for number, prompt in enumerate(prompts)
         ]

@@ -243,7 +243,7 @@ class UsageCounter:
     def add_prompts(self, streams: Sequence[RequestStream]) -> None:
         """Count prompts that have no output yet."""
         for stream in streams:
-            self.add(stream.request.to_output())
+            self.add(RequestOutput.of(stream.request))
 
     def usage(self) -> Usage:
         """Return the count so far."""

@@ -1,19 +1,30 @@
-"""Admission control of P0: by sequences, before any work is done, and by the prompts' tokens."""
+"""Which requests are admitted: room for sequences and prompt tokens, no known cause of a crash.
 
+Knows nothing of P1.
+"""
+
+import hashlib
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable
 
-from mmjax.errors import CapacityError, RequestValueError
+import msgspec
+
+from mmjax.errors import CapacityError, RequestQuarantinedError, RequestValueError
+from mmjax.frontend.requests.request import ProcessedRequest
+
+MAX_QUARANTINED = 1024
+"""The oldest are forgotten first."""
 
 
 class Capacity:
-    """Counts the requests that are being processed; its caller counts those after that."""
+    """Counts unfinished requests, from before their processing on."""
 
     def __init__(self, max_num_seqs: int, max_num_queued_tokens: int | None = None) -> None:
         self._max_num_seqs = max_num_seqs
         self._max_num_queued_tokens = max_num_queued_tokens
         self.num_requests = 0
-        """Requests that are being processed."""
         self.num_seqs = 0
         """Their sequences."""
         self._num_reserved_tokens = 0
@@ -35,24 +46,28 @@ class Capacity:
                 param="prompt",
             )
 
-    def check_room(self, num_seqs: int, *, num_others: int) -> None:
-        """Raise CapacityError without room; `num_others`: sequences past processing."""
-        num_held = self.num_seqs + num_others
-        if num_held + num_seqs > self._max_num_seqs:
+    def check_room(self, num_seqs: int = 1) -> None:
+        """Raise CapacityError without room for so many sequences more."""
+        if self.num_seqs + num_seqs > self._max_num_seqs:
             raise CapacityError(
-                f"the server holds {num_held} sequences and takes {self._max_num_seqs}; "
+                f"the server holds {self.num_seqs} sequences and takes {self._max_num_seqs}; "
                 "try again in a moment"
             )
 
-    def enter(self, num_seqs: int, *, num_others: int) -> None:
-        """Add a request, or raise CapacityError; `num_others`: sequences past processing.
+    def enter(self, num_seqs: int) -> None:
+        """Add a request, or raise CapacityError.
 
         P1 never holds more than is counted here, so an admitted request has room there.
         """
         self.check_size(1, num_seqs)
-        self.check_room(num_seqs, num_others=num_others)
+        self.check_room(num_seqs)
         self.num_requests += 1
         self.num_seqs += num_seqs
+
+    def leave(self, num_seqs: int) -> None:
+        """Remove a request."""
+        self.num_requests -= 1
+        self.num_seqs -= num_seqs
 
     def reserve_tokens(
         self, num_tokens: int, count_queued: Callable[[], int]
@@ -79,11 +94,6 @@ class Capacity:
         with self._tokens_lock:
             self._num_reserved_tokens -= num_tokens
 
-    def leave(self, num_seqs: int) -> None:
-        """Remove a request."""
-        self.num_requests -= 1
-        self.num_seqs -= num_seqs
-
 
 class TokenReservation:
     """Room for one prompt, until it is released: it then waits itself, or has failed."""
@@ -99,3 +109,40 @@ class TokenReservation:
             num_tokens, self._num_tokens = self._num_tokens, 0
         if num_tokens:
             self._release(num_tokens)
+
+
+class Quarantine:
+    """Hashes of requests, each with the time until which it is refused. Thread-safe."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+
+    def add(self, request: ProcessedRequest) -> None:
+        """Refuse the same request from now on."""
+        if self._seconds:
+            self._until[_hash(request)] = self._clock() + self._seconds
+            while len(self._until) > MAX_QUARANTINED:
+                self._until.popitem(last=False)
+
+    def check(self, request: ProcessedRequest) -> None:
+        """Raise RequestQuarantinedError if the request is refused."""
+        if not self._until:
+            return
+        until = self._until.get(_hash(request))
+        if until is not None and until > self._clock():
+            raise RequestQuarantinedError
+
+
+def _hash(request: ProcessedRequest) -> bytes:
+    """Return a hash of prompt, media and parameters, without the seed, which may be drawn."""
+    message = request.messages[0]
+    content = (
+        message.prompt_token_ids,
+        message.encoder_prompt_token_ids,
+        sorted(request.prepared.mm_hashes.items()),
+        msgspec.structs.replace(message.sampling_params, seed=None),
+        message.lora_name,
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(content)).digest()

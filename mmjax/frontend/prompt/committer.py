@@ -4,21 +4,21 @@ P1 receives messages in the order of their commits, and repeats each change in i
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
-from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
+from mmjax.frontend.requests.request import ProcessedRequest
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.tensors.inputs import (
     ItemData,
     MultiModalFeatureSpec,
     MultiModalInputs,
-    MultiModalKwargsItems,
 )
 from mmjax.transport.messages import EngineCoreRequest
 
@@ -65,7 +65,7 @@ class SenderCacheCommitter:
         request: ProcessedRequest,
         on_commit: OnCommit | None = None,
         *,
-        indices: Collection[int] | None = None,
+        indices: Iterable[int] | None = None,
         is_inline: bool = False,
     ) -> None:
         """Complete and commit the request's messages.
@@ -78,14 +78,14 @@ class SenderCacheCommitter:
             indices: Of the messages to commit; None: all.
             is_inline: Whether each message contains all of its tensors, and uses no cache.
         """
-        remaining = list(range(len(request.messages)) if indices is None else indices)
         prepared = request.prepared
         if is_inline or self._cache is None:
             prepared = self._rebuild(prepared, all_hashes(prepared))
+        remaining = deque(range(len(request.messages)) if indices is None else indices)
         while remaining:
             try:
-                with self._lock:
-                    self._commit_next(request, remaining, prepared, on_commit, is_inline=is_inline)
+                self._commit_one(request, remaining[0], prepared, on_commit, is_inline=is_inline)
+                remaining.popleft()
             except MultiModalCacheMissError as miss:
                 # Terminates: every iteration processes more of the items itself.
                 prepared = self._rebuild(prepared, miss.mm_hashes)
@@ -102,50 +102,38 @@ class SenderCacheCommitter:
         with self._lock:
             self._invalidate([item.mm_hash or item.identifier for item in message.mm_features])
 
-    def reset_engine(self, begin: Callable[[int], None] | None = None) -> None:
-        """Start an epoch, after P1 has ended or a new one, which holds nothing, has started.
-
-        `begin` is called with it, between the commits of the old epoch and those of the new one.
-        """
+    def reset_engine(self) -> None:
+        """Start an epoch, after P1 has ended or a new one, which holds nothing, has started."""
         with self._lock:
             self.epoch += 1
-            try:
-                if self._cache is not None:
-                    self._cache.reset_readers()
-            finally:
-                if begin is not None:
-                    begin(self.epoch)
+            if self._cache is not None:
+                self._cache.reset_readers()
 
-    def _commit_next(
+    def _commit_one(
         self,
         request: ProcessedRequest,
-        remaining: list[int],
+        index: int,
         prepared: PreparedInputs,
         on_commit: OnCommit | None,
         *,
         is_inline: bool,
     ) -> None:
-        index = remaining[0]
-        message = self._complete(request.messages[index], prepared, is_inline=is_inline)
-        del remaining[0]
-        request.messages[index] = message
-        if on_commit is not None:
-            on_commit(CommittedMessage(request, index, message, self.epoch))
-
-    def _complete(
-        self, message: EngineCoreRequest, prepared: PreparedInputs, *, is_inline: bool
-    ) -> EngineCoreRequest:
-        if is_inline:
-            self._invalidate(all_hashes(prepared))
-            inputs = inputs_with_tensors(prepared)
-        else:
-            inputs = self._processors.first.commit(prepared)
-        features = build_features(
-            inputs,
-            lora_name=message.lora_name,
-            enable_tower_connector_lora=self._enable_tower_connector_lora,
-        )
-        return msgspec.structs.replace(message, mm_features=features)
+        with self._lock:
+            if is_inline:
+                self._invalidate(all_hashes(prepared))
+                inputs = prepared.to_inputs()
+            else:
+                inputs = self._processors.first.commit(prepared)
+            message = request.messages[index]
+            features = build_features(
+                inputs,
+                lora_name=message.lora_name,
+                enable_tower_connector_lora=self._enable_tower_connector_lora,
+            )
+            message = msgspec.structs.replace(message, mm_features=features)
+            request.messages[index] = message
+            if on_commit is not None:
+                on_commit(CommittedMessage(request, index, message, self.epoch))
 
     def _invalidate(self, mm_hashes: Collection[str]) -> None:
         if self._cache is not None:
@@ -163,18 +151,6 @@ class SenderCacheCommitter:
 # ---- features of a processed prompt -------------------------------------------------------------
 
 
-def mm_identifier(
-    mm_hash: str, *, lora_name: str | None = None, enable_tower_connector_lora: bool = False
-) -> str:
-    """Return the identifier of an item's encoder output: its hash, with an adapter of the tower.
-
-    `("ab", lora_name="poet", enable_tower_connector_lora=True)` -> `"poet:ab"`.
-    """
-    if lora_name is None or not enable_tower_connector_lora:
-        return mm_hash
-    return f"{lora_name}:{mm_hash}"
-
-
 def build_features(
     inputs: MultiModalInputs,
     *,
@@ -184,12 +160,12 @@ def build_features(
     """Return the items' features, sorted by offset; repeated tensors are in the first one only."""
     _check_hashes(inputs)
     features = inputs.to_features()
+    # An adapter changes what its tower makes of an item, and so the name of the encoder's output.
+    prefix = f"{lora_name}:" if lora_name is not None and enable_tower_connector_lora else ""
     sent: dict[str, ItemData] = {}
     for feature in features:
         mm_hash = feature.mm_hash or feature.identifier
-        feature.identifier = mm_identifier(
-            mm_hash, lora_name=lora_name, enable_tower_connector_lora=enable_tower_connector_lora
-        )
+        feature.identifier = f"{prefix}{mm_hash}"
         # By identity: every handle in shared memory is another.
         if feature.data is not None and feature.data is sent.get(mm_hash):
             feature.data = None
@@ -201,23 +177,6 @@ def build_features(
 def all_hashes(prepared: PreparedInputs) -> list[str]:
     """Return the distinct hashes of a prompt's items."""
     return list(dict.fromkeys(h for hashes in prepared.mm_hashes.values() for h in hashes))
-
-
-def inputs_with_tensors(prepared: PreparedInputs) -> MultiModalInputs:
-    """Return a prompt with the tensors of all its items, all of which must be in `fresh`."""
-    return MultiModalInputs(
-        prompt_token_ids=prepared.prompt_token_ids,
-        encoder_prompt_token_ids=prepared.encoder_prompt_token_ids,
-        mm_kwargs=MultiModalKwargsItems(
-            {
-                modality: [prepared.fresh[mm_hash][0] for mm_hash in mm_hashes]
-                for modality, mm_hashes in prepared.mm_hashes.items()
-            }
-        ),
-        mm_hashes=prepared.mm_hashes,
-        mm_placeholders=prepared.mm_placeholders,
-        prompt=prepared.prompt,
-    )
 
 
 def _check_hashes(inputs: MultiModalInputs) -> None:

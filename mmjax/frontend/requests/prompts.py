@@ -42,7 +42,7 @@ class ParsedPrompt(NamedTuple):
     """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
 
 
-def parse_prompt(prompt: PromptType) -> ParsedPrompt:
+def parse_prompt(prompt: object) -> ParsedPrompt:
     """Parse a prompt of any form; RequestError names a wrong field."""
     if isinstance(prompt, str):
         return ParsedPrompt(text=prompt)

@@ -1,0 +1,168 @@
+"""A request in the API server process: as its caller gives it, and processed, ready to be sent."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+import msgspec
+
+from mmjax.frontend.requests.prompts import PromptType
+from mmjax.processing.prepared import PreparedInputs
+from mmjax.processing.tensors.inputs import argsort_mm_positions
+from mmjax.requests.request_times import RequestTimes
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.transport.messages import EngineCoreRequest
+
+PromptSource = PromptType | Callable[[], PromptType]
+"""A prompt, or a function that makes it (decodes its images) outside of the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """What HTTP or `LLM` asks of the engine: one prompt, with all that is said about it."""
+
+    request_id: str
+    """Unique among unfinished requests."""
+    prompt: PromptSource
+    sampling_params: SamplingParams
+    """With `n` sequences."""
+    _: KW_ONLY
+    stream: bool = False
+    """Whether outputs hold what each step adds, rather than all so far."""
+    continues_prompt: bool = True
+    """Whether the output continues the prompt's text (a completion; not a chat)."""
+    id_domain: str | None = None
+    """The namespace of the prompt's media ids; None: the global one."""
+    lora_name: str | None = None
+    """The adapter, or None."""
+    priority: int = 0
+    """Lower ones first."""
+    deadline: float | None = None
+    """When it ends with RequestTimeoutError, in `time.monotonic()` seconds; None: never."""
+    generated_token_ids: Sequence[Sequence[int]] = ()
+    """For each sequence, what an engine elsewhere has generated: it goes on after them, and a
+    stream tells of them first."""
+
+
+class PlacedItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One item of a prompt, and its placeholder."""
+
+    modality: str
+    index: int
+    """Index among the items of its modality, in the order given."""
+    offset: int
+    length: int
+    num_embeds: int
+
+
+class RequestItem(PlacedItem, frozen=True, kw_only=True):
+    """One item of a request, and whether the processor cache had it."""
+
+    mm_hash: str
+    is_processed: bool
+    """Whether it was processed for this request; else the processor cache had it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessedRequest:
+    """One request: a message for each of its `n` sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    messages: list[EngineCoreRequest]
+    """Without features until they are committed."""
+    prepared: PreparedInputs
+    """The items' tensors, or the data that they are processed from."""
+    num_image_tokens: int
+    num_video_tokens: int
+    continues_prompt: bool
+    stream: bool
+    items: list[RequestItem]
+    """In the prompt's order."""
+    times: RequestTimes
+
+    @classmethod
+    def create(
+        cls,
+        request: GenerateRequest,
+        template: EngineCoreRequest,
+        prepared: PreparedInputs,
+        times: RequestTimes,
+    ) -> "ProcessedRequest":
+        """Copy `template` into a message for each sequence, with the tokens that it has already."""
+        messages = _fan_out(template)
+        if request.generated_token_ids:
+            messages = [
+                msgspec.structs.replace(message, output_token_ids=list(token_ids))
+                for message, token_ids in zip(messages, request.generated_token_ids, strict=True)
+            ]
+        items = list_items(prepared)
+        num_embeds: Counter[str] = Counter()
+        for item in items:
+            num_embeds[item.modality] += item.num_embeds
+        return cls(
+            request_id=request.request_id,
+            prompt=prepared.prompt,
+            prompt_token_ids=template.prompt_token_ids,
+            messages=messages,
+            prepared=prepared,
+            num_image_tokens=num_embeds["image"],
+            num_video_tokens=num_embeds["video"],
+            continues_prompt=request.continues_prompt,
+            stream=request.stream,
+            items=items,
+            times=times,
+        )
+
+    def release(self) -> None:
+        """Drop the tensors, after P1 has received all messages; the data stays."""
+        self.prepared = replace(self.prepared, fresh={})
+        self.messages = [
+            msgspec.structs.replace(message, mm_features=[]) for message in self.messages
+        ]
+
+
+def list_items(prepared: PreparedInputs) -> list[RequestItem]:
+    """Return a prompt's items, in its order."""
+    items: list[RequestItem] = []
+    for modality, index in argsort_mm_positions(prepared.mm_placeholders):
+        place = prepared.mm_placeholders[modality][index]
+        mm_hash = prepared.mm_hashes[modality][index]
+        items.append(
+            RequestItem(
+                modality=modality,
+                index=index,
+                mm_hash=mm_hash,
+                offset=place.offset,
+                length=place.length,
+                num_embeds=place.get_num_embeds(),
+                is_processed=mm_hash in prepared.fresh,
+            )
+        )
+    return items
+
+
+def _fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
+    params = request.sampling_params
+    if params.n == 1:
+        return [request]
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}-{index}",
+            sampling_params=msgspec.structs.replace(
+                params,
+                n=1,
+                # They are the same for all.
+                prompt_logprobs=None if index else params.prompt_logprobs,
+                seed=None if params.seed is None else _next_seed(params.seed, index),
+            ),
+        )
+        for index in range(params.n)
+    ]
+
+
+def _next_seed(seed: int, index: int) -> int:
+    # Seeds are signed 64-bit integers, and wrap around.
+    return (seed + index + 2**63) % 2**64 - 2**63
