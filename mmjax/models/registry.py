@@ -20,9 +20,9 @@ from mmjax.config import ModelConfig, MultiModalConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.logger import get_logger
 from mmjax.model_source import load_model_config
-from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
+from mmjax.processing.prepared import ProcessorCache
 from mmjax.processing.processor import BaseMultiModalProcessor
 
 logger = get_logger(__name__)

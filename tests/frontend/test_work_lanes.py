@@ -14,7 +14,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt import work_lanes
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.work_lanes import MAX_LIGHT_BYTES, WorkLanes
-from mmjax.processing import missing_items
+from mmjax.processing import processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl, split_by_bytes
 from mmjax.sampling_params import SamplingParams
@@ -132,7 +132,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
     """Two requests with six pictures each hold no text up, and stop where they are cancelled."""
     monkeypatch.setattr(work_lanes, "MAX_LIGHT_BYTES", 0)
     one_by_one = partial(split_by_bytes, max_bytes=1)
-    monkeypatch.setattr(missing_items, "split_by_bytes", one_by_one)
+    monkeypatch.setattr(processor, "split_by_bytes", one_by_one)
     decoded: list[bytes] = []
     has_begun, may_go_on = threading.Event(), threading.Event()
     load = encoded.load_image_bytes

@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from mmjax.cache.media.mirrored import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.cache.media.processor_cache import (
     BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
+    MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
 )
-from mmjax.cache.media.shm.directory import NoSharedMemoryError
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_directory import NoSharedMemoryError
 from mmjax.config import MultiModalConfig
 from mmjax.errors import ConfigError
 from mmjax.logger import get_logger

@@ -6,7 +6,7 @@ import threading
 
 import msgspec
 
-from mmjax.cache.lru import LRUCache
+from mmjax.cache.media.lru import LRUCache
 from mmjax.errors import InternalError, RequestValueError
 from mmjax.logger import get_logger
 from mmjax.sampling_params import StructuredOutputsParams

@@ -126,27 +126,19 @@ class ChameleonMultiModalProcessor(BaseMultiModalProcessor[ChameleonProcessingIn
             check_pixel_size(outputs["pixel_values"], side, side)
         return outputs
 
-    def _apply_hf_processor_main(
+    def _tokenize(
         self,
         prompt: str | list[int],
-        mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
-        *,
-        enable_hf_prompt_update: bool,
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
-        token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
-            prompt,
-            mm_items,
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            enable_hf_prompt_update=enable_hf_prompt_update,
-        )
+    ) -> list[int]:
+        """End every prompt with the separator, of text and of token ids alike."""
+        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
         sep_token_id = self.info.get_tokenizer().sep_token_id
         is_for_completion = self.info.is_for_completion(hf_processor_mm_kwargs)
-        if token_ids[-1:] != [sep_token_id] and not is_for_completion:
-            token_ids = [*token_ids, sep_token_id]
-        return token_ids, hf_inputs, is_update_applied
+        if token_ids[-1:] == [sep_token_id] or is_for_completion:
+            return token_ids
+        return [*token_ids, sep_token_id]
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]

@@ -28,8 +28,8 @@ from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
     ImageSize,
     MultiModalDataItems,
+    MultiModalUUIDDict,
 )
-from mmjax.processing.items.uuids import MultiModalUUIDDict
 from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate

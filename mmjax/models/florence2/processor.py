@@ -16,12 +16,12 @@ from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
-from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.processor import EncDecMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptIndexTargets,
     PromptInsertion,

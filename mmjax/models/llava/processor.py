@@ -18,7 +18,6 @@ from mmjax.models.llava.host_inputs import (
     has_pixtral_tower,
 )
 from mmjax.models.registry import ProcessorFactories
-from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import ImageDummyInputsBuilder
 from mmjax.processing.image_processors.affine import keep_bytes
@@ -34,6 +33,7 @@ from mmjax.processing.items.parse import (
     ImageSize,
     MultiModalDataItems,
 )
+from mmjax.processing.prepared import ProcessorCache
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptReplacement, PromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldConfig

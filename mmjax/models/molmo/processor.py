@@ -225,26 +225,16 @@ class MolmoMultiModalProcessor(BaseMultiModalProcessor[MolmoProcessingInfo]):
     def _hf_processor_applies_updates(self, *args: object, **kwargs: object) -> bool:
         return False
 
-    def _apply_hf_processor_main(
+    def _tokenize(
         self,
         prompt: str | list[int],
-        mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
-        *,
-        enable_hf_prompt_update: bool,
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
+    ) -> list[int]:
         """Begin every prompt as the published processor does, of text and of token ids alike."""
-        token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
-            prompt,
-            mm_items,
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            enable_hf_prompt_update=enable_hf_prompt_update,
-        )
+        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
         kwargs = self.info.ctx.merge_mm_kwargs(hf_processor_mm_kwargs)
-        token_ids = self.info.get_hf_processor().begin_prompt(token_ids, kwargs)
-        return token_ids, hf_inputs, is_update_applied
+        return self.info.get_hf_processor().begin_prompt(token_ids, kwargs)
 
     def _get_mm_fields_config(
         self, hf_inputs: BatchFeature, hf_processor_mm_kwargs: Mapping[str, object]

@@ -23,9 +23,8 @@ from mmjax.decoders.limits import (
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
 from mmjax.decoders.workers import DecodeWorkers
 from mmjax.errors import RequestError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes, map_in_threads
 from mmjax.processing.media.decode_budget import DecodeBudget
-from mmjax.processing.media.parallel import map_in_threads
 
 _SHARE_AHEAD = 0.5
 """Of the decode budget: the rest is for those whose turn has come."""
