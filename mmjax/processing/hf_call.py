@@ -17,6 +17,7 @@ from transformers import BatchFeature
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError, ProcessingError, RequestTypeError, RequestValueError
 from mmjax.logger import get_logger
+from mmjax.processing.image_processors.parts import KnownKwargs, names_of
 
 logger = get_logger(__name__)
 
@@ -43,9 +44,6 @@ TOKENIZERS_OWN_KWARGS = frozenset(
 """A prompt padded to 10^9 tokens does not raise: the tokenizer's allocator ends the process. And a
 prompt whose media are cached never comes by the HF processor: there they would change nothing."""
 _SIZES = ("size", "crop_size", "pad_size")
-
-KnownKwargs = Mapping[str, frozenset[str]]
-"""By scope (`images_kwargs`), the names that have an effect there; under "", those of no scope."""
 
 _PART_BY_SCOPE = {
     "images_kwargs": "image_processor",
@@ -241,11 +239,6 @@ def list_known_kwargs(hf_processor: Any) -> KnownKwargs | None:
         return None
     servers = SERVERS_OWN_KWARGS | TOKENIZERS_OWN_KWARGS | _WITHOUT_EFFECT
     return {scope: names - servers for scope, names in known.items()}
-
-
-def names_of(valid_kwargs: Any) -> frozenset[str]:
-    """Return the names of a typed dict, or those of a collection."""
-    return frozenset(getattr(valid_kwargs, "__annotations__", valid_kwargs))
 
 
 def iter_kwargs(mm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

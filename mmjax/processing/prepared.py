@@ -15,7 +15,6 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     PlaceholderRange,
-    SharedItem,
 )
 
 ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
@@ -87,21 +86,15 @@ class PreparedInputs:
                 for modality, hashes in self.mm_hashes.items()
                 for index, mm_hash in enumerate(hashes)
             }
-        tensors = {
-            place: item for place, item in items.items() if isinstance(item, MultiModalKwargsItem)
-        }
         return MultiModalInputs(
             prompt_token_ids=self.prompt_token_ids,
             encoder_prompt_token_ids=self.encoder_prompt_token_ids,
             mm_kwargs=MultiModalKwargsItems(
                 {
-                    modality: [tensors.get((modality, index)) for index in range(len(hashes))]
+                    modality: [items[modality, index] for index in range(len(hashes))]
                     for modality, hashes in self.mm_hashes.items()
                 }
             ),
-            shared_items={
-                place: item for place, item in items.items() if isinstance(item, SharedItem)
-            },
             mm_hashes=self.mm_hashes,
             mm_placeholders=self.mm_placeholders,
             prompt=self.prompt,

@@ -5,7 +5,7 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -144,11 +144,11 @@ def _own(data: NestedTensors) -> NestedTensors:
     return data if is_whole else data.copy()
 
 
-class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):
+class MultiModalKwargsItems(UserDict[str, Sequence[Any]]):
     """The processed items of one request, by modality, in the user's order.
 
-    An entry is None where a cache on the engine's side holds the tensors, or where they lie in
-    shared memory.
+    An entry is a `MultiModalKwargsItem`; or a `SharedItem`, where its tensors lie in shared memory;
+    or None, where a cache on the engine's side holds them.
     """
 
     @staticmethod
@@ -174,7 +174,7 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
             }
         )
 
-    def __getitem__(self, modality: str) -> Sequence[MultiModalKwargsItem | None]:
+    def __getitem__(self, modality: str) -> Sequence[Any]:
         if modality not in self.data:
             available = ", ".join(f"`{name}`" for name in self.data) or "none"
             raise KeyError(f"modality `{modality}` not found; available: {available}")
@@ -251,14 +251,12 @@ class MultiModalInputs:
     cache_salt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     """With every placeholder in place, where the model has an encoder for text; None elsewhere."""
-    shared_items: Mapping[tuple[str, int], SharedItem] = field(default_factory=dict)
-    """By modality and index, where the tensors lie in shared memory."""
 
     def to_features(self) -> list[MultiModalFeatureSpec]:
         """Return the items as features, sorted by their place in the prompt."""
         return [
             MultiModalFeatureSpec(
-                data=self.shared_items.get((modality, index), self.mm_kwargs[modality][index]),
+                data=self.mm_kwargs[modality][index],
                 modality=modality,
                 identifier=self.mm_hashes[modality][index],
                 mm_position=self.mm_placeholders[modality][index],

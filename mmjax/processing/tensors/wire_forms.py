@@ -45,8 +45,8 @@ class WireArray(msgspec.Struct, tag="array", frozen=True, forbid_unknown_fields=
 
 
 class _WireElem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    data: Any
-    """None, an array, or lists of them."""
+    data: WireArray | list[Any] | None
+    """An array, or lists of them."""
     field: MultiModalBatchedField | MultiModalFlatField | MultiModalSharedField
 
 
@@ -73,7 +73,7 @@ def unpack_item(wire: Any, read: Callable[[WireArray], np.ndarray]) -> MultiModa
             return None
         if isinstance(data, list):
             return [unpack(part) for part in data]
-        return read(msgspec.convert(data, WireArray))
+        return read(data if isinstance(data, WireArray) else msgspec.convert(data, WireArray))
 
     elems = msgspec.convert(wire, dict[str, _WireElem])
     return MultiModalKwargsItem(
