@@ -7,23 +7,20 @@ from mmjax.cache.kv.block_hash import (
     hash_block_tokens,
     iter_block_hashes,
 )
-from mmjax.cache.lru import CacheInfo, LRUCache
-from mmjax.cache.media.mirrored import (
-    MultiModalProcessorSenderCache,
-    MultiModalReceiverCache,
-)
+from mmjax.cache.media.lru import CacheInfo, LRUCache
 from mmjax.cache.media.processor_cache import (
     BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
+    MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
 )
 from mmjax.cache.media.selection import (
     config_with_directory,
     engine_receiver_cache_from_config,
     processor_cache_from_config,
 )
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
 from mmjax.errors import MultiModalCacheMissError
 
 __all__ = [

@@ -6,7 +6,7 @@ slots are needed) or evicted. `num_freeable_slots` counts free slots and those o
 
 from collections import Counter, OrderedDict, defaultdict
 
-from mmjax.cache.lru import CacheInfo
+from mmjax.cache.media.lru import CacheInfo
 
 
 class EncoderCacheManager:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.model_source import load_model_config
-from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
+from mmjax.processing.prepared import ProcessorCache
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.system.logger import get_logger
 

@@ -12,7 +12,6 @@ from mmjax.processing.dummy_inputs import (
     VideoDummyOptions,
     VisionDummyInputsBuilder,
 )
-from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.encoder_budget import (
     MultiModalBudget,
     MultiModalProfiler,
@@ -36,8 +35,8 @@ from mmjax.processing.items.parse import (
     VisionChunkProcessorItems,
 )
 from mmjax.processing.media.decode import MediaWithBytes
-from mmjax.processing.prepared import PreparedInputs, ProcessedItem
-from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
+from mmjax.processing.prepared import PreparedInputs, ProcessedItem, ProcessorCache
+from mmjax.processing.processor import BaseMultiModalProcessor, EncDecMultiModalProcessor
 from mmjax.processing.prompt_updates.matching import (
     apply_text_matches,
     apply_token_matches,

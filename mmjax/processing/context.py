@@ -17,7 +17,7 @@ from mmjax.errors import (
     RequestError,
     RequestValueError,
 )
-from mmjax.processing.hashing.recent import RecentMap
+from mmjax.processing.hashing.item_hashes import RecentMap
 from mmjax.processing.hf_call import (
     KnownKwargs,
     call_hf_processor,

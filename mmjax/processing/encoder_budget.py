@@ -3,13 +3,13 @@
 Counts embeddings, not tokens: marks around an image's embeddings cost the encoder nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from mmjax.config.engine_config import CacheConfig, SchedulerConfig
-from mmjax.errors import ConfigError
-from mmjax.processing.faults import blaming_settings
+from mmjax.config.engine_config import CacheConfig, MultiModalConfig, SchedulerConfig
+from mmjax.errors import CheckpointError, ConfigError
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.tensors.inputs import MultiModalInputs
@@ -90,13 +90,43 @@ class MultiModalProfiler:
         return replace(prepared, prompt_token_ids=prompt_token_ids).to_inputs()
 
     def _prepare_dummies(self, seq_len: int, mm_counts: Mapping[str, int]) -> PreparedInputs:
-        with blaming_settings(self.info.ctx.get_mm_config()):
+        with _blaming_settings(self.info.ctx.get_mm_config()):
             inputs = self.processor.dummy_inputs.get_dummy_processor_inputs(seq_len, mm_counts)
             return self.processor.prepare(
                 inputs.prompt,
                 self.info.parse_mm_data(inputs.mm_data, validate=False),
                 hf_processor_mm_kwargs=inputs.hf_processor_mm_kwargs,
             )
+
+
+@contextmanager
+def _blaming_settings(mm: MultiModalConfig) -> Iterator[None]:
+    """Make a ConfigError of whatever the body raises, where the operator has set how media are.
+
+    The body processes dummy inputs: there is no client to blame.
+    """
+    try:
+        yield
+    except (CheckpointError, ConfigError):
+        raise
+    # Under settings that make no sense, anything may fail.
+    except Exception as error:
+        settings = _describe_settings(mm)
+        if not settings:
+            raise
+        raise ConfigError(
+            f"the model's largest input cannot be processed with {settings}: {error}; correct it, "
+            "or leave it out"
+        ) from error
+
+
+def _describe_settings(mm: MultiModalConfig) -> str:
+    limits = mm.limit_mm_per_prompt
+    settings = {
+        "--mm-processor-kwargs": dict(mm.mm_processor_kwargs),
+        "--limit-mm-per-prompt": {m: dict(limits[m]) for m in limits if mm.media_options(m)},
+    }
+    return " and ".join(f"`{flag}` {value}" for flag, value in settings.items() if value)
 
 
 def compute_mm_encoder_budget(
@@ -157,7 +187,7 @@ def measure_longest_runs(profiler: MultiModalProfiler) -> Mapping[str, int]:
 
 
 class MultiModalBudget:
-    """The encoder's budget for one model, and the items that a prompt and a step may hold."""
+    """The encoder's budget for one model."""
 
     def __init__(
         self,
@@ -168,17 +198,13 @@ class MultiModalBudget:
         enable_chunked_prefill: bool = True,
         disable_chunked_mm_input: bool = False,
     ) -> None:
-        info = profiler.info
-        self.max_model_len = info.ctx.model_config.max_model_len
-        self.mm_limits = info.allowed_mm_limits
-        self._scheduler_config = scheduler_config
-        self._enable_chunked_prefill = enable_chunked_prefill
-        seq_len = self.max_model_len
+        limits = profiler.info.allowed_mm_limits
+        seq_len = profiler.max_model_len
         if enable_chunked_prefill:
             seq_len = min(seq_len, scheduler_config.max_num_batched_tokens)
         # With embeddings alone (a limit of 0), a modality fills the cache and runs no tower.
         all_tokens = profiler.get_mm_max_tokens_per_item(seq_len)
-        self.mm_max_toks_per_item = {m: n for m, n in all_tokens.items() if self.mm_limits[m]}
+        self.mm_max_toks_per_item = {m: n for m, n in all_tokens.items() if limits[m]}
         """Per modality that a tower encodes, the embeddings of its largest item."""
         self.encoder_compute_budget, self.encoder_cache_size = compute_mm_encoder_budget(
             scheduler_config,
@@ -187,22 +213,7 @@ class MultiModalBudget:
             disable_chunked_mm_input=disable_chunked_mm_input,
             longest_runs=measure_longest_runs(profiler) if disable_chunked_mm_input else None,
         )
-        items = {m: self._get_max_items(m, n) for m, n in self.mm_max_toks_per_item.items()}
-        self.mm_max_items_per_prompt = {m: per_prompt for m, (per_prompt, _) in items.items()}
-        self.mm_max_items_per_batch = {m: per_batch for m, (_, per_batch) in items.items()}
 
     def get_encoder_budget(self) -> int:
         """Return the embeddings that one step may compute and keep."""
         return min(self.encoder_compute_budget, self.encoder_cache_size)
-
-    def _get_max_items(self, modality: str, max_toks: int) -> tuple[int, int]:
-        """Return how many largest items fit one prompt, and one step of the encoder."""
-        budget = self.get_encoder_budget()
-        if max_toks == 0 or budget == 0:
-            return 0, 0
-        per_prompt = max(1, min(self.mm_limits[modality], self.max_model_len // max_toks))
-        max_num_reqs = self._scheduler_config.max_num_seqs
-        if not self._enable_chunked_prefill:
-            max_tokens = self._scheduler_config.max_num_batched_tokens
-            max_num_reqs = min(max_num_reqs, max_tokens // max_toks)
-        return per_prompt, max(1, min(budget // max_toks, max_num_reqs * per_prompt))

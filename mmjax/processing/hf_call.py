@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from inspect import Parameter, signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -16,6 +16,7 @@ from transformers import BatchFeature
 
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError, ProcessingError, RequestTypeError, RequestValueError
+from mmjax.processing.image_processors.parts import KnownKwargs, names_of
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
@@ -43,9 +44,6 @@ TOKENIZERS_OWN_KWARGS = frozenset(
 """A prompt padded to 10^9 tokens does not raise: the tokenizer's allocator ends the process. And a
 prompt whose media are cached never comes by the HF processor: there they would change nothing."""
 _SIZES = ("size", "crop_size", "pad_size")
-
-KnownKwargs = Mapping[str, frozenset[str]]
-"""By scope (`images_kwargs`), the names that have an effect there; under "", those of no scope."""
 
 _PART_BY_SCOPE = {
     "images_kwargs": "image_processor",
@@ -87,12 +85,6 @@ def call_hf_processor(
         raise ProcessingError(
             f"Failed to apply {name} on data={_describe(data)} with kwargs={shown}: {error}"
         ) from error
-
-
-def get_only_row(input_ids: Any) -> list[int]:
-    """Return the token ids of a batch of one prompt: `[1, tokens]`, in any form."""
-    (row,) = input_ids
-    return row.tolist() if hasattr(row, "tolist") else list(row)
 
 
 @contextmanager
@@ -164,33 +156,6 @@ def _merge_values(old: Any, new: Any) -> Any:
     return {**old, **{key: _merge_values(old.get(key), value) for key, value in new.items()}}
 
 
-def check_request_kwargs(mm_kwargs: Mapping[str, object]) -> None:
-    """Refuse a request's kwargs that only the server sets, and scopes that are no mappings."""
-    _check_names(mm_kwargs, "")
-    for scope in HF_KWARGS_SCOPES:
-        scoped = mm_kwargs.get(scope)
-        if isinstance(scoped, Mapping):
-            _check_names(scoped, f"{scope}.")
-        elif scoped is not None:
-            raise RequestTypeError(
-                f"mm_processor_kwargs has a `{type(scoped).__name__}` as `{scope}`; give a dict",
-                param=MM_KWARGS_PARAM,
-            )
-
-
-def _check_names(kwargs: Mapping[str, object], place: str) -> None:
-    for key in sorted(SERVERS_OWN_KWARGS & kwargs.keys()):
-        raise RequestValueError(
-            f"mm_processor_kwargs has `{place}{key}`, which the server sets itself; leave it out",
-            param=MM_KWARGS_PARAM,
-        )
-    for key in sorted(TOKENIZERS_OWN_KWARGS & kwargs.keys()):
-        raise RequestValueError(
-            f"mm_processor_kwargs has `{place}{key}`, which is the tokenizer's; leave it out",
-            param=MM_KWARGS_PARAM,
-        )
-
-
 def check_sizes(
     mm_data: Mapping[str, object], kwargs: Mapping[str, Any], limits: MediaLimits
 ) -> None:
@@ -260,14 +225,6 @@ def _product(one: Any, other: Any) -> int:
 # ---- which kwargs a processor knows --------------------------------------------------------------
 
 
-class UnknownKwarg(NamedTuple):
-    """A name that changes nothing, and what may have been meant."""
-
-    path: str
-    """As `images_kwargs.sise`."""
-    hint: str
-
-
 def list_known_kwargs(hf_processor: Any) -> KnownKwargs | None:
     """Return what a processor says that it knows; None where it takes any name.
 
@@ -284,21 +241,6 @@ def list_known_kwargs(hf_processor: Any) -> KnownKwargs | None:
     return {scope: names - servers for scope, names in known.items()}
 
 
-def names_of(valid_kwargs: Any) -> frozenset[str]:
-    """Return the names of a typed dict, or those of a collection."""
-    return frozenset(getattr(valid_kwargs, "__annotations__", valid_kwargs))
-
-
-def find_unknown(mm_kwargs: Mapping[str, Any], known: KnownKwargs) -> UnknownKwarg | None:
-    """Return the first name that the processor does not know, with the nearest that it knows."""
-    everywhere = frozenset().union(*known.values())
-    for scope, name, _ in iter_kwargs(mm_kwargs):
-        if name not in (known.get(scope, frozenset()) if scope else everywhere):
-            shown = str(name)[:_MAX_NAME_LENGTH]
-            return UnknownKwarg(f"{scope}.{shown}" if scope else shown, _hint(shown, known))
-    return None
-
-
 def iter_kwargs(mm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (scope, name, value), with the scope "" for flat ones."""
     for name, value in mm_kwargs.items():
@@ -309,15 +251,28 @@ def iter_kwargs(mm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def check_known_kwargs(mm_kwargs: Mapping[str, Any], known: KnownKwargs | None) -> None:
-    """Refuse a request's kwargs that the server sets itself, and those that nothing knows."""
-    check_request_kwargs(mm_kwargs)
-    unknown = None if known is None else find_unknown(mm_kwargs, known)
-    if unknown is not None:
-        raise RequestValueError(
-            f"mm_processor_kwargs has `{unknown.path}`, which this model's processor does not "
-            f"know; {unknown.hint}",
-            param=f"{MM_KWARGS_PARAM}.{unknown.path}",
-        )
+    """Refuse a request's kwargs that only the server sets, and names that nothing knows."""
+    for scope in HF_KWARGS_SCOPES:
+        scoped = mm_kwargs.get(scope)
+        if scoped is not None and not isinstance(scoped, Mapping):
+            raise RequestTypeError(
+                f"mm_processor_kwargs has a `{type(scoped).__name__}` as `{scope}`; give a dict",
+                param=MM_KWARGS_PARAM,
+            )
+    everywhere = frozenset().union(*(known or {}).values())
+    for scope, name, _ in iter_kwargs(mm_kwargs):
+        shown = str(name)[:_MAX_NAME_LENGTH]
+        path, param = f"{scope}.{shown}" if scope else shown, MM_KWARGS_PARAM
+        if name in SERVERS_OWN_KWARGS:
+            reason = "which the server sets itself; leave it out"
+        elif name in TOKENIZERS_OWN_KWARGS:
+            reason = "which is the tokenizer's; leave it out"
+        elif known is None or name in (known.get(scope, ()) if scope else everywhere):
+            continue
+        else:
+            param = f"{MM_KWARGS_PARAM}.{path}"
+            reason = f"which this model's processor does not know; {_hint(shown, known)}"
+        raise RequestValueError(f"mm_processor_kwargs has `{path}`, {reason}", param=param)
 
 
 def check_ceilings(mm_kwargs: Mapping[str, Any], largest: Mapping[str, Any]) -> None:

@@ -5,16 +5,14 @@ full at a time. An item's tensors are the same whatever its batch holds; that is
 by their own hashes rests on as well.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 from mmjax.decoders.image_file import BYTES_PER_PIXEL
 from mmjax.errors import MediaIdConflictError, RequestValueError
-from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.processing.media.decode_budget import DecodeBudget, split_by_bytes
-from mmjax.processing.prepared import ProcessedItem
+from mmjax.processing.prepared import ProcessedItem, ProcessorCache
 from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
 
 
@@ -35,59 +33,28 @@ def list_rows(hashes_by_modality: Mapping[str, Sequence[str]]) -> list[ItemRow]:
     ]
 
 
-def find_missing(
-    cache: ProcessorCache | None, hashes_by_modality: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, Sequence[ResolvedPromptUpdate]], list[ItemRow]]:
-    """Return the held items' updates by hash, and the rows of the others."""
-    known: dict[str, Sequence[ResolvedPromptUpdate]] = {}
-    missing: list[ItemRow] = []
-    for modality, hashes in hashes_by_modality.items():
-        are_held = [False] * len(hashes) if cache is None else cache.is_cached(hashes)
-        for row, is_held in zip(list_rows({modality: hashes}), are_held, strict=True):
-            updates = cache.peek_prompt_updates(row.mm_hash) if cache and is_held else None
-            if updates is None:
-                missing.append(row)
-            else:
-                _check_alike(row.mm_hash, {update.modality for update in updates}, {modality})
-                known[row.mm_hash] = updates
-    return known, missing
-
-
-def process_in_batches(
-    rows: Iterable[ItemRow],
-    mm_items: MultiModalDataItems,
-    process: Callable[[MultiModalDataItems], Mapping[str, Sequence[ProcessedItem]]],
-    *,
-    budget: DecodeBudget,
-    max_request_bytes: int,
-) -> dict[str, ProcessedItem]:
-    """Process items, each hash of a modality once, and forget each batch's pixels.
-
-    Whether the request may have all of them is settled before the first is decoded.
-
-    Args:
-        rows: Which of `mm_items`.
-        mm_items: All items of the request.
-        process: Makes tensors and prompt updates of some of them, in their order.
-        budget: Held while a batch is decoded.
-        max_request_bytes: What all of them may decode to.
-
-    Returns:
-        The processed items by hash.
-    """
+def leave_out_repeats(rows: Iterable[ItemRow]) -> list[ItemRow]:
+    """Return the first row of each hash of a modality."""
     first_rows: dict[tuple[str, str], ItemRow] = {}
     for row in rows:
         first_rows.setdefault((row.modality, row.mm_hash), row)
-    sizes = admit_items(first_rows.values(), mm_items, max_request_bytes)
-    cancellation = mm_items.cancellation
-    fresh: dict[str, ProcessedItem] = {}
-    for batch, num_bytes in split_by_bytes(zip(first_rows.values(), sizes, strict=True)):
-        cancellation.check()
-        with budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
-            selected = _select(mm_items, batch)
-            fresh |= name_items(batch, process(selected), owns_arrays=True)
-            selected.drop_decoded()
-    return fresh
+    return list(first_rows.values())
+
+
+def find_missing(
+    cache: ProcessorCache, hashes_by_modality: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Sequence[ResolvedPromptUpdate]], list[ItemRow]]:
+    """Return the held items' updates by hash, and the rows of the others, each hash once."""
+    known: dict[str, Sequence[ResolvedPromptUpdate]] = {}
+    missing: list[ItemRow] = []
+    for row in list_rows(hashes_by_modality):
+        updates = cache.peek_prompt_updates(row.mm_hash)
+        if updates is None:
+            missing.append(row)
+        else:
+            _check_alike(row.mm_hash, {update.modality for update in updates}, {row.modality})
+            known[row.mm_hash] = updates
+    return known, leave_out_repeats(missing)
 
 
 def admit_items(
@@ -116,6 +83,20 @@ def admit_items(
     return sizes
 
 
+def select_rows(mm_items: MultiModalDataItems, rows: Iterable[ItemRow]) -> MultiModalDataItems:
+    """Return some of a request's items; a modality of which all are wanted, as it is."""
+    places: dict[str, list[int]] = {}
+    for modality, place, _ in rows:
+        places.setdefault(modality, []).append(place)
+    return MultiModalDataItems(
+        {
+            modality: items if len(chosen) == len(items) else items.select(chosen)
+            for modality, chosen in places.items()
+            for items in [mm_items[modality]]
+        }
+    )
+
+
 def name_items(
     rows: Sequence[ItemRow],
     processed: Mapping[str, Sequence[ProcessedItem]],
@@ -138,13 +119,6 @@ def name_items(
                 )
                 _check_alike(row.mm_hash, others, ours)
     return fresh
-
-
-def _select(mm_items: MultiModalDataItems, rows: Iterable[ItemRow]) -> MultiModalDataItems:
-    places: dict[str, list[int]] = {}
-    for modality, place, _ in rows:
-        places.setdefault(modality, []).append(place)
-    return MultiModalDataItems({m: mm_items[m].select(indices) for m, indices in places.items()})
 
 
 def _check_alike(mm_hash: str, first: object, other: object) -> None:

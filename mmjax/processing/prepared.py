@@ -1,11 +1,8 @@
-"""A request between its steps: what HF gave, and what `commit` is to bring to the cache.
-
-Knows no cache.
-"""
+"""A request between its steps: what HF gave, and what `commit` is to bring to the cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.prompt_updates.updates import (
@@ -19,7 +16,6 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItems,
     PlaceholderRange,
 )
-from mmjax.processing.tensors.shared_item import SharedItem
 
 ProcessedItem = tuple[MultiModalKwargsItem, Sequence[ResolvedPromptUpdate]]
 """An item's tensors, and the alternatives of its prompt update."""
@@ -36,10 +32,25 @@ class ProcessedPrompt(NamedTuple):
     prompt_updates: MultiModalPromptUpdates
     fresh: Mapping[str, ProcessedItem]
     """By hash, the items that were processed for this request."""
-    may_be_updated: bool
-    """Whether the HF processor may have updated the prompt itself."""
-    was_beside_media: bool
-    """Whether it was given text and media together."""
+
+
+@runtime_checkable
+class ProcessorCache(Protocol):
+    """What a processor asks of a cache of processed items."""
+
+    def peek_prompt_updates(self, mm_hash: str) -> Sequence[ResolvedPromptUpdate] | None:
+        """Return a held item's prompt updates, else None; changes neither order nor statistics."""
+        ...
+
+    def get_and_update(
+        self, mm_items: Sequence[ProcessedItem | None], mm_hashes: Sequence[str]
+    ) -> Sequence[tuple[ItemData | None, Sequence[ResolvedPromptUpdate]]]:
+        """Look up and store one request's items, as one change that no other thread comes between.
+
+        An item that is sent is None where the engine's side holds its tensors. Raises
+        MultiModalCacheMissError, before any change, for hashes that are neither held nor given.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +76,6 @@ class PreparedInputs:
     parse_answer: AnswerParser | None = None
     """None: an answer is text, and nothing more."""
 
-    def with_decoder_prompt(
-        self, prompt: str | list[int], token_ids: Sequence[int]
-    ) -> "PreparedInputs":
-        """Return the same where this prompt is the encoder's alone, and `token_ids` the decoder's.
-
-        `prompt` is what the caller gave for both.
-        """
-        return replace(
-            self,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=list(token_ids),
-            encoder_prompt_token_ids=self.prompt_token_ids,
-        )
-
     def to_inputs(
         self, items: Mapping[tuple[str, int], ItemData | None] | None = None
     ) -> MultiModalInputs:
@@ -89,19 +86,15 @@ class PreparedInputs:
                 for modality, hashes in self.mm_hashes.items()
                 for index, mm_hash in enumerate(hashes)
             }
-        tensors = {place: item for place, item in items.items() if not isinstance(item, SharedItem)}
         return MultiModalInputs(
             prompt_token_ids=self.prompt_token_ids,
             encoder_prompt_token_ids=self.encoder_prompt_token_ids,
             mm_kwargs=MultiModalKwargsItems(
                 {
-                    modality: [tensors.get((modality, index)) for index in range(len(hashes))]
+                    modality: [items[modality, index] for index in range(len(hashes))]
                     for modality, hashes in self.mm_hashes.items()
                 }
             ),
-            shared_items={
-                place: item for place, item in items.items() if isinstance(item, SharedItem)
-            },
             mm_hashes=self.mm_hashes,
             mm_placeholders=self.mm_placeholders,
             prompt=self.prompt,

@@ -7,11 +7,9 @@ A request is processed in two steps. `prepare` does the work, and changes no cac
 short, and the only place where the cache changes: who sends the result to the engine holds a lock
 around both, so that the engine sees requests in the order of their commits.
 
-A text prompt goes to the HF processor: without a cache together with its media, with a cache
-alone. Token ids do not: `_apply_hf_processor_tokens_only` does to them what HF does to any text.
-With a cache, or with token ids, the media go alone (with dummy text, in batches of the items that
-the cache lacks: `missing_items`). Where HF has written the updated placeholders they are found in
-the prompt; where not, the updates are applied here.
+`prepare` tokenizes the prompt alone (`_tokenize`), has the HF processor process the items that the
+cache lacks, apart from the prompt and beside dummy text, and applies the items' prompt updates,
+unless the HF processor has written them into the text already.
 """
 
 from abc import ABC, abstractmethod
@@ -22,32 +20,36 @@ from typing import Any, ClassVar, Generic
 from transformers import BatchFeature
 
 from mmjax.errors import ConfigError, MultiModalCacheMissError, RequestValueError
-from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import InfoT
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
-from mmjax.processing.faults import process_and_blame
 from mmjax.processing.hashing.item_hashes import ItemHasher
-from mmjax.processing.hf_call import get_only_row
 from mmjax.processing.image_processors.affine import AFFINE_KEYS
 from mmjax.processing.items.embeddings import DictEmbeddingItems, EmbeddingItems
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.processing.items.parse import MultiModalDataDict
-from mmjax.processing.items.uuids import (
+from mmjax.processing.items.parse import (
+    MultiModalDataDict,
     MultiModalUUIDDict,
     complete_mm_data,
     parse_mm_uuids,
     validate_mm_uuids,
 )
-from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, Cancellation, DecodeBudget
+from mmjax.processing.media.decode_budget import Cancellation, DecodeBudget, split_by_bytes
 from mmjax.processing.missing_items import (
     ItemRow,
     admit_items,
     find_missing,
+    leave_out_repeats,
     list_rows,
     name_items,
-    process_in_batches,
+    select_rows,
 )
-from mmjax.processing.prepared import AnswerParser, PreparedInputs, ProcessedItem, ProcessedPrompt
+from mmjax.processing.prepared import (
+    AnswerParser,
+    PreparedInputs,
+    ProcessedItem,
+    ProcessedPrompt,
+    ProcessorCache,
+)
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     apply_text_matches,
@@ -70,6 +72,7 @@ from mmjax.processing.tensors.inputs import (
     argsort_mm_positions,
 )
 from mmjax.processing.validation import (
+    process_and_blame,
     validate_all_applied,
     validate_mm_kwargs,
     validate_mm_placeholders,
@@ -153,10 +156,10 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> bool:
-        """Whether the HF processor may update the prompt itself, given text.
+        """Whether the HF processor may update the prompt itself, given its text alone.
 
-        If so, it has where the updated placeholders are found in the ids that it returns; if not,
-        nobody looks, and the updates are applied here.
+        If so, the updated placeholders are looked for in the ids that it returns, and the updates
+        are applied here where not all are found; if not, they are applied at once.
         """
         kinds = EmbeddingItems | DictEmbeddingItems
         return not any(isinstance(items, kinds) for items in mm_items.values())
@@ -175,39 +178,29 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """
         return hf_processor_mm_kwargs
 
-    def _apply_hf_processor_main(
+    def _tokenize(
         self,
         prompt: str | list[int],
-        mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
-        *,
-        enable_hf_prompt_update: bool,
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
-        """Return token ids, the HF processor's tensors, and whether it may have updated the prompt.
+    ) -> list[int]:
+        """Return the prompt's token ids, begun and ended as the model has it, before any update.
 
-        Text goes through the HF processor: with the items where `enable_hf_prompt_update` allows
-        it, else alone. Token ids go by it.
+        Of text, those that the HF processor makes of it alone. One that refuses placeholders
+        without media, or writes something for media that are not there, is mended in
+        `_call_hf_processor`, where `mm_data` is empty.
         """
-        may_be_updated = False
-        if isinstance(prompt, str):
-            may_be_updated = self._hf_processor_applies_updates(
-                prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
-            )
-            # HF's processors count the prompt's placeholders against their own items: embeddings,
-            # which they never see, must not be among them.
-            if enable_hf_prompt_update and mm_items and not mm_items.get_passthrough_data():
-                token_ids, hf_inputs = self._apply_hf_processor_text_mm(
-                    prompt, mm_items, hf_processor_mm_kwargs, tokenization_kwargs
-                )
-                return token_ids, hf_inputs, may_be_updated
-            token_ids = self._apply_hf_processor_text_only(
-                prompt, tokenization_kwargs, hf_processor_mm_kwargs=hf_processor_mm_kwargs
-            )
-        else:
-            token_ids = self._apply_hf_processor_tokens_only(list(prompt))
-        hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
-        return token_ids, hf_inputs, may_be_updated
+        if not isinstance(prompt, str):
+            return self._apply_hf_processor_tokens_only(list(prompt))
+        with measuring("tokenize"):
+            if self.only_tokenizes_text and not self.info.ctx.merge_mm_kwargs(
+                hf_processor_mm_kwargs
+            ):
+                return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
+            (row,) = self._call_hf_processor(
+                prompt, {}, hf_processor_mm_kwargs, tokenization_kwargs
+            )["input_ids"]
+            return row.tolist() if hasattr(row, "tolist") else list(row)
 
     def _cached_apply_hf_processor(
         self,
@@ -217,7 +210,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         tokenization_kwargs: Mapping[str, object],
         mm_uuids: MultiModalUUIDDict,
     ) -> ProcessedPrompt:
-        """Process what the cache lacks; the rest have their updates there.
+        """Tokenize, and process what the cache lacks; the rest have their updates there.
 
         A family whose tensors depend on the request's other items calls `_apply_hf_processor` in
         its place for those requests (and names the items accordingly: `_get_hash_kwargs`).
@@ -226,7 +219,21 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs, mm_uuids)
         if self.cache is None or mm_data_items.get_passthrough_data():
             return self._apply_hf_processor(*arguments)
-        return self._apply_in_batches(*arguments, cache=self.cache)
+        known, missing = find_missing(self.cache, mm_uuids)
+        return self._tokenize_and_process(*arguments, known=known, missing=missing)
+
+    def _apply_hf_processor(
+        self,
+        prompt: str | list[int],
+        mm_data_items: MultiModalDataItems,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+        mm_uuids: MultiModalUUIDDict,
+    ) -> ProcessedPrompt:
+        """Tokenize, and process all items, without asking a cache."""
+        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs, mm_uuids)
+        rows = list_rows(mm_uuids)
+        return self._tokenize_and_process(*arguments, known={}, missing=rows)
 
     # ---- what a family may override: the prompt and its updates ----------------------------------
 
@@ -279,22 +286,14 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         mm_data: MultiModalDataDict | MultiModalDataItems | None = None,
         hf_processor_mm_kwargs: Mapping[str, object] | None = None,
         tokenization_kwargs: Mapping[str, object] | None = None,
-        *,
-        mm_uuids: MultiModalUUIDDict | None = None,
-        decoder_prompt: str | list[int] | None = None,
-        id_domain: str | None = None,
-        request_id: str | None = None,
+        **options: Any,
     ) -> MultiModalInputs:
-        """Process one request: `prepare`, `commit`, and `rebuild` where the cache lost an item."""
+        """Process one request: `prepare`, `commit`, and `rebuild` where the cache lost an item.
+
+        The arguments are those of `prepare`.
+        """
         prepared = self.prepare(
-            prompt,
-            mm_data,
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            mm_uuids=mm_uuids,
-            decoder_prompt=decoder_prompt,
-            id_domain=id_domain,
-            request_id=request_id,
+            prompt, mm_data, hf_processor_mm_kwargs, tokenization_kwargs, **options
         )
         while True:
             try:
@@ -349,47 +348,20 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         hashed = self.item_hasher.identify(mm_items, uuids, factors, **names)
         if cancellation is not None:
             mm_items = mm_items.with_cancellation(cancellation)
-        tok_kwargs = dict(tokenization_kwargs or {})
+        arguments = (own_prompt, mm_items, dict(tokenization_kwargs or {}), hashed.by_modality)
         prepared = process_and_blame(
-            lambda kwargs: self._prepare(
-                own_prompt, mm_items, kwargs, tok_kwargs, hashed.by_modality
-            ),
-            mm_kwargs,
+            lambda kwargs: self._process_prompt(*arguments, kwargs), mm_kwargs
         )
         self.item_hasher.bind(hashed)
         prepared = replace(prepared, parse_answer=self._get_answer_parser(prompt, mm_items))
         mm_items.drop_decoded()
         if decoders is None:
             return prepared
-        return prepared.with_decoder_prompt(prompt, as_ids(decoders, self.info.get_tokenizer()))
-
-    def _prepare(
-        self,
-        prompt: str | list[int],
-        mm_items: MultiModalDataItems,
-        mm_kwargs: Mapping[str, object],
-        tok_kwargs: Mapping[str, object],
-        mm_hashes: Mapping[str, list[str]],
-    ) -> PreparedInputs:
-        processed = self._cached_apply_hf_processor(
-            prompt, mm_items, mm_kwargs, tok_kwargs, mm_uuids=mm_hashes
-        )
-        token_ids, placeholders = self._maybe_apply_prompt_updates(
-            prompt, mm_items, mm_kwargs, tok_kwargs, processed
-        )
-        ranges = {
-            modality: [placeholder.to_range() for placeholder in found]
-            for modality, found in placeholders.items()
-        }
-        validate_reserved_tokens(self.info, prompt, token_ids, ranges)
-        return PreparedInputs(
+        return replace(
+            prepared,
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=token_ids,
-            mm_hashes=mm_hashes,
-            mm_placeholders=ranges,
-            fresh=processed.fresh,
-            mm_items=mm_items,
-            mm_kwargs=mm_kwargs,
+            prompt_token_ids=list(as_ids(decoders, self.info.get_tokenizer())),
+            encoder_prompt_token_ids=prepared.prompt_token_ids,
         )
 
     def commit(self, prepared: PreparedInputs) -> MultiModalInputs:
@@ -409,110 +381,124 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         """Make items fresh again, from their media; RequestError where only a uuid was given."""
         wanted = set(mm_hashes) - prepared.fresh.keys()
         missing = [row for row in list_rows(prepared.mm_hashes) if row.mm_hash in wanted]
-        fresh = self._process_missing(missing, prepared.mm_items, prepared.mm_kwargs)
+        fresh = self._process_rows(
+            leave_out_repeats(missing), prepared.mm_items, prepared.mm_kwargs
+        )
         return replace(prepared, fresh={**prepared.fresh, **fresh})
 
-    # ---- items, from the cache or from HF --------------------------------------------------------
+    # ---- tokenize, process what is missing, apply updates ----------------------------------------
 
-    def _apply_hf_processor(
+    def _process_prompt(
         self,
         prompt: str | list[int],
-        mm_data_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-        mm_uuids: MultiModalUUIDDict,
-    ) -> ProcessedPrompt:
-        """Process all items, without asking a cache; text and items together."""
-        arguments = (prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs)
-        rows = list_rows(mm_uuids)
-        num_bytes = sum(admit_items(rows, mm_data_items, self._max_request_bytes))
-        if num_bytes > MAX_BATCH_BYTES:
-            return self._apply_in_batches(*arguments, mm_uuids, cache=None)
-        cancellation = mm_data_items.cancellation
-        with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_data_items.drop_decoded):
-            token_ids, hf_inputs, may_be_updated = self._apply_hf_processor_main(
-                *arguments, enable_hf_prompt_update=True
-            )
-            processed = self._split_into_items(mm_data_items, hf_inputs, hf_processor_mm_kwargs)
-            mm_data_items.drop_decoded()
-        fresh = name_items(rows, processed, owns_arrays=self.cache is not None)
-        updates = {
-            modality: [alternatives for _, alternatives in items]
-            for modality, items in processed.items()
-        }
-        was_beside_media = not mm_data_items.get_passthrough_data()
-        return ProcessedPrompt(token_ids, updates, fresh, may_be_updated, was_beside_media)
-
-    def _apply_in_batches(
-        self,
-        prompt: str | list[int],
-        mm_data_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-        mm_uuids: MultiModalUUIDDict,
-        *,
-        cache: ProcessorCache | None,
-    ) -> ProcessedPrompt:
-        """Process the items that the cache lacks apart from the prompt."""
-        known, missing = find_missing(cache, mm_uuids)
-        token_ids, _, may_be_updated = self._apply_hf_processor_main(
-            prompt,
-            MultiModalDataItems(),
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            enable_hf_prompt_update=False,
+        mm_items: MultiModalDataItems,
+        tok_kwargs: Mapping[str, object],
+        mm_hashes: Mapping[str, list[str]],
+        mm_kwargs: Mapping[str, object],
+    ) -> PreparedInputs:
+        processed = self._cached_apply_hf_processor(
+            prompt, mm_items, mm_kwargs, tok_kwargs, mm_uuids=mm_hashes
         )
-        if isinstance(prompt, str) and may_be_updated:
-            may_be_updated = self._hf_processor_applies_updates(
-                prompt, mm_data_items, hf_processor_mm_kwargs, tokenization_kwargs
-            )
-        fresh = self._process_missing(missing, mm_data_items, hf_processor_mm_kwargs)
-        known.update({mm_hash: alternatives for mm_hash, (_, alternatives) in fresh.items()})
+        may_be_updated = isinstance(prompt, str) and self._hf_processor_applies_updates(
+            prompt, mm_items, mm_kwargs, tok_kwargs
+        )
+        token_ids, placeholders = self._update_prompt(
+            processed.token_ids, processed.prompt_updates, mm_items, may_be_updated=may_be_updated
+        )
+        ranges = {
+            modality: [placeholder.to_range() for placeholder in found]
+            for modality, found in placeholders.items()
+        }
+        validate_reserved_tokens(self.info, prompt, token_ids, ranges)
+        return PreparedInputs(
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=token_ids,
+            mm_hashes=mm_hashes,
+            mm_placeholders=ranges,
+            fresh=processed.fresh,
+            mm_items=mm_items,
+            mm_kwargs=mm_kwargs,
+        )
+
+    def _tokenize_and_process(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
+        tok_kwargs: Mapping[str, object],
+        mm_hashes: Mapping[str, Sequence[str]],
+        *,
+        known: Mapping[str, Sequence[ResolvedPromptUpdate]],
+        missing: Sequence[ItemRow],
+    ) -> ProcessedPrompt:
+        """`known`: the updates of the items that are not `missing`, by hash."""
+        token_ids = self._tokenize(prompt, mm_kwargs, tok_kwargs)
+        fresh = self._process_rows(missing, mm_items, mm_kwargs)
+        alternatives = {**known, **{mm_hash: updates for mm_hash, (_, updates) in fresh.items()}}
         updates = {
             modality: [
-                [self._recompute_cached_prompt_update(update, index) for update in known[mm_hash]]
+                [self._recompute_cached_prompt_update(one, index) for one in alternatives[mm_hash]]
                 for index, mm_hash in enumerate(hashes)
             ]
-            for modality, hashes in mm_uuids.items()
+            for modality, hashes in mm_hashes.items()
         }
-        return ProcessedPrompt(token_ids, updates, fresh, may_be_updated, was_beside_media=False)
+        return ProcessedPrompt(token_ids, updates, fresh)
 
-    def _process_missing(
+    def _process_rows(
         self,
-        missing: Sequence[ItemRow],
-        mm_data_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
+        rows: Sequence[ItemRow],
+        mm_items: MultiModalDataItems,
+        mm_kwargs: Mapping[str, object],
     ) -> dict[str, ProcessedItem]:
-        """Process some items apart from the prompt, so many bytes at a time; return by hash."""
+        """Process items, so many decoded bytes at a time, and return them by hash.
 
-        def process(mm_items: MultiModalDataItems) -> Mapping[str, Sequence[ProcessedItem]]:
-            hf_inputs = self._apply_hf_processor_mm_only(mm_items, hf_processor_mm_kwargs, {})
-            return self._split_into_items(mm_items, hf_inputs, hf_processor_mm_kwargs)
+        Whether the request may have all of them is settled before the first is decoded. Each
+        batch's pixels are forgotten after it.
+        """
+        sizes = admit_items(rows, mm_items, self._max_request_bytes)
+        cancellation = mm_items.cancellation
+        fresh: dict[str, ProcessedItem] = {}
+        for batch, num_bytes in split_by_bytes(zip(rows, sizes, strict=True)):
+            cancellation.check()
+            with self.decode_budget.hold(num_bytes, cancellation, on_wait=mm_items.drop_decoded):
+                selected = select_rows(mm_items, batch)
+                processed = self._process_items(selected, mm_kwargs)
+                fresh |= name_items(batch, processed, owns_arrays=self.cache is not None)
+                selected.drop_decoded()
+        return fresh
 
-        return process_in_batches(
-            missing,
-            mm_data_items,
-            process,
-            budget=self.decode_budget,
-            max_request_bytes=self._max_request_bytes,
-        )
+    def _process_items(
+        self, mm_items: MultiModalDataItems, mm_kwargs: Mapping[str, object]
+    ) -> dict[str, list[ProcessedItem]]:
+        """Return each item's tensors and prompt updates; dummy text satisfies the HF processor."""
+        counts = {m: n for m, n in mm_items.get_all_counts().items() if n}
+        with measuring("decode"):
+            data_by_modality = {m: mm_items[m].get_processor_data() for m in counts}
+        mm_data = {key: one for data in data_by_modality.values() for key, one in data.items()}
+        tensors: dict[str, Any] = {}
+        if mm_data:
+            text = self.dummy_inputs.get_dummy_text(
+                {m: counts[m] for m, data in data_by_modality.items() if data}
+            )
+            tensors |= self._call_hf_processor(text, mm_data, mm_kwargs, {})
+        # The user may write into an array later: what a cache keeps of it must not change.
+        for key, data in mm_items.get_passthrough_data().items():
+            tensors[key] = tensors_as_numpy(data, copy=True)
+        return self._split_into_items(mm_items, BatchFeature(tensors), mm_kwargs, counts)
 
     def _split_into_items(
         self,
         mm_items: MultiModalDataItems,
-        hf_inputs: Mapping[str, Any],
+        tensors: BatchFeature,
         mm_kwargs: Mapping[str, object],
+        counts: Mapping[str, int],
     ) -> dict[str, list[ProcessedItem]]:
         """Divide the HF processor's batch, and resolve each item's prompt updates."""
-        counts = {m: n for m, n in mm_items.get_all_counts().items() if n}
-        if not counts:
-            return {modality: [] for modality in mm_items}
-        features = BatchFeature(dict(hf_inputs))
         fields = {
-            **self._get_mm_fields_config(features, mm_kwargs),
+            **self._get_mm_fields_config(tensors, mm_kwargs),
             **{AFFINE_KEYS[m]: MultiModalFieldConfig.shared(m, n) for m, n in counts.items()},
         }
-        kwargs = MultiModalKwargsItems.from_hf_inputs(features, fields)
+        kwargs = MultiModalKwargsItems.from_hf_inputs(tensors, fields)
         validate_mm_kwargs(kwargs, counts)
         updates = resolve_updates(self._get_prompt_updates(mm_items, mm_kwargs, kwargs), counts)
         validate_mm_updates(updates, counts)
@@ -521,103 +507,22 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             for m in counts
         }
 
-    # ---- text and items, together or apart -------------------------------------------------------
-
-    def _apply_hf_processor_text_mm(
+    def _update_prompt(
         self,
-        prompt_text: str,
+        token_ids: list[int],
+        updates: MultiModalPromptUpdates,
         mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> tuple[list[int], Mapping[str, Any]]:
-        """Call the HF processor on text and items; return token ids and tensors."""
-        mm_data: dict[str, object] = {}
-        for items in mm_items.values():
-            if len(items):
-                with measuring("decode"):
-                    mm_data.update(items.get_processor_data())
-        outputs = dict(
-            self._call_hf_processor(
-                prompt_text, mm_data, hf_processor_mm_kwargs, tokenization_kwargs
-            )
-        )
-        return get_only_row(outputs.pop("input_ids")), outputs
-
-    def _apply_hf_processor_text_only(
-        self,
-        prompt_text: str,
-        tokenization_kwargs: Mapping[str, object],
         *,
-        hf_processor_mm_kwargs: Mapping[str, object] | None = None,
-    ) -> list[int]:
-        """Return what the HF processor makes of text alone.
-
-        An HF processor that refuses placeholders without media, or writes something for media
-        that are not there, is mended in `_call_hf_processor`, where `mm_data` is empty.
-        """
-        mm_kwargs = hf_processor_mm_kwargs or {}
-        with measuring("tokenize"):
-            if self.only_tokenizes_text and not self.info.ctx.merge_mm_kwargs(mm_kwargs):
-                tokenizer = self.info.get_tokenizer()
-                return list(tokenizer.encode(prompt_text, **tokenization_kwargs))
-            token_ids, _ = self._apply_hf_processor_text_mm(
-                prompt_text, MultiModalDataItems(), mm_kwargs, tokenization_kwargs
-            )
-        return token_ids
-
-    def _apply_hf_processor_mm_only(
-        self,
-        mm_items: MultiModalDataItems,
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> Mapping[str, Any]:
-        """Process items without the prompt: dummy text satisfies the HF processor."""
-        # The user may write into an array later: what a cache keeps of it must not change.
-        passthrough = {
-            key: tensors_as_numpy(data, copy=True)
-            for key, data in mm_items.get_passthrough_data().items()
-        }
-        processed = mm_items.select(
-            [m for m, items in mm_items.items() if len(items) and items.get_processor_data()]
-        )
-        if not processed:
-            return passthrough
-        dummy_text = self.dummy_inputs.get_dummy_text(processed.get_all_counts())
-        _, hf_inputs = self._apply_hf_processor_text_mm(
-            dummy_text, processed, hf_processor_mm_kwargs, tokenization_kwargs
-        )
-        return {**hf_inputs, **passthrough}
-
-    # ---- the updates of the prompt ---------------------------------------------------------------
-
-    def _maybe_apply_prompt_updates(
-        self,
-        prompt: str | list[int],
-        mm_items: MultiModalDataItems,
-        mm_kwargs: Mapping[str, object],
-        tok_kwargs: Mapping[str, object],
-        processed: ProcessedPrompt,
+        may_be_updated: bool,
     ) -> tuple[list[int], Mapping[str, list[PlaceholderFeaturesInfo]]]:
         """Find the updated placeholders where the HF processor wrote them; else write them."""
-        token_ids, updates = processed.token_ids, processed.prompt_updates
         counts = {m: n for m, n in mm_items.get_all_counts().items() if n}
         if not counts:
             return token_ids, {}
-        if processed.may_be_updated and isinstance(prompt, str):
+        if may_be_updated:
             placeholders = self._find_mm_placeholders(token_ids, updates)
             if all(len(placeholders.get(m, ())) == n for m, n in counts.items()):
                 return token_ids, placeholders
-            if processed.was_beside_media:
-                token_ids, _, _ = self._apply_hf_processor_main(
-                    prompt,
-                    MultiModalDataItems(),
-                    mm_kwargs,
-                    tok_kwargs,
-                    enable_hf_prompt_update=False,
-                )
-                if token_ids != processed.token_ids:
-                    # It did something for the media, and not what the family says.
-                    validate_mm_placeholders(self.info, placeholders, counts)
         token_ids, placeholders = self._apply_prompt_updates(token_ids, updates)
         validate_mm_placeholders(self.info, placeholders, counts)
         return token_ids, placeholders
@@ -635,3 +540,39 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
             new_token_ids = tokenizer.encode(text, add_special_tokens=False)
             validate_all_applied(self.info, result)
         return new_token_ids, self._find_mm_placeholders(new_token_ids, mm_prompt_updates)
+
+
+class EncDecMultiModalProcessor(BaseMultiModalProcessor[InfoT]):
+    """Of encoder-decoder models, whose media stand in the encoder's prompt.
+
+    Makes two prompts of one, or takes two.
+    """
+
+    @abstractmethod
+    def create_encoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> str | list[int]:
+        """Return the encoder's prompt, placeholders not yet expanded."""
+
+    def create_decoder_prompt(
+        self, prompt: str | list[int], mm_items: MultiModalDataItems
+    ) -> str | list[int]:
+        """Return the decoder's prompt, where the caller gives none."""
+        return prompt
+
+    def _create_prompts(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        decoder_prompt: str | list[int] | None,
+    ) -> tuple[str | list[int], str | list[int]]:
+        """Return both prompts: HF and the prompt updates work on the encoder's alone.
+
+        `prompt` is the encoder's where `decoder_prompt` is given too; else both are made of it.
+        The decoder's is tokenized without special tokens.
+        """
+        if decoder_prompt is None:
+            decoder_prompt = self.create_decoder_prompt(prompt, mm_items)
+        else:
+            validate_prompt(decoder_prompt, self.info.vocab_size, param="decoder_prompt")
+        return self.create_encoder_prompt(prompt, mm_items), decoder_prompt

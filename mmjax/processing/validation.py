@@ -1,22 +1,32 @@
-"""Checks of prompts against items, before and after processing; each says how to mend."""
+"""Checks of prompts against items, before and after processing; and whose fault a failure is.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+Each error says how to mend.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from mmjax.errors import (
     ConfigError,
+    MMJaxError,
     ProcessingError,
     RequestRuntimeError,
     RequestTypeError,
     RequestValueError,
 )
 from mmjax.processing.context import BaseProcessingInfo
+from mmjax.processing.hf_call import MM_KWARGS_PARAM
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
     count_token_matches,
     find_unapplied,
 )
 from mmjax.processing.tensors.inputs import MultiModalKwargsItems, MultiModalPlaceholders
+
+T = TypeVar("T")
+
+_MAX_NAMES_SHOWN = 8
 
 
 class PromptUpdateError(RequestRuntimeError, AssertionError):
@@ -114,28 +124,34 @@ def _mend(info: BaseProcessingInfo) -> str:
 
 def validate_mm_kwargs(mm_kwargs: MultiModalKwargsItems, mm_counts: Mapping[str, int]) -> None:
     """Check that processing gave tensors for every item."""
-    for modality, num_items in mm_counts.items():
-        found = len(mm_kwargs.get(modality, []))
-        if found != num_items:
-            raise ProcessingError(
-                f"Expected there to be {num_items} {modality} items in keyword arguments "
-                f"corresponding to {num_items} {modality} data items, but found {found}; "
-                "`_call_hf_processor` and `_get_mm_fields_config` of the model must agree"
-            )
+    for modality, num_items, found in _wrong_counts(mm_kwargs, mm_counts):
+        raise ProcessingError(
+            f"Expected there to be {num_items} {modality} items in keyword arguments "
+            f"corresponding to {num_items} {modality} data items, but found {found}; "
+            "`_call_hf_processor` and `_get_mm_fields_config` of the model must agree"
+        )
 
 
 def validate_mm_updates(
     mm_prompt_updates: Mapping[str, Sequence[Any]], mm_counts: Mapping[str, int]
 ) -> None:
     """Check that every item has a prompt update."""
-    for modality, num_items in mm_counts.items():
-        found = len(mm_prompt_updates.get(modality, []))
-        if found != num_items:
-            raise ProcessingError(
-                f"Expected there to be {num_items} prompt updates corresponding to "
-                f"{num_items} {modality} items, but instead found {found} prompt updates; "
-                "`_get_prompt_updates` of the model must give one for each modality"
-            )
+    for modality, num_items, found in _wrong_counts(mm_prompt_updates, mm_counts):
+        raise ProcessingError(
+            f"Expected there to be {num_items} prompt updates corresponding to "
+            f"{num_items} {modality} items, but instead found {found} prompt updates; "
+            "`_get_prompt_updates` of the model must give one for each modality"
+        )
+
+
+def _wrong_counts(
+    items: Mapping[str, Sequence[Any]], mm_counts: Mapping[str, int]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (modality, items of the request, those in `items`) where they differ."""
+    for modality, expected in mm_counts.items():
+        found = len(items.get(modality, ()))
+        if found != expected:
+            yield modality, expected, found
 
 
 def missing_placeholder_error(
@@ -175,15 +191,13 @@ def validate_mm_placeholders(
     mm_counts: Mapping[str, int],
 ) -> None:
     """Check that every item has a placeholder in the updated prompt."""
-    for modality, num_items in mm_counts.items():
-        found = len(placeholders.get(modality, []))
-        if found != num_items:
-            raise missing_placeholder_error(
-                info,
-                modality,
-                f"Expected there to be {num_items} prompt placeholders corresponding to "
-                f"{num_items} {modality} items, but instead found {found} prompt placeholders",
-            )
+    for modality, num_items, found in _wrong_counts(placeholders, mm_counts):
+        raise missing_placeholder_error(
+            info,
+            modality,
+            f"Expected there to be {num_items} prompt placeholders corresponding to "
+            f"{num_items} {modality} items, but instead found {found} prompt placeholders",
+        )
 
 
 def validate_reserved_tokens(
@@ -244,3 +258,44 @@ def validate_limited_modalities(info: BaseProcessingInfo) -> None:
                 f"`--limit-mm-per-prompt` limits `{modality}`, which this model does not take; it "
                 f"takes {known}: leave the other out"
             )
+
+
+def process_and_blame(
+    process: Callable[[Mapping[str, object]], T], mm_kwargs: Mapping[str, object]
+) -> T:
+    """Return `process(mm_kwargs)`; where it fails, raise what `find_fault` says."""
+    try:
+        return process(mm_kwargs)
+    except Exception as error:  # HF's code and families' may raise anything
+        blamed = find_fault(error, mm_kwargs, lambda: process({}))
+        if blamed is error:
+            raise
+        raise blamed from error
+
+
+def find_fault(
+    error: Exception, mm_kwargs: Mapping[str, object], process_without: Callable[[], Any]
+) -> Exception:
+    """Return the error to raise for `error`: the request's where its kwargs cause it, else ours.
+
+    What else a client can cause is checked before, and is a RequestError already.
+
+    Args:
+        error: What HF's code or a family's raised.
+        mm_kwargs: The request's own.
+        process_without: Does the same work without them.
+    """
+    if isinstance(error, MMJaxError) and not isinstance(error, ProcessingError):
+        return error
+    if mm_kwargs:
+        with suppress(Exception):  # where it fails too, it is not the kwargs
+            process_without()
+            names = ", ".join(f"`{str(name)[:64]}`" for name in list(mm_kwargs)[:_MAX_NAMES_SHOWN])
+            return RequestValueError(
+                f"mm_processor_kwargs cannot be applied: processing fails with {names}, and not "
+                "without; correct the values, or leave them out",
+                param=MM_KWARGS_PARAM,
+            )
+    if isinstance(error, ProcessingError):
+        return error
+    return ProcessingError(f"processing failed: {type(error).__name__}: {error}")

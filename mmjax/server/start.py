@@ -72,7 +72,7 @@ def ended_on_error(supervisor: Any) -> Iterator[None]:
 def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any:
     """Configure P1, and return the application."""
     from mmjax.cache import config_with_directory, processor_cache_from_config
-    from mmjax.cache.media.shm.directory import remove_dead_directories
+    from mmjax.cache.media.shared_directory import remove_dead_directories
     from mmjax.frontend.media_budget import with_encoder_budget
     from mmjax.models.registry import with_model_class
 

@@ -6,10 +6,11 @@ decoded.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Union, get_args
+from typing import NamedTuple
 
 import msgspec
 
+from mmjax.processing.tensors.wire_forms import WireError
 from mmjax.transport.messages import (
     EngineCoreRequest,
     EngineMessage,
@@ -17,7 +18,7 @@ from mmjax.transport.messages import (
     RequestOutputDelta,
     StepOutput,
 )
-from mmjax.transport.wire import REQUEST, ArrayFrames, Buffer, WireError
+from mmjax.transport.wire import RECEIVED, ArrayFrames, Buffer, check_position, unpack
 
 __all__ = [
     "VERSION",
@@ -30,22 +31,22 @@ __all__ = [
     "read_remainder",
 ]
 
-VERSION = 8
+VERSION = 9
 """The first byte of every message; a reader refuses any other."""
 
 Message = EngineMessage | FrontendMessage
 
 _ENCODER = msgspec.msgpack.Encoder()
-_PLAIN = [kind for kind in get_args(Message) if kind is not EngineCoreRequest]
-_DECODER = msgspec.msgpack.Decoder(Union[(REQUEST.type, *_PLAIN)])
+_DECODER = msgspec.msgpack.Decoder(Message, dec_hook=unpack)
 
 
 def encode(message: Message) -> list[Buffer]:
     """Return the frames of `message`; the array frames share memory with the arrays."""
-    arrays = ArrayFrames()
+    arrays, encoder = ArrayFrames(), _ENCODER
+    if isinstance(message, EngineCoreRequest):
+        encoder = msgspec.msgpack.Encoder(enc_hook=arrays.pack)
     try:
-        wire = REQUEST.pack(message, arrays) if isinstance(message, EngineCoreRequest) else message
-        header = _ENCODER.encode(wire)
+        header = encoder.encode(message)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
         raise WireError(f"the message cannot be encoded: {error}") from error
     return [bytes([VERSION]) + header, *arrays.frames]
@@ -83,8 +84,14 @@ def decode(frames: Sequence[Buffer]) -> Message:
     header = memoryview(frames[0]).cast("B")
     if header[0] != VERSION:
         raise WireError(f"the message has version {header[0]}; expected {VERSION}")
+    token = RECEIVED.set(frames)
     try:
-        wire = _DECODER.decode(header[1:])
-        return REQUEST.unpack(wire, frames) if isinstance(wire, REQUEST.type) else wire
+        message = _DECODER.decode(header[1:])
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise WireError(f"the message cannot be decoded: {error}") from error
+    finally:
+        RECEIVED.reset(token)
+    if isinstance(message, EngineCoreRequest):
+        for feature in message.mm_features:
+            check_position(feature.mm_position)
+    return message

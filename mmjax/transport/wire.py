@@ -1,26 +1,25 @@
-"""The wire form of requests, whose arrays are frames after the header."""
+"""The wire form of a request's arrays: frames after the header."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
-from mmjax.processing.tensors.shared_item import SharedItem
+from mmjax.processing.tensors.inputs import (
+    MultiModalKwargsItem,
+    PlaceholderRange,
+    SharedItem,
+)
 from mmjax.processing.tensors.wire_forms import (
     DTYPES,
     WireArray,
     WireError,
-    WireForm,
-    either,
-    item_form,
-    list_of,
-    object_form,
-    optional,
+    pack_item,
+    unpack_item,
 )
-from mmjax.transport.messages import EngineCoreRequest
 
 Buffer = bytes | memoryview
 
@@ -34,6 +33,14 @@ class ArrayFrames:
         self.frames: list[Buffer] = []
         self._wire_by_id: dict[int, WireArray] = {}
         self._packed: list[np.ndarray] = []  # keeps arrays alive, so that ids are unique
+
+    def pack(self, value: Any) -> Any:
+        """Return what msgspec encodes in the place of a value that it does not know."""
+        if isinstance(value, MultiModalKwargsItem):
+            return pack_item(value, self.add)
+        if isinstance(value, np.ndarray):
+            return self.add(value)
+        raise TypeError(f"a {type(value).__name__} has no wire form")
 
     def add(self, array: np.ndarray) -> WireArray:
         """Add an array's frame, which shares its memory, and return its reference in the header."""
@@ -52,7 +59,22 @@ class ArrayFrames:
         return wire
 
 
-def _read_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
+RECEIVED: ContextVar[Sequence[Buffer]] = ContextVar("RECEIVED")
+"""The frames of the message that is being decoded."""
+
+
+def unpack(kind: type, wire: Any) -> Any:
+    """Return the value of a type that msgspec does not know: an array, or an item's data."""
+    if kind is np.ndarray:
+        return _read_array(msgspec.convert(wire, WireArray))
+    # As an array, since a map is an item's tensors.
+    if isinstance(wire, list):
+        return msgspec.convert(wire, SharedItem)
+    return unpack_item(wire, _read_array)
+
+
+def _read_array(wire: WireArray) -> np.ndarray:
+    frames = RECEIVED.get()
     dtype = DTYPES.get(wire.dtype)
     if dtype is None:
         raise WireError(f"an array has the unknown dtype {wire.dtype!r}")
@@ -71,23 +93,10 @@ def _read_array(wire: WireArray, frames: Sequence[Buffer]) -> np.ndarray:
     return array
 
 
-def _unpack_position(wire: Any, frames: Sequence[Buffer]) -> PlaceholderRange:
-    position: PlaceholderRange = _POSITION.unpack(wire, frames)
+def check_position(position: PlaceholderRange) -> None:
+    """Refuse a placeholder whose parts do not fit each other."""
     if position.offset < 0 or position.length < 0:
         raise WireError(f"placeholder at {position.offset} of length {position.length}")
     mask = position.is_embed
     if mask is not None and (mask.dtype != np.bool_ or mask.shape != (position.length,)):
         raise WireError(f"`is_embed` must be bool ({position.length},), not {mask.shape}")
-    return position
-
-
-_ARRAY = WireForm(np.ndarray, WireArray, lambda array, frames: frames.add(array), _read_array)
-# As an array, since a map is an item's tensors.
-_SHARED_ITEM = object_form(SharedItem, array_like=True)
-_POSITION = object_form(PlaceholderRange, is_embed=optional(_ARRAY))
-_FEATURE = object_form(
-    MultiModalFeatureSpec,
-    data=optional(either(item_form(_ARRAY), _SHARED_ITEM)),
-    mm_position=dataclasses.replace(_POSITION, unpack=_unpack_position),
-)
-REQUEST = object_form(EngineCoreRequest, tag=True, mm_features=list_of(_FEATURE))

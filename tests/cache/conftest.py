@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
 from tests.cache.shm_kit import PAGE
 
 

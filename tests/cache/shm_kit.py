@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -15,8 +14,7 @@ from mmjax.processing import (
     PromptReplacement,
 )
 from mmjax.processing.tensors.fields import MultiModalBatchedField
-from mmjax.processing.tensors.inputs import ItemData
-from mmjax.processing.tensors.shared_item import SharedItem
+from mmjax.processing.tensors.inputs import ItemData, SharedItem
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest

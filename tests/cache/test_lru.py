@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmjax.cache.lru import CacheInfo, LRUCache
+from mmjax.cache.media.lru import CacheInfo, LRUCache
 
 keys = st.sampled_from("abcdef")
 operations = st.lists(

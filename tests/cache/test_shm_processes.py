@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.cache.media.shm.directory import SharedDirectory
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_directory import SharedDirectory
 from mmjax.errors import ConfigError
-from mmjax.processing.tensors.inputs import ItemData
-from mmjax.processing.tensors.shared_item import SharedItem
+from mmjax.processing.tensors.inputs import ItemData, SharedItem
 from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
@@ -103,8 +101,8 @@ def test_a_reader_is_killed_and_the_next_one_reads_on(tmp_path: Path):
 WRITER = """
 import sys, time
 from pathlib import Path
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
-from mmjax.processing.tensors.shared_item import SharedItem
+from mmjax.cache.media.shared_cache import ShmObjectStoreSenderCache
+from mmjax.processing.tensors.inputs import SharedItem
 from tests.cache.shm_kit import put
 sender = ShmObjectStoreSenderCache(2**20, name="victim", directory=Path(sys.argv[1]))
 put(sender, "a")

@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager, cdiv
-from mmjax.cache.lru import CacheInfo
+from mmjax.cache.media.lru import CacheInfo
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.engine.scheduling.scheduler import Scheduler

@@ -10,7 +10,7 @@ from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
-from mmjax.processing.items import uuids
+from mmjax.processing.items import parse
 from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 from tests.processing.families.family import GOLDEN
@@ -168,9 +168,9 @@ def test_too_many_images(tiny_gemma3: Path) -> None:
 @pytest.mark.parametrize("family", ["llava", "florence2"])
 def test_uuids_are_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    to_list = uuids._to_list
+    to_list = parse._to_list
     monkeypatch.setattr(
-        uuids, "_to_list", lambda modality, given: read.append(modality) or to_list(modality, given)
+        parse, "_to_list", lambda modality, given: read.append(modality) or to_list(modality, given)
     )
     processor = InputProcessor(load_model_config(str(GOLDEN / family)))
     text = {"llava": "<image>", "florence2": "<CAPTION>"}[family]

@@ -15,7 +15,7 @@ from mmjax.frontend.media import connector
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.processor_pool import RequestThreads
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.processing import MediaLimits, missing_items
+from mmjax.processing import MediaLimits, processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, split_by_bytes
 from mmjax.processing.media.encoded import EncodedImage
@@ -122,7 +122,7 @@ def test_a_text_passes_pictures_whose_client_leaves(
     """Two requests with six pictures each hold no text up, and stop where they are cancelled."""
     monkeypatch.setattr(connector, "MAX_BATCH_BYTES", 0)
     one_by_one = partial(split_by_bytes, max_bytes=1)
-    monkeypatch.setattr(missing_items, "split_by_bytes", one_by_one)
+    monkeypatch.setattr(processor, "split_by_bytes", one_by_one)
     decoded: list[bytes] = []
     has_begun, may_go_on = threading.Event(), threading.Event()
     load = encoded.load_image_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mmjax.cache.lru import CacheInfo
+from mmjax.cache.media.lru import CacheInfo
 from mmjax.frontend.engine_client.stats_log import StatsLog
 from mmjax.transport.messages import Heartbeat
 

@@ -16,7 +16,7 @@ from PIL import Image
 from mmjax.cache import MultiModalProcessorOnlyCache
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import ConfigError, RequestCancelledError, RequestValueError
-from mmjax.processing import MediaLimits, missing_items, processor
+from mmjax.processing import MediaLimits, processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import (
     Cancellation,
@@ -59,8 +59,7 @@ def set_batch_bytes(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
     def split(sizes: Any) -> Any:
         return split_by_bytes(sizes, max_bytes)
 
-    monkeypatch.setattr(missing_items, "split_by_bytes", split)
-    monkeypatch.setattr(processor, "MAX_BATCH_BYTES", max_bytes)
+    monkeypatch.setattr(processor, "split_by_bytes", split)
 
 
 def test_batches_keep_the_order_and_the_bound():

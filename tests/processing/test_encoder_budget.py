@@ -1,11 +1,11 @@
-"""Budgets of the encoder: room for the largest item; items of a prompt, and of a step."""
+"""Budgets of the encoder: room for the largest item."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from mmjax.config.engine_config import CacheConfig, SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from mmjax.errors import ConfigError
 from mmjax.processing import MultiModalBudget, MultiModalProfiler, compute_mm_encoder_budget
 from mmjax.processing.context import BaseProcessingInfo
@@ -52,16 +52,9 @@ def make_budget(
     limits: Mapping[str, int],
     *,
     enable_mm_embeds: bool = False,
-    cache: CacheConfig | None = None,
-    chunked: bool = True,
-    max_model_len: int = 100,
-    **config: Any,
 ) -> MultiModalBudget:
     """Make the budget of a model whose items are as large as `tokens` says."""
-    processor = make(
-        max_model_len=max_model_len,
-        mm={"limit_mm_per_prompt": limits, "enable_mm_embeds": enable_mm_embeds},
-    )
+    processor = make(mm={"limit_mm_per_prompt": limits, "enable_mm_embeds": enable_mm_embeds})
     info: Any = processor.info
     info.__class__ = type(
         "Sized",
@@ -73,31 +66,13 @@ def make_budget(
     )
     assert isinstance(info, BaseProcessingInfo)
     profiler = MultiModalProfiler(processor)
-    return MultiModalBudget(profiler, scheduler(**config), cache, enable_chunked_prefill=chunked)
+    return MultiModalBudget(profiler, scheduler())
 
 
-def test_items_of_a_prompt_and_of_a_step():
+def test_a_step_has_room_for_its_tokens():
     budget = make_budget({"image": 10, "video": 40}, {"image": 3, "video": 9})
     assert budget.get_encoder_budget() == 100
     assert budget.mm_max_toks_per_item == {"image": 10, "video": 40}
-    assert budget.mm_max_items_per_prompt == {"image": 3, "video": 2}  # 100 // 40
-    assert budget.mm_max_items_per_batch == {"image": 10, "video": 2}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"max_num_seqs": 2}, (3, 6)),  # 2 requests of 3 items
-        ({"chunked": False, "max_num_batched_tokens": 25}, (3, 2)),  # 25 // 10 embeddings
-        ({"cache": CacheConfig(encoder_cache_size=40)}, (3, 4)),
-        ({"max_model_len": 5}, (1, 4)),  # at least one, though it does not fit
-        ({"max_num_encoder_input_tokens": 1}, (3, 1)),
-    ],
-)
-def test_what_bounds_the_items(changes: dict[str, Any], expected: tuple[int, int]):
-    budget = make_budget({"image": 10}, {"image": 3}, **changes)
-    per_prompt, per_batch = budget.mm_max_items_per_prompt, budget.mm_max_items_per_batch
-    assert (per_prompt["image"], per_batch["image"]) == expected
 
 
 def test_a_modality_of_embeddings_alone_fills_the_cache_and_runs_no_tower():
@@ -112,8 +87,4 @@ def test_a_modality_of_embeddings_alone_fills_the_cache_and_runs_no_tower():
 def test_a_model_without_modalities_has_no_items():
     budget = make_budget({"image": 10}, {"image": 0})
     assert budget.get_encoder_budget() == 0
-    assert budget.mm_max_items_per_batch == {}
-
-
-def test_items_without_embeddings_need_nothing():
-    assert make_budget({"image": 0}, {}).mm_max_items_per_batch == {"image": 0}
+    assert budget.mm_max_toks_per_item == {}

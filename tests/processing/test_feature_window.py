@@ -14,7 +14,7 @@ from mmjax.processing import (
     get_mm_features_in_window,
     strip_covered_mm_data,
 )
-from mmjax.processing.tensors.shared_item import SharedItem
+from mmjax.processing.tensors.inputs import SharedItem
 
 
 def feature(offset: int, length: int, **on_cpu: bool) -> MultiModalFeatureSpec:

@@ -10,7 +10,7 @@ import pytest
 from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError
-from mmjax.processing.hf_call import check_request_kwargs, check_sizes, merge_mm_kwargs
+from mmjax.processing.hf_call import check_known_kwargs, check_sizes, merge_mm_kwargs
 from tests.kit import draw
 from tests.processing.families import FAMILIES
 
@@ -60,13 +60,14 @@ def test_merging_does_not_change_what_is_merged():
 )
 def test_what_no_request_may_set(kwargs: dict[str, Any], message: str):
     with pytest.raises(RequestError, match=message) as caught:
-        check_request_kwargs(kwargs)
+        check_known_kwargs(kwargs, None)
     assert caught.value.param == "mm_processor_kwargs"
     assert isinstance(caught.value, RequestTypeError) == ("give a dict" in message)
 
 
 def test_scopes_may_be_empty():
-    check_request_kwargs({"images_kwargs": None, "videos_kwargs": {}, "text_kwargs": {"a": 1}})
+    scopes = {"images_kwargs": None, "videos_kwargs": {}, "text_kwargs": {"a": 1}}
+    check_known_kwargs(scopes, None)
 
 
 @pytest.mark.parametrize(

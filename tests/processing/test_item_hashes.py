@@ -21,8 +21,7 @@ from mmjax.processing import (
     MultiModalHasher,
     VideoProcessorItems,
 )
-from mmjax.processing.hashing.item_hashes import ItemHasher, scope_mm_kwargs
-from mmjax.processing.hashing.media_ids import MediaId
+from mmjax.processing.hashing.item_hashes import ItemHasher, MediaId, scope_mm_kwargs
 from mmjax.processing.media.encoded import EncodedImage
 from tests.kit import draw
 from tests.processing.test_media import encode

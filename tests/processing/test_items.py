@@ -76,18 +76,14 @@ def test_encoded_bytes_are_for_the_hash_alone(items: Any):
         (torch.zeros(3, 4, 6), (6, 4)),
     ],
 )
-def test_sizes_of_pictures_and_frames(picture: Any, size: tuple[int, int]):
+def test_sizes_of_pictures(picture: Any, size: tuple[int, int]):
     assert ImageProcessorItems([picture]).get_image_size(0) == ImageSize(*size)
-    assert VideoProcessorItems([[picture]]).get_frame_size(0) == ImageSize(*size)
 
 
 @pytest.mark.parametrize(
     "measure",
     [
         ImageProcessorItems([None]).get_image_size,
-        VideoProcessorItems([None]).get_num_frames,
-        VideoProcessorItems([None]).get_frame_size,
-        AudioProcessorItems([None]).get_audio_length,
         ImageEmbeddingItems([None]).get_feature_size,
     ],
 )

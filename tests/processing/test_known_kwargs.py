@@ -9,7 +9,6 @@ from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.hf_call import (
     check_ceilings,
     check_known_kwargs,
-    find_unknown,
     list_known_kwargs,
 )
 from tests.kit import draw
@@ -34,16 +33,17 @@ KNOWN = {
     ],
 )
 def test_the_nearest_known_name_is_offered(kwargs: dict[Any, Any], path: str, hint: str):
-    unknown = find_unknown(kwargs, KNOWN)
-    assert unknown is not None
-    assert unknown.path == path
-    assert unknown.hint.startswith(hint)
+    with pytest.raises(RequestValueError) as caught:
+        check_known_kwargs(kwargs, KNOWN)
+    assert caught.value.param == f"mm_processor_kwargs.{path}"
+    assert f"`{path}`, which this model's processor does not know; {hint}" in caught.value.message
 
 
 def test_what_is_known_passes():
     known = {"size": 1, "images_kwargs": {"size": 1}, "return_for_text": 1, "videos_kwargs": {}}
-    assert find_unknown(known, KNOWN) is None
-    assert find_unknown({"a": 1}, {"": frozenset()}) == ("a", "it takes none")
+    check_known_kwargs(known, KNOWN)
+    with pytest.raises(RequestValueError, match=r"`a`, .* does not know; it takes none"):
+        check_known_kwargs({"a": 1}, {"": frozenset()})
 
 
 def test_a_signature_says_what_is_known():

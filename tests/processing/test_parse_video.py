@@ -54,8 +54,6 @@ def parse(data: Any, parser: MultiModalDataParser = parser) -> VideoProcessorIte
 def test_every_form_of_a_video_gives_the_same_frames(form: Any):
     for items, index in [(parse(form), 0), (parse([form]), 0), (parse([None, form]), 1)]:
         assert len(items) == index + 1
-        assert items.get_num_frames(index) == 3
-        assert items.get_frame_size(index) == (6, 4)
         frames = items.get_processor_data()["videos"][index]
         assert frames.dtype == np.uint8
         np.testing.assert_array_equal(frames, PIXELS)
@@ -88,7 +86,6 @@ def test_metadata_go_along_where_the_model_needs_them():
     items = parse([(PIXELS, META), None], needs)
     assert items.get(0) == (PIXELS, META)
     assert items.get_processor_data()["videos"] == [(PIXELS, META), None]
-    assert items.get_num_frames(0) == 3
     assert items.metadata == [META, None]
     assert items.select([1, 0]).metadata == [None, META]
     with pytest.raises(RequestValueError, match="metadata is required but not found"):
@@ -108,14 +105,7 @@ def test_metadata_enter_the_hash_beside_encoded_bytes():
     assert inner.get(0) is PIXELS
 
 
-def test_an_item_known_by_its_uuid_alone_has_no_size_here():
-    items = parse([None])
-    for size in (items.get_num_frames, items.get_frame_size):
-        with pytest.raises(ValueError, match="cached"):
-            size(0)
-    with pytest.raises(ValueError, match="no frames"):
-        VideoProcessorItems([PIXELS[:0]]).get_frame_size(0)
-    assert VideoProcessorItems([FRAMES]).get_frame_size(0) == (6, 4)
+def test_metadata_are_one_for_all_or_one_for_each():
     assert VideoProcessorItems([PIXELS, PIXELS], META).metadata == [META, META]
     with pytest.raises(ValueError, match="1 metadata were given for 2 videos"):
         VideoProcessorItems([PIXELS, PIXELS], [META])

@@ -1,29 +1,29 @@
 """A request in two steps: `prepare` changes no cache, `commit` does, in one fixed order."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import MultiModalCacheMissError, RequestValueError
 from mmjax.processing import MultiModalInputs, PreparedInputs
-from mmjax.processing.commit import commit_items
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from tests.kit import draw
 from tests.processing.test_processor import SOFT, Processor, ids, make
 
 
-class RecordingCache:
+class RecordingCache(BaseMultiModalProcessorCache):
     """A sender's cache that never evicts by itself, and writes down what is asked of it."""
 
     def __init__(self, *, has_tensors: bool = False, can_store: bool = True) -> None:
+        super().__init__(1)
         self.items: dict[str, Any] = {}
         self.calls: list[tuple[str, str]] = []
         self.has_tensors = has_tensors
         self.can_store = can_store
 
-    def is_cached(self, mm_hashes: Sequence[str]) -> list[bool]:
-        return [mm_hash in self.items for mm_hash in mm_hashes]
+    def is_cached_item(self, mm_hash: str) -> bool:
+        return mm_hash in self.items
 
     def peek_prompt_updates(self, mm_hash: str) -> Any:
         return self.items[mm_hash][1] if mm_hash in self.items else None
@@ -36,16 +36,16 @@ class RecordingCache:
             self.calls.append(("hit", mm_hash))
             item, updates = self.items[mm_hash]
             return (item if self.has_tensors else None), updates
-        if mm_item is None:
-            raise MultiModalCacheMissError([mm_hash])
+        return self._store(mm_item, mm_hash)
+
+    def _store(self, mm_item: Any, mm_hash: str) -> Any:
         self.calls.append(("store", mm_hash))
         if self.can_store:
             self.items[mm_hash] = mm_item
         return mm_item
 
-    def get_and_update(self, mm_items: Any, mm_hashes: Any) -> Any:
-        fresh = {h: item for h, item in zip(mm_hashes, mm_items, strict=True) if item is not None}
-        return [(item, []) for item in commit_items(self, mm_hashes, fresh)]
+    def reset_readers(self) -> None:
+        """Do nothing."""
 
 
 def prepare(processor: Processor, names: str, *, without_data: str = "") -> PreparedInputs:

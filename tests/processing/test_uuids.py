@@ -13,7 +13,7 @@ from mmjax.processing import (
     MultiModalDataItems,
     VideoProcessorItems,
 )
-from mmjax.processing.items.uuids import complete_mm_data, parse_mm_uuids, validate_mm_uuids
+from mmjax.processing.items.parse import complete_mm_data, parse_mm_uuids, validate_mm_uuids
 from tests.kit import draw
 
 PICTURE = draw(1, 1)

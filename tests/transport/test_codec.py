@@ -52,17 +52,10 @@ arrays = st.sampled_from(DTYPES).flatmap(
     )
 )
 tensors = st.recursive(arrays, lambda inner: st.lists(inner, max_size=3), max_leaves=4)
-small = st.integers(-9, 9)
-slices = st.builds(slice, st.none() | small, st.none() | small, st.none() | st.integers(1, 3))
 fields = st.one_of(
     st.builds(MultiModalBatchedField, keep_on_cpu=st.booleans()),
     st.builds(MultiModalSharedField, batch_size=st.integers(1, 9)),
-    st.builds(MultiModalFlatField, slices=st.lists(slices, max_size=3), dim=st.integers(0, 2)),
-    st.builds(
-        MultiModalFlatField,
-        slices=st.lists(st.tuples(slices, slices), min_size=1, max_size=3),
-        dim=st.just(1),
-    ),
+    st.builds(MultiModalFlatField, slices=st.just([]), dim=st.integers(0, 2)),
 )
 items = st.dictionaries(st.text(max_size=8), st.builds(MultiModalFieldElem, tensors, fields)).map(
     MultiModalKwargsItem

@@ -39,7 +39,7 @@ def _a_request() -> EngineCoreRequest:
         "pixel_values": (np.ones((2, 3), np.float32), MultiModalBatchedField()),
         "sizes": (
             [np.zeros(2, np.int64), np.zeros((0, 3), np.uint8)],
-            MultiModalFlatField(slices=[slice(0, 1), slice(1, 2)], dim=0),
+            MultiModalFlatField(slices=[], dim=0),
         ),
         "kind": (np.array(True), MultiModalSharedField(batch_size=1)),
     }

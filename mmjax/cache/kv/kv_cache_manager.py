@@ -9,7 +9,7 @@ import numpy as np
 
 from mmjax.cache.kv.block_hash import BlockHash
 from mmjax.cache.kv.block_pool import BlockPool
-from mmjax.cache.lru import CacheInfo
+from mmjax.cache.media.lru import CacheInfo
 from mmjax.rounding import cdiv
 
 

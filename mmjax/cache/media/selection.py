@@ -2,15 +2,15 @@
 
 from dataclasses import replace
 
-from mmjax.cache.media.mirrored import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.cache.media.processor_cache import (
     BaseMultiModalProcessorCache,
     BaseMultiModalReceiverCache,
     MultiModalProcessorOnlyCache,
+    MultiModalProcessorSenderCache,
+    MultiModalReceiverCache,
 )
-from mmjax.cache.media.shm.directory import NoSharedMemoryError
-from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
-from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
+from mmjax.cache.media.shared_directory import NoSharedMemoryError
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.config.multimodal_config import DEFAULT_SHM_OBJECT_SIZE_MB, ProcessorCacheType
 from mmjax.errors import ConfigError

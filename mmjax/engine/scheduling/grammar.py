@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.cache.lru import LRUCache
+from mmjax.cache.media.lru import LRUCache
 from mmjax.engine.scheduling.token_bits import pack_token_ids
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
 from mmjax.requests.structured_outputs import STACK_BYTES, make_limits, shorten

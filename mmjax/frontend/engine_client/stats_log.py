@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from mmjax.cache.lru import CacheInfo
+from mmjax.cache.media.lru import CacheInfo
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import Heartbeat
 

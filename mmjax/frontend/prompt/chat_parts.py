@@ -15,7 +15,7 @@ from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.requests.prompts import PromptDict
-from mmjax.processing.hashing.media_ids import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
+from mmjax.processing.hashing.item_hashes import MAX_MEDIA_ID_LENGTH, MediaId, is_media_id
 from mmjax.processing.media.decode import as_numpy, is_array_like
 from mmjax.processing.media.embeds import decode_embeds
 from mmjax.processing.media.encoded import PixelRange

@@ -4,7 +4,7 @@ import threading
 
 import msgspec
 
-from mmjax.cache.lru import LRUCache
+from mmjax.cache.media.lru import LRUCache
 from mmjax.decoders.worker_pool import WorkerError, WorkerPool
 from mmjax.errors import InternalError, RequestValueError
 from mmjax.requests.sampling_params import StructuredOutputsParams

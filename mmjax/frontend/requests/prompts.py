@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.processing.items.uuids import complete_mm_data, parse_mm_uuids
+from mmjax.processing.items.parse import complete_mm_data, parse_mm_uuids
 
 _MAX_SALT_LENGTH = 128
 

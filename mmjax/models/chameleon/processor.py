@@ -93,27 +93,19 @@ class ChameleonMultiModalProcessor(FamilyProcessor[ChameleonProcessingInfo]):
         without_sep = {**mm_kwargs, "return_for_text_completion": True}
         return super()._call_hf_processor(prompt, mm_data, without_sep, tok_kwargs)
 
-    def _apply_hf_processor_main(
+    def _tokenize(
         self,
         prompt: str | list[int],
-        mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
-        *,
-        enable_hf_prompt_update: bool,
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
-        token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
-            prompt,
-            mm_items,
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            enable_hf_prompt_update=enable_hf_prompt_update,
-        )
+    ) -> list[int]:
+        """End every prompt with the separator, of text and of token ids alike."""
+        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
         sep_token_id = self.info.get_tokenizer().sep_token_id
         is_for_completion = self.info.is_for_completion(hf_processor_mm_kwargs)
-        if token_ids[-1:] != [sep_token_id] and not is_for_completion:
-            token_ids = [*token_ids, sep_token_id]
-        return token_ids, hf_inputs, is_update_applied
+        if token_ids[-1:] == [sep_token_id] or is_for_completion:
+            return token_ids
+        return [*token_ids, sep_token_id]
 
 
 FACTORIES = make_factories(ChameleonProcessingInfo, ChameleonMultiModalProcessor)

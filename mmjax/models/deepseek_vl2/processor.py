@@ -25,8 +25,7 @@ from mmjax.models.family import (
 )
 from mmjax.processing.context import InputProcessingContext
 from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
-from mmjax.processing.items.parse import ImageSize, MultiModalDataItems
-from mmjax.processing.items.uuids import MultiModalUUIDDict
+from mmjax.processing.items.parse import ImageSize, MultiModalDataItems, MultiModalUUIDDict
 from mmjax.processing.prepared import ProcessedPrompt
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 

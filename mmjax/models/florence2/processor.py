@@ -15,11 +15,11 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.processing.encdec import EncDecMultiModalProcessor
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
+from mmjax.processing.processor import EncDecMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets, as_ids
 
 CHAT_TEMPLATE = r"""

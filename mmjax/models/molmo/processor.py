@@ -209,25 +209,15 @@ class MolmoProcessingInfo(FamilyInfo):
 
 
 class MolmoMultiModalProcessor(FamilyProcessor[MolmoProcessingInfo]):
-    def _apply_hf_processor_main(
+    def _tokenize(
         self,
         prompt: str | list[int],
-        mm_items: MultiModalDataItems,
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
-        *,
-        enable_hf_prompt_update: bool,
-    ) -> tuple[list[int], Mapping[str, Any], bool]:
+    ) -> list[int]:
         """Begin every prompt as the published processor does, of text and of token ids alike."""
-        token_ids, hf_inputs, is_update_applied = super()._apply_hf_processor_main(
-            prompt,
-            mm_items,
-            hf_processor_mm_kwargs,
-            tokenization_kwargs,
-            enable_hf_prompt_update=enable_hf_prompt_update,
-        )
-        token_ids = self.info.begin_prompt(token_ids, hf_processor_mm_kwargs)
-        return token_ids, hf_inputs, is_update_applied
+        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
+        return self.info.begin_prompt(token_ids, hf_processor_mm_kwargs)
 
 
 FACTORIES = make_factories(MolmoProcessingInfo, MolmoMultiModalProcessor)

@@ -1,22 +1,142 @@
 """The identity of every item of a request: its content's hash, or the uuid that stands for it.
 
 Remembers what encoded bytes were once hashed to: a repeated image is not decoded again. Holds
-no media and no tensors.
+no media and no tensors. An id that a client gives never is an identity, but a claim, good in its
+client's own domain alone: it leads to the content that came with it, whose hash is one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from mmjax.errors import RequestError, RequestValueError
+from mmjax.errors import MediaIdConflictError, RequestError, RequestValueError
 from mmjax.processing.hashing.hasher import ContentHasher, MultiModalHasher
-from mmjax.processing.hashing.media_ids import MediaClaim, MediaIds, check_media_id, param_of
-from mmjax.processing.hashing.recent import RecentMap
 from mmjax.processing.items.items import MultiModalDataItems
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
 
 MAX_REMEMBERED = 65_536
 """Contents, and ids, of which the hash is remembered: some 20 MB."""
+
+MAX_MEDIA_ID_LENGTH = 128
+
+UUIDS_PARAM = "multi_modal_uuids"
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class RecentMap(Generic[K, V]):
+    """A memory of at most `capacity` entries; what was not used for longest goes first.
+
+    Safe for threads.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity}; give at least 1")
+        self.capacity = capacity
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: K) -> V | None:
+        """Return what is known under `key`, now the last to go."""
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
+
+    def put(self, key: K, value: V) -> None:
+        """Remember `value`."""
+        with self._lock:
+            self._entries[key] = value
+            self._entries.move_to_end(key)
+            if len(self._entries) > self.capacity:
+                self._entries.popitem(last=False)
+
+
+class MediaId(str):
+    """A uuid that knows the field of the request that it stood in."""
+
+    __slots__ = ("param",)
+
+    def __new__(cls, text: str, param: str) -> "MediaId":
+        """Return `text`, with its place."""
+        media_id = super().__new__(cls, text)
+        media_id.param = param
+        return media_id
+
+    param: str
+
+
+def param_of(uuid: str) -> str:
+    """Return the field of the request that a uuid stood in, as far as it is known."""
+    return uuid.param if isinstance(uuid, MediaId) else UUIDS_PARAM
+
+
+def is_media_id(text: str) -> bool:
+    """Whether a client may use `text` as an id: 1 to 128 printable characters."""
+    return 0 < len(text) <= MAX_MEDIA_ID_LENGTH and text.isprintable()
+
+
+def check_media_id(uuid: str, modality: str, index: int) -> None:
+    """Refuse an id that no client may use."""
+    if not is_media_id(uuid):
+        raise RequestValueError(
+            f"the uuid of {modality} {index} has {len(uuid)} characters; it must have 1 to "
+            f"{MAX_MEDIA_ID_LENGTH}, all printable",
+            param=param_of(uuid),
+        )
+
+
+class MediaClaim(NamedTuple):
+    """That `uuid` means the item with this content."""
+
+    modality: str
+    place: int
+    uuid: str
+    content: bytes
+    """The content's digest, whatever the item is processed with."""
+
+
+class MediaIds:
+    """Which content every id stands for, by domain; as many as `capacity`, the latest used."""
+
+    def __init__(self, capacity: int) -> None:
+        self._contents: RecentMap[tuple[str, str, str], bytes] = RecentMap(capacity)
+        self._lock = threading.Lock()
+
+    def find(self, domain: str, modality: str, uuid: str) -> bytes | None:
+        """Return the digest of the content that came with an id in this domain."""
+        return self._contents.get((domain, modality, str(uuid)))
+
+    def check(self, domain: str, claims: Iterable[MediaClaim]) -> dict[tuple[str, str, str], bytes]:
+        """Return what ids would stand for; MediaIdConflictError where one means something else."""
+        bound: dict[tuple[str, str, str], bytes] = {}
+        for claim in claims:
+            key = (domain, claim.modality, str(claim.uuid))
+            known = bound.get(key) or self._contents.get(key)
+            if known is not None and known != claim.content:
+                raise MediaIdConflictError(
+                    f"the uuid {str(claim.uuid)!r} of {claim.modality} {claim.place} came "
+                    "with another content before; give other content another uuid",
+                    param=param_of(claim.uuid),
+                )
+            bound[key] = claim.content
+        return bound
+
+    def bind(self, domain: str, claims: Iterable[MediaClaim]) -> None:
+        """Note what ids stand for; where one stands for another content already, note none."""
+        with self._lock:
+            for key, content in self.check(domain, claims).items():
+                self._contents.put(key, content)
+
 
 _SCOPE_BY_MODALITY = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
 

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mmjax.processing.image_processors.image import to_pixels
-from mmjax.processing.media.parallel import map_in_threads
+from mmjax.processing.media.decode import map_in_threads
 
 AFFINE_KEYS: Mapping[str, str] = MappingProxyType(
     {"image": "image_affine", "video": "video_affine"}

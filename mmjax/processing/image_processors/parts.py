@@ -13,7 +13,14 @@ from typing import Any
 from transformers import BatchFeature
 
 from mmjax.errors import CheckpointError
-from mmjax.processing.hf_call import KnownKwargs, names_of
+
+KnownKwargs = Mapping[str, frozenset[str]]
+"""By scope (`images_kwargs`), the names that have an effect there; under "", those of no scope."""
+
+
+def names_of(valid_kwargs: Any) -> frozenset[str]:
+    """Return the names of a typed dict, or those of a collection."""
+    return frozenset(getattr(valid_kwargs, "__annotations__", valid_kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,9 +26,11 @@ _MISFITS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 class EmbeddingItems(ModalityDataItems):
     """Precomputed embeddings: one array, whose first axis is the items, or a list of 2-D arrays."""
 
-    def __init__(self, data: Any, modality: str, expected_hidden_size: int | None = None) -> None:
+    def __init__(
+        self, data: Any, modality: str | None = None, expected_hidden_size: int | None = None
+    ) -> None:
         super().__init__(data, modality)
-        self.expected_hidden_size = expected_hidden_size
+        modality = self.modality
         entries = data if isinstance(data, list | tuple) else [data]
         allowed = (2,) if isinstance(data, list | tuple) else (2, 3)
         given = [(index, entry) for index, entry in enumerate(entries) if entry is not None]
@@ -48,9 +50,6 @@ class EmbeddingItems(ModalityDataItems):
         for index, entry in given:
             check_embeds(entry, expected_hidden_size, f"{modality} embeddings {index}")
 
-    def get_count(self) -> int:
-        return len(self.data)
-
     def get(self, index: int) -> Any:
         return self.data[index]
 
@@ -63,13 +62,10 @@ class EmbeddingItems(ModalityDataItems):
 
     def select(self, indices: Sequence[int]) -> "EmbeddingItems":
         # A list, but for one 2-D array: its items have one axis, and stay rows of an array.
-        rows = [self.data[index] for index in indices]
-        if rows and not isinstance(self.data, list | tuple) and len(self.data.shape) == 2:
-            rows = self.data[np.asarray(indices)]
-        return type(self)(rows, self.modality, self.expected_hidden_size)
-
-    def get_processor_data(self) -> Mapping[str, Any]:
-        return {}
+        selected = super().select(indices)
+        if selected.data and not isinstance(self.data, list | tuple) and len(self.data.shape) == 2:
+            selected.data = self.data[np.asarray(indices)]
+        return selected
 
     def get_passthrough_data(self) -> Mapping[str, Any]:
         if isinstance(self.data, list | tuple) and all(entry is None for entry in self.data):
@@ -78,24 +74,15 @@ class EmbeddingItems(ModalityDataItems):
 
 
 class ImageEmbeddingItems(EmbeddingItems):
-    def __init__(
-        self, data: Any, modality: str = "image", expected_hidden_size: int | None = None
-    ) -> None:
-        super().__init__(data, modality, expected_hidden_size)
+    modality = "image"
 
 
 class VideoEmbeddingItems(EmbeddingItems):
-    def __init__(
-        self, data: Any, modality: str = "video", expected_hidden_size: int | None = None
-    ) -> None:
-        super().__init__(data, modality, expected_hidden_size)
+    modality = "video"
 
 
 class AudioEmbeddingItems(EmbeddingItems):
-    def __init__(
-        self, data: Any, modality: str = "audio", expected_hidden_size: int | None = None
-    ) -> None:
-        super().__init__(data, modality, expected_hidden_size)
+    modality = "audio"
 
 
 def check_embeds(embeds: Any, expected_width: int | None, name: str) -> None:
@@ -207,12 +194,9 @@ class DictEmbeddingItems(ModalityDataItems):
         batches = [kwargs for _, kwargs in group_and_batch_mm_items(chosen)]
         none_of = {key: self.data[key][:0] for key in self.fields_config if key in self.data}
         data = batches[0] if batches else none_of
-        return DictEmbeddingItems(
+        return type(self)(
             data, self.modality, self.required_fields, self.fields_factory, self.optional_fields
         )
-
-    def get_processor_data(self) -> Mapping[str, Any]:
-        return {}
 
     def get_passthrough_data(self) -> Mapping[str, Any]:
         return self.data

@@ -3,15 +3,17 @@
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple, TypeVar
 
 from PIL import Image
 
 from mmjax.errors import RequestKeyError, RequestTypeError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, video_as_uint8
+from mmjax.processing.media.decode import MediaWithBytes, map_in_threads, video_as_uint8
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo
-from mmjax.processing.media.parallel import map_in_threads
+
+ItemsT = TypeVar("ItemsT", bound="ModalityDataItems")
 
 
 class ImageSize(NamedTuple):
@@ -30,9 +32,12 @@ def only_cached(modality: str, index: int, what: str) -> RequestValueError:
 class ModalityDataItems(ABC):
     """The items of one modality of one request."""
 
-    def __init__(self, data: Any, modality: str) -> None:
+    modality: str = ""
+    """A class of one modality's items names it."""
+
+    def __init__(self, data: Any, modality: str | None = None) -> None:
         self.data = data
-        self.modality = modality
+        self.modality = modality or self.modality
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(modality={self.modality!r}, len={len(self)})"
@@ -46,8 +51,8 @@ class ModalityDataItems(ABC):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.get_all())
 
-    @abstractmethod
-    def get_count(self) -> int: ...
+    def get_count(self) -> int:
+        return len(self.data)
 
     @abstractmethod
     def get(self, index: int) -> Any:
@@ -79,24 +84,23 @@ class ModalityDataItems(ABC):
             for image in _encoded(item):
                 image.drop_pixels()
 
-    @abstractmethod
-    def select(self, indices: Sequence[int]) -> "ModalityDataItems":
+    def select(self: ItemsT, indices: Sequence[int]) -> ItemsT:
         """Return the items at `indices` alone."""
+        selected = copy(self)
+        selected.data = [self.data[index] for index in indices]
+        return selected
 
-    @abstractmethod
     def get_processor_data(self) -> Mapping[str, Any]:
         """Return what the HF processor receives."""
+        return {}
 
-    @abstractmethod
     def get_passthrough_data(self) -> Mapping[str, Any]:
         """Return what goes round the HF processor (embeddings)."""
+        return {}
 
 
 class ProcessorBatchItems(ModalityDataItems):
     """Items that the HF processor takes as a list; None where only a uuid was given."""
-
-    def get_count(self) -> int:
-        return len(self.data)
 
     def get(self, index: int) -> Any:
         return _unwrap(self.data[index])
@@ -104,26 +108,23 @@ class ProcessorBatchItems(ModalityDataItems):
     def get_item_for_hash(self, index: int) -> Any:
         return self.data[index]
 
-    def select(self, indices: Sequence[int]) -> "ProcessorBatchItems":
-        return type(self)([self.data[index] for index in indices], self.modality)
-
     def get_processor_data(self) -> Mapping[str, Any]:
         return {f"{self.modality}s": map_in_threads(self.get, range(self.get_count()))}
 
-    def get_passthrough_data(self) -> Mapping[str, Any]:
-        return {}
-
 
 class ImageProcessorItems(ProcessorBatchItems):
-    def __init__(self, data: Sequence[Any], modality: str = "image") -> None:
-        super().__init__(data, modality)
+    modality = "image"
 
     def get_image_size(self, index: int) -> ImageSize:
         """Return (width, height); channels last wins where an array's layout is ambiguous."""
         image = self.get(index)
         if image is None:
             raise only_cached(self.modality, index, "size")
-        return _image_size(image)
+        if isinstance(image, Image.Image):
+            return ImageSize(*image.size)
+        shape = image.shape
+        height, width = shape[:2] if shape[-1] in (1, 3, 4) else shape[1:3]
+        return ImageSize(width, height)
 
 
 class VideoProcessorItems(ProcessorBatchItems):
@@ -133,6 +134,8 @@ class VideoProcessorItems(ProcessorBatchItems):
     video that is still encoded is known once it is decoded.
     """
 
+    modality = "video"
+
     def __init__(
         self,
         data: Sequence[Any],
@@ -141,7 +144,7 @@ class VideoProcessorItems(ProcessorBatchItems):
         has_pairs: bool = False,
     ) -> None:
         """`has_pairs`: what is decoded becomes an item with its metadata."""
-        super().__init__(data, "video")
+        super().__init__(data)
         if metadata is None or isinstance(metadata, Mapping):
             metadata = [metadata] * len(data)
         if len(metadata) != len(data):
@@ -167,33 +170,10 @@ class VideoProcessorItems(ProcessorBatchItems):
             return item, metadata
         return item
 
-    def get_frames(self, index: int) -> Any:
-        """Return the frames alone, as they were given."""
-        item = self.get(index)
-        frames = item[0] if _is_pair(item) else item
-        if frames is None:
-            raise only_cached(self.modality, index, "length")
-        return frames
-
-    def get_num_frames(self, index: int) -> int:
-        return len(self.get_frames(index))
-
-    def get_frame_size(self, index: int) -> ImageSize:
-        """Return the (width, height) of the first frame."""
-        frames = self.get_frames(index)
-        if len(frames) == 0:
-            raise RequestValueError(
-                f"video {index} has no frames, so its size is not known; give at least one",
-                param="multi_modal_data",
-            )
-        return _image_size(frames[0])
-
     def select(self, indices: Sequence[int]) -> "VideoProcessorItems":
-        return type(self)(
-            [self.data[index] for index in indices],
-            [self.metadata[index] for index in indices],
-            has_pairs=self._has_pairs,
-        )
+        selected = super().select(indices)
+        selected.metadata = [self.metadata[index] for index in indices]
+        return selected
 
     def get_processor_data(self) -> Mapping[str, Any]:
         """Return `videos`: each uint8[frames, height, width, 3], with its metadata if needed."""
@@ -224,28 +204,8 @@ def _unwrap(item: Any) -> Any:
     return item.media if isinstance(item, MediaWithBytes) else item
 
 
-def _image_size(image: Any) -> ImageSize:
-    if isinstance(image, Image.Image):
-        return ImageSize(*image.size)
-    shape = image.shape
-    if shape[-1] in (1, 3, 4):
-        return ImageSize(width=shape[1], height=shape[0])
-    return ImageSize(width=shape[2], height=shape[1])
-
-
 class AudioProcessorItems(ProcessorBatchItems):
-    def __init__(self, data: Sequence[Any]) -> None:
-        super().__init__(data, "audio")
-
-    def get_audio_length(self, index: int) -> int:
-        """Return the number of samples in time, at the model's rate."""
-        audio = self.get(index)
-        if audio is None:
-            raise only_cached(self.modality, index, "length")
-        return max(audio.shape) if hasattr(audio, "shape") else len(audio)
-
-    def select(self, indices: Sequence[int]) -> "AudioProcessorItems":
-        return type(self)([self.data[index] for index in indices])
+    modality = "audio"
 
 
 class VisionChunkProcessorItems(ProcessorBatchItems):
@@ -255,18 +215,11 @@ class VisionChunkProcessorItems(ProcessorBatchItems):
     [frame, ...], "prompt": ...}`.
     """
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        super().__init__(data, "vision_chunk")
+    modality = "vision_chunk"
 
     def get(self, index: int) -> Any:
         item = self.data[index]
         return None if item is None else {key: _unwrap(value) for key, value in item.items()}
-
-    def select(self, indices: Sequence[int]) -> "VisionChunkProcessorItems":
-        return type(self)([self.data[index] for index in indices])
-
-
-ItemsT = TypeVar("ItemsT", bound=ModalityDataItems)
 
 
 class MultiModalDataItems(UserDict[str, ModalityDataItems]):

@@ -1,4 +1,4 @@
-"""The user's media, in any accepted form -> items."""
+"""The user's media, in any accepted form -> items; and the ids that he gives them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -152,7 +152,7 @@ class MultiModalDataParser:
                     f"Unsupported modality: {modality}; this model takes {known}",
                     param="multi_modal_data",
                 )
-            items = subparsers[modality](data)
+            items = None if data is None else subparsers[modality](data)
             if items is not None:
                 mm_items[modality] = items
         return mm_items
@@ -165,18 +165,12 @@ class MultiModalDataParser:
         split = _SPLIT_BY_MODALITY.get(modality)
         if split is None or data is None or isinstance(data, Mapping):
             return None
-        is_embeddings = self._is_image_embeddings if modality == "image" else self.is_embeddings
-        return None if is_embeddings(data) else len(split(data))
+        return None if self._holds_embeddings(modality, data) else len(split(data))
 
     def _parse_image_data(self, data: Any) -> ModalityDataItems | None:
-        if data is None:
-            return None
-        if isinstance(data, Mapping) and "image" in self.embedding_fields:
-            if self.takes_plain_embeds("image"):
-                return self._parse_plain_embeds(data)
-            return self._parse_dict_embeddings("image", data)
-        if self._is_image_embeddings(data):
-            return ImageEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        embeddings = self._parse_embeddings("image", data)
+        if embeddings is not None:
+            return embeddings
         return ImageProcessorItems(
             [
                 parse_image(entry, self.limits, param=f"multi_modal_data.image[{index}]")
@@ -185,12 +179,9 @@ class MultiModalDataParser:
         )
 
     def _parse_audio_data(self, data: Any) -> ModalityDataItems | None:
-        if data is None:
-            return None
-        if isinstance(data, Mapping) and "audio" in self.embedding_fields:
-            return self._parse_dict_embeddings("audio", data)
-        if self.is_embeddings(data):
-            return AudioEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        embeddings = self._parse_embeddings("audio", data)
+        if embeddings is not None:
+            return embeddings
         spec = AudioSpec(self.target_sr, self.target_channels)
         return AudioProcessorItems(
             [
@@ -200,12 +191,9 @@ class MultiModalDataParser:
         )
 
     def _parse_video_data(self, data: Any) -> ModalityDataItems | None:
-        if data is None:
-            return None
-        if isinstance(data, Mapping) and "video" in self.embedding_fields:
-            return self._parse_dict_embeddings("video", data)
-        if self.is_embeddings(data):
-            return VideoEmbeddingItems(data, expected_hidden_size=self.expected_hidden_size)
+        embeddings = self._parse_embeddings("video", data)
+        if embeddings is not None:
+            return embeddings
         videos: list[Any] = []
         metadatas: list[Mapping[str, Any] | None] = []
         for index, entry in enumerate(split_videos(data)):
@@ -228,8 +216,6 @@ class MultiModalDataParser:
         return VideoProcessorItems(videos, metadatas, has_pairs=self.video_needs_metadata)
 
     def _parse_vision_chunk_data(self, data: Any) -> ModalityDataItems | None:
-        if data is None:
-            return None
         if self.is_embeddings(data):
             raise RequestValueError(
                 "embeddings of vision chunks are not supported; give images and frames",
@@ -245,32 +231,25 @@ class MultiModalDataParser:
             ]
         )
 
+    def _parse_embeddings(self, modality: str, data: Any) -> ModalityDataItems | None:
+        """Return what `data` holds of embeddings; None: it holds media."""
+        if isinstance(data, Mapping) and modality in self.embedding_fields:
+            if self.takes_plain_embeds(modality):
+                data = _get_plain_embeds(modality, data)
+            else:
+                return self._parse_dict_embeddings(modality, data)
+        elif not self._holds_embeddings(modality, data):
+            return None
+        items_class = _EMBEDDING_ITEMS[modality]
+        return items_class(data, expected_hidden_size=self.expected_hidden_size)
+
+    def _holds_embeddings(self, modality: str, data: Any) -> bool:
+        return (self._is_image_embeddings if modality == "image" else self.is_embeddings)(data)
+
     @classmethod
     def takes_plain_embeds(cls, modality: str) -> bool:
         """Return whether a dict of embeddings holds nothing else: `{"image_embeds": ...}`."""
         return cls.embedding_fields.get(modality, {}).keys() == {f"{modality}_embeds"}
-
-    def _parse_plain_embeds(self, data: Mapping[str, Any]) -> ModalityDataItems:
-        """Parse `{"image_embeds": ...}`: [items, rows, width], a list of [rows, width], or one.
-
-        numpy's arrays are taken, too, for the name says what they are.
-        """
-        if data.keys() != {"image_embeds"}:
-            raise RequestValueError(
-                f"a dict of image embeddings has the keys {sorted(map(str, data))}; it must have "
-                "`image_embeds` alone",
-                param="multi_modal_data.image",
-            )
-        embeds = data["image_embeds"]
-        if is_array_like(embeds):
-            embeds = [embeds] if len(embeds.shape) == 2 else embeds
-        elif not isinstance(embeds, list | tuple):
-            raise RequestTypeError(
-                f"`image_embeds` has the type `{type(embeds).__name__}`; it must be an array, or a "
-                "list of arrays",
-                param="multi_modal_data.image",
-            )
-        return ImageEmbeddingItems(embeds, expected_hidden_size=self.expected_hidden_size)
 
     def _parse_dict_embeddings(
         self, modality: str, data: Mapping[str, Any], fields_factory: FieldsFactory | None = None
@@ -297,6 +276,31 @@ class MultiModalDataParser:
         )
 
 
+def _get_plain_embeds(modality: str, data: Mapping[str, Any]) -> Any:
+    """Return what `{"image_embeds": ...}` holds: [items, rows, width], or a list of [rows, width].
+
+    One array of two axes is one item. numpy's arrays are taken, too, for the name says what they
+    are.
+    """
+    key, param = f"{modality}_embeds", f"multi_modal_data.{modality}"
+    if data.keys() != {key}:
+        raise RequestValueError(
+            f"a dict of {modality} embeddings has the keys {sorted(map(str, data))}; it must have "
+            f"`{key}` alone",
+            param=param,
+        )
+    embeds = data[key]
+    if is_array_like(embeds):
+        return [embeds] if len(embeds.shape) == 2 else embeds
+    if not isinstance(embeds, list | tuple):
+        raise RequestTypeError(
+            f"`{key}` has the type `{type(embeds).__name__}`; it must be an array, or a list of "
+            "arrays",
+            param=param,
+        )
+    return embeds
+
+
 def _split_images(data: Any) -> Sequence[Any]:
     """Return the entries of `data`, which may be one image or several."""
     if is_array_like(data) and len(data.shape) == 4:
@@ -304,6 +308,11 @@ def _split_images(data: Any) -> Sequence[Any]:
     return data if isinstance(data, list | tuple) else [data]
 
 
+_EMBEDDING_ITEMS: Mapping[str, type[EmbeddingItems]] = {
+    "audio": AudioEmbeddingItems,
+    "image": ImageEmbeddingItems,
+    "video": VideoEmbeddingItems,
+}
 _SPLIT_BY_MODALITY: Mapping[str, Callable[[Any], Sequence[Any]]] = {
     "audio": split_audios,
     "image": _split_images,
@@ -338,3 +347,96 @@ class ImagesOnlyDataParser(MultiModalDataParser):
                 param="multi_modal_data",
             )
         return False
+
+
+MultiModalUUIDDict = Mapping[str, Any]
+"""Per modality, a str or a list with a str or None for each item, as the user gives it."""
+
+
+class ParsedUUIDs(dict[str, list[str | None]]):
+    """Per modality, a list with a str or None for each item: what `parse_mm_uuids` has checked."""
+
+
+def parse_mm_uuids(mm_uuids: MultiModalUUIDDict | None) -> ParsedUUIDs:
+    """Return the uuids in one form; those that have it are returned as they are."""
+    if isinstance(mm_uuids, ParsedUUIDs):
+        return mm_uuids
+    return ParsedUUIDs(
+        {
+            modality: _to_list(modality, uuids)
+            for modality, uuids in (mm_uuids or {}).items()
+            if uuids is not None
+        }
+    )
+
+
+def _to_list(modality: str, uuids: Any) -> list[str | None]:
+    if isinstance(uuids, str):
+        return [uuids]
+    if isinstance(uuids, bytes | bytearray) or not isinstance(uuids, Sequence):
+        raise RequestTypeError(
+            f"multi_modal_uuids[{modality!r}] has the type `{type(uuids).__name__}`; "
+            "give a str, or a list with a str or None for each item",
+            param="multi_modal_uuids",
+        )
+    for index, uuid in enumerate(uuids):
+        if uuid is not None and not isinstance(uuid, str):
+            raise RequestTypeError(
+                f"multi_modal_uuids[{modality!r}][{index}] has the type "
+                f"`{type(uuid).__name__}`; a uuid is a str or None",
+                param="multi_modal_uuids",
+            )
+    return list(uuids)
+
+
+def complete_mm_data(
+    mm_data: Mapping[str, Any], mm_uuids: MultiModalUUIDDict | None
+) -> dict[str, Any]:
+    """Return `mm_data` with an empty item for each uuid of a modality that has no data.
+
+    `{"image": None}` with the uuids `["a", "b"]` -> `{"image": [None, None]}`; without uuids it is
+    refused.
+    """
+    uuids = parse_mm_uuids(mm_uuids)
+    completed = dict(mm_data)
+    for modality, data in mm_data.items():
+        if data is not None:
+            continue
+        if modality not in uuids:
+            raise RequestValueError(
+                f"multi_modal_data[{modality!r}] is empty but multi_modal_uuids[{modality!r}] is "
+                "missing; give the data, or the uuids of cached items",
+                param="multi_modal_data",
+            )
+        completed[modality] = [None] * len(uuids[modality])
+    return completed
+
+
+def validate_mm_uuids(
+    mm_items: MultiModalDataItems, mm_uuids: Mapping[str, Sequence[str | None]]
+) -> None:
+    """Check that every item has data or a uuid, and that the two lists are equally long."""
+    for modality, uuids in mm_uuids.items():
+        if modality not in mm_items:
+            raise RequestValueError(
+                f"multi_modal_uuids has `{modality}`, but multi_modal_data has none; "
+                f"give [None] * {len(uuids)} there for cached items",
+                param="multi_modal_uuids",
+            )
+        if len(uuids) != mm_items.get_count(modality):
+            raise RequestValueError(
+                f"multi_modal_uuids[{modality!r}] must have same length as "
+                f"multi_modal_data[{modality!r}]: {len(uuids)} uuids for "
+                f"{mm_items.get_count(modality)} items",
+                param="multi_modal_uuids",
+            )
+    for modality, items in mm_items.items():
+        uuids = mm_uuids.get(modality) or [None] * len(items)
+        for index, uuid in enumerate(uuids):
+            if uuid is None and items.get_item_for_hash(index) is None:
+                raise RequestValueError(
+                    f"multi_modal_data[{modality!r}][{index}] is empty but its uuid, "
+                    f"multi_modal_uuids[{modality!r}][{index}], is missing; "
+                    "give the data or a uuid",
+                    param="multi_modal_data",
+                )

@@ -6,12 +6,14 @@ Knows nothing of the network: `http:` and `file:` URLs are refused here.
 import base64
 import binascii
 import math
+import os
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +25,9 @@ from mmjax.errors import MediaError, RequestTypeError, RequestValueError
 
 _BASE64_PIECE = 2**18
 """In characters, a multiple of four: some 3 ms."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 CHANNELS = (1, 3, 4)
 """How many an image, or a frame, may have."""
@@ -255,3 +260,16 @@ def _as_uint8(pixels: np.ndarray, param: str | None) -> np.ndarray:
             param=param,
         )
     return np.rint(scaled).astype(np.uint8) if is_float else scaled.astype(np.uint8)
+
+
+def map_in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return what a function makes of each item, in order; what the first to fail raises.
+
+    Side by side: Pillow's decoders and filters let other threads run.
+    """
+    listed = list(items)
+    num_threads = min(len(listed), os.cpu_count() or 1)
+    if num_threads < 2:
+        return [function(item) for item in listed]
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="mmjax-image") as pool:
+        return list(pool.map(function, listed))

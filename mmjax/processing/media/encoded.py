@@ -23,9 +23,8 @@ from mmjax.decoders.limits import (
 )
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
 from mmjax.errors import RequestError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes
+from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes, map_in_threads
 from mmjax.processing.media.decode_budget import DecodeBudget
-from mmjax.processing.media.parallel import map_in_threads
 
 _EARLY_SHARE = 0.5
 """What early decoding takes of the budget; the rest is for those whose turn has come."""

@@ -1,11 +1,11 @@
 """How a batch that an HF processor returns splits into items, and how items merge into a batch."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mmjax.processing.media.decode import as_numpy, is_array_like
@@ -46,21 +46,22 @@ def batched_tensors_equal(a: dict[str, NestedTensors], b: dict[str, NestedTensor
     return all(key in b and nested_tensors_equal(a[key], b[key]) for key in a)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseMultiModalField(ABC):
-    """How one tensor of a batch divides among items."""
+class BaseMultiModalField(
+    msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True
+):
+    """How one tensor of a batch divides among items; itself what a message has of it."""
 
     keep_on_cpu: bool = False
     """Whether the engine reads this tensor on the host only."""
 
-    @abstractmethod
     def build_elems(
         self, modality: str, key: str, data: NestedTensors
     ) -> Sequence["MultiModalFieldElem"]:
         """Divide a batch into one element per item."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def _merge(self, batch: list[NestedTensors]) -> NestedTensors: ...
+    def _merge(self, batch: list[NestedTensors]) -> NestedTensors:
+        raise NotImplementedError
 
     def reduce_data(self, elems: Sequence["MultiModalFieldElem"]) -> NestedTensors:
         """Merge items' elements into a batch; all must divide by the same kind of field.
@@ -89,8 +90,7 @@ class MultiModalFieldElem:
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # equal by arrays, which do not hash
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultiModalBatchedField(BaseMultiModalField):
+class MultiModalBatchedField(BaseMultiModalField, frozen=True, kw_only=True):
     """Item i is row i of the first axis."""
 
     def build_elems(
@@ -110,12 +110,11 @@ class MultiModalBatchedField(BaseMultiModalField):
         return batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultiModalFlatField(BaseMultiModalField):
+class MultiModalFlatField(BaseMultiModalField, frozen=True, kw_only=True):
     """Item i is a slice of the concatenation of all items."""
 
-    slices: Sequence[slice] | Sequence[Sequence[slice]]
-    """Empty in the field of one item's element."""
+    slices: Sequence[Any]
+    """Of each item, a slice, or one for each axis; empty in the field of one item's element."""
     dim: int = 0
 
     def build_elems(
@@ -126,7 +125,7 @@ class MultiModalFlatField(BaseMultiModalField):
         ):
             raise ValueError(f"`{key}` is a list, but its slices run over several axes")
         # The others' slices say nothing of an item, and would travel with each of them.
-        field = replace(self, slices=())
+        field = msgspec.structs.replace(self, slices=())
         return [
             MultiModalFieldElem(data[part if isinstance(part, slice) else tuple(part)], field)
             for part in self.slices
@@ -147,8 +146,7 @@ class MultiModalFlatField(BaseMultiModalField):
         return np.concatenate(batch, axis=dim) if len(others) == 1 else _merge_padded(batch, dim)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultiModalSharedField(BaseMultiModalField):
+class MultiModalSharedField(BaseMultiModalField, frozen=True, kw_only=True):
     """Every item has the whole tensor."""
 
     batch_size: int

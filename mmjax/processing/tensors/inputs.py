@@ -5,11 +5,13 @@ Knows nothing of caches, of the engine, or of where arrays will live: all tensor
 
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from mmjax.processing.tensors.fields import (
@@ -19,13 +21,96 @@ from mmjax.processing.tensors.fields import (
     NestedTensors,
     tensors_as_numpy,
 )
-from mmjax.processing.tensors.placeholder_range import PlaceholderRange
-from mmjax.processing.tensors.shared_item import SharedItem
+
+
+class PlaceholderRange(msgspec.Struct, frozen=True, eq=False, dict=True):
+    """Where an item's placeholder stands in the prompt.
+
+    `offset=3, length=4, is_embed=0 1 1 0`: tokens 3 to 6 belong to the item, and the item's
+    embeddings replace those of tokens 4 and 5.
+    """
+
+    offset: int
+    length: int
+    is_embed: np.ndarray | None = None
+    """bool[length]; None: every position takes an embedding."""
+
+    # Counted once: the scheduler asks for windows of one range at every step.
+    @cached_property
+    def embeds_cumsum(self) -> list[int] | None:
+        """Number of embeddings up to and including each position, or None without a mask."""
+        return None if self.is_embed is None else np.cumsum(self.is_embed).tolist()
+
+    def get_num_embeds(self) -> int:
+        """Return how many positions take an embedding."""
+        return self._count_before(self.length)
+
+    def get_embeds_indices_in_range(self, start_idx: int, end_idx: int) -> tuple[int, int]:
+        """Map a half-open range of the placeholder's own positions to rows of its embeddings."""
+        if self.is_embed is None:
+            return start_idx, end_idx
+        return self._count_before(start_idx), self._count_before(end_idx)
+
+    def _count_before(self, position: int) -> int:
+        cumsum = self.embeds_cumsum
+        if cumsum is None:
+            return position
+        return cumsum[min(position, len(cumsum)) - 1] if position > 0 and cumsum else 0
+
+    def extract_embeds_range(self) -> list[tuple[int, int]]:
+        """Return the runs of positions that take embeddings: inclusive, in prompt coordinates."""
+        if self.is_embed is None:
+            return [(self.offset, self.offset + self.length - 1)]
+        edges = np.diff(np.concatenate(([0], self.is_embed.astype(np.int8), [0])))
+        starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+        return [
+            (self.offset + int(start), self.offset + int(end) - 1)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    def get_longest_run(self) -> int:
+        """Return the length of the longest run of positions that take embeddings."""
+        runs = self.extract_embeds_range()
+        return max((last + 1 - first for first, last in runs), default=0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlaceholderRange):
+            return NotImplemented
+        if (self.offset, self.length) != (other.offset, other.length):
+            return False
+        if self.is_embed is None or other.is_embed is None:
+            return self.is_embed is other.is_embed
+        is_same_dtype = self.is_embed.dtype == other.is_embed.dtype
+        return is_same_dtype and np.array_equal(self.is_embed, other.is_embed)
+
+    def __hash__(self) -> int:
+        return hash((self.offset, self.length))
+
 
 MultiModalPlaceholders = Mapping[str, Sequence[PlaceholderRange]]
 
 
-class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem]):
+class ItemData:
+    """What the engine gets of an item: its tensors, or where they lie."""
+
+    __slots__ = ()
+
+
+class SharedItem(ItemData, msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """In the place of tensors that lie in shared memory: names the item's file.
+
+    Only P0 makes one: no field of a request becomes one.
+    """
+
+    mm_hash: str
+    """The item's, under which alone the file may be read."""
+    number: int
+    """The file's name. A number is used once."""
+    layout: bytes
+    """msgpack: names, dtypes, shapes, offsets, fields."""
+
+
+class MultiModalKwargsItem(UserDict[str, MultiModalFieldElem], ItemData):
     """The processed tensors of one item, by the name that the HF processor gives them."""
 
     @staticmethod
@@ -59,15 +144,11 @@ def _own(data: NestedTensors) -> NestedTensors:
     return data if is_whole else data.copy()
 
 
-ItemData = MultiModalKwargsItem | SharedItem
-"""What the engine gets of an item: its tensors, or where they lie."""
-
-
-class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]):
+class MultiModalKwargsItems(UserDict[str, Sequence[Any]]):
     """The processed items of one request, by modality, in the user's order.
 
-    An entry is None where a cache on the engine's side holds the tensors, or where they lie in
-    shared memory.
+    An entry is a `MultiModalKwargsItem`; or a `SharedItem`, where its tensors lie in shared memory;
+    or None, where a cache on the engine's side holds them.
     """
 
     @staticmethod
@@ -93,7 +174,7 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
             }
         )
 
-    def __getitem__(self, modality: str) -> Sequence[MultiModalKwargsItem | None]:
+    def __getitem__(self, modality: str) -> Sequence[Any]:
         if modality not in self.data:
             available = ", ".join(f"`{name}`" for name in self.data) or "none"
             raise KeyError(f"modality `{modality}` not found; available: {available}")
@@ -119,7 +200,7 @@ class MultiModalKwargsItems(UserDict[str, Sequence[MultiModalKwargsItem | None]]
 def _require_tensors(item: ItemData | None, name: str) -> MultiModalKwargsItem:
     if item is None:
         raise RuntimeError(f"Found empty {name}")
-    if isinstance(item, SharedItem):
+    if not isinstance(item, MultiModalKwargsItem):
         raise RuntimeError(f"{name} lies in shared memory, and its handle was not opened")
     return item
 
@@ -170,14 +251,12 @@ class MultiModalInputs:
     cache_salt: str | None = None
     encoder_prompt_token_ids: list[int] | None = None
     """With every placeholder in place, where the model has an encoder for text; None elsewhere."""
-    shared_items: Mapping[tuple[str, int], SharedItem] = field(default_factory=dict)
-    """By modality and index, where the tensors lie in shared memory."""
 
     def to_features(self) -> list[MultiModalFeatureSpec]:
         """Return the items as features, sorted by their place in the prompt."""
         return [
             MultiModalFeatureSpec(
-                data=self.shared_items.get((modality, index), self.mm_kwargs[modality][index]),
+                data=self.mm_kwargs[modality][index],
                 modality=modality,
                 identifier=self.mm_hashes[modality][index],
                 mm_position=self.mm_placeholders[modality][index],
