@@ -34,8 +34,11 @@ from mmjax.processing.items.parse import (
     MultiModalDataParser,
 )
 from mmjax.processing.processor import BaseMultiModalProcessor
-from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    has_long_target,
+    splice_in_text,
+)
 from mmjax.processing.prompt_updates.updates import (
     MultiModalPromptUpdates,
     PromptReplacement,
