@@ -16,8 +16,8 @@ from transformers import BatchFeature
 
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError, ProcessingError, RequestTypeError, RequestValueError
-from mmjax.logger import get_logger
 from mmjax.processing.image_processors.parts import KnownKwargs, names_of
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,6 @@ from mmjax.cache.media.processor_cache import (
 )
 from mmjax.cache.media.shared_directory import SharedDirectory
 from mmjax.errors import ConfigError, MMJaxError, MultiModalCacheMissError
-from mmjax.logger import get_logger
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
@@ -38,6 +37,7 @@ from mmjax.processing.tensors.wire_forms import (
     unpack_item,
 )
 from mmjax.rounding import round_up
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 
