@@ -14,8 +14,7 @@ from PIL import ExifTags, Image
 from mmjax.errors import MediaError, RequestError, RequestValueError
 from mmjax.processing import ImageProcessorItems, MediaLimits, MultiModalDataParser
 from mmjax.processing.hashing.hasher import MultiModalHasher
-from mmjax.processing.media.encoded import EncodedImage
-from mmjax.processing.media.images import parse_image
+from mmjax.processing.media.encoded import EncodedImage, parse_image
 from tests.kit import draw
 from tests.processing.test_media import as_url, encode, png_header
 

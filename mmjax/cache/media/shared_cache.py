@@ -75,7 +75,7 @@ def _make_plan(item: MultiModalKwargsItem) -> Plan | None:
 
     try:
         layout = msgspec.msgpack.encode(pack_item(item, place))
-    except (WireError, TypeError):
+    except (WireError, TypeError):  # another dtype, another field
         return None
     return Plan(layout, arrays, size) if size else None
 

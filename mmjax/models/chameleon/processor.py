@@ -14,7 +14,7 @@ from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
 from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
 from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.image import check_resized_pixels
-from mmjax.processing.items.parse import ImagesOnlyDataParser, MultiModalDataItems
+from mmjax.processing.items.parse import ImagesOnlyDataParser
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}

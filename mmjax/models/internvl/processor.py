@@ -26,10 +26,19 @@ from mmjax.processing.image_processors.tiling import (
     OriginalTileCutter,
     find_largest_picture,
 )
-from mmjax.processing.items.parse import ImageSize, MultiModalDataParser
-from mmjax.processing.prompt_updates.matching import MultiModalPromptUpdatesApplyResult
-from mmjax.processing.prompt_updates.text_splicing import has_long_target, splice_in_text
-from mmjax.processing.prompt_updates.updates import MultiModalPromptUpdates, as_ids
+from mmjax.processing.items.parse import (
+    ImageSize,
+    MultiModalDataParser,
+)
+from mmjax.processing.prompt_updates.matching import (
+    MultiModalPromptUpdatesApplyResult,
+    has_long_target,
+    splice_in_text,
+)
+from mmjax.processing.prompt_updates.updates import (
+    MultiModalPromptUpdates,
+    as_ids,
+)
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
 START, CONTEXT, END = "<img>", "<IMG_CONTEXT>", "</img>"

@@ -22,7 +22,7 @@ from mmjax.models.molmo.host_inputs import (
 )
 from mmjax.models.molmo.image_processor import MolmoImageProcessor
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
+from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 

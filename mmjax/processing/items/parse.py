@@ -27,8 +27,7 @@ from mmjax.processing.items.items import (
 )
 from mmjax.processing.media.audio import RESAMPLE_METHODS, AudioSpec, parse_audio, split_audios
 from mmjax.processing.media.decode import MediaWithBytes, as_numpy, is_array_like
-from mmjax.processing.media.encoded import EncodedFrames, EncodedVideo
-from mmjax.processing.media.images import parse_image
+from mmjax.processing.media.encoded import EncodedFrames, EncodedVideo, parse_image
 from mmjax.processing.media.video import parse_video, parse_vision_chunk, split_videos
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 

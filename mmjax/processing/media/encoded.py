@@ -1,4 +1,6 @@
-"""Images and videos that are still encoded: their bytes are counted, the decoder waits until asked.
+"""One image in any form that the user may give it; and images and videos that are still encoded.
+
+The bytes of these are counted, the decoder waits until it is asked.
 
 Most of them that come again are never decoded: their bytes say what they are.
 """
@@ -7,23 +9,39 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mmjax.decoders.decode_workers import DecodeWorkers
-from mmjax.decoders.image_file import BYTES_PER_PIXEL, ImageHeader, read_image_header
+from mmjax.decoders.image_file import (
+    BYTES_PER_PIXEL,
+    ImageHeader,
+    convert_to_rgb,
+    read_image_header,
+)
 from mmjax.decoders.limits import (
     MediaLimits,
     check_image_bytes,
+    check_image_size,
     check_num_frames,
     check_video_bytes,
     check_video_size,
 )
 from mmjax.decoders.video_file import VideoHeader, VideoSampling, decode_frames, read_video_header
-from mmjax.errors import RequestError, RequestValueError
-from mmjax.processing.media.decode import MediaWithBytes, load_image_bytes, map_in_threads
+from mmjax.errors import RequestError, RequestTypeError, RequestValueError
+from mmjax.processing.media.decode import (
+    MediaWithBytes,
+    get_image_id,
+    image_from_array,
+    is_array_like,
+    load_image_bytes,
+    map_in_threads,
+    read_image_path,
+    read_image_url,
+)
 from mmjax.processing.media.decode_budget import DecodeBudget
 
 _EARLY_SHARE = 0.5
@@ -325,3 +343,53 @@ class EncodedFrames:
         """Forget what was decoded."""
         for frame in self.frames:
             frame.drop_pixels()
+
+
+def parse_image(
+    entry: Any, limits: MediaLimits, *, param: str
+) -> Image.Image | MediaWithBytes | EncodedImage | None:
+    """Return an upright RGB image; one that came encoded stays so, and decodes when used."""
+    if entry is None or isinstance(entry, EncodedImage):
+        return entry
+    if isinstance(entry, MediaWithBytes):
+        if isinstance(entry.media, Image.Image):
+            check_image_size(entry.media.size, limits, param=param)
+            return entry
+        entry = entry.media  # an array, or nothing that is an image
+    if isinstance(entry, Image.Image):
+        check_image_size(entry.size, limits, param=param)
+        return _convert(entry, param)
+    if isinstance(entry, bytes | bytearray | memoryview):
+        return EncodedImage(bytes(entry), limits, param)
+    if isinstance(entry, Path):
+        return EncodedImage(read_image_path(entry, limits, param=param), limits, param)
+    if isinstance(entry, str):
+        is_url = "://" in entry[:16] or entry[:5].lower() == "data:"
+        if is_url:
+            return EncodedImage(read_image_url(entry, limits, param=param), limits, param)
+        return EncodedImage(read_image_path(Path(entry), limits, param=param), limits, param)
+    if is_array_like(entry):
+        return image_from_array(entry, limits, param=param)
+    raise RequestTypeError(
+        f"{param} has the type `{type(entry).__name__}`; give a PIL image, an array, "
+        "bytes, a path or a data URL",
+        param=param,
+    )
+
+
+def _convert(image: Image.Image, param: str) -> Image.Image:
+    image_id = get_image_id(image)
+    try:
+        rgb = convert_to_rgb(image)
+        if image_id is not None and rgb is not image:
+            # Conversion drops what a program wrote beside the pixels: the id goes with them.
+            rgb.getexif()[ExifTags.Base.ImageID] = image_id
+        return rgb
+    except RequestError:
+        raise
+    # A lazily opened image decodes here, and a truncated one fails here.
+    except Exception as error:
+        raise RequestValueError(
+            f"image cannot be decoded: {error or type(error).__name__}; give a whole image",
+            param=param,
+        ) from error

@@ -20,7 +20,7 @@ from mmjax.processing.media.decode import (
     is_array_like,
     video_as_uint8,
 )
-from mmjax.processing.media.images import parse_image
+from mmjax.processing.media.encoded import parse_image
 
 
 class Video(NamedTuple):

@@ -6,8 +6,7 @@ Linear in the prompt and in the items: a target that many items share is searche
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmjax.processing.prompt_updates.updates import (
     Match,
@@ -22,6 +21,9 @@ from mmjax.processing.prompt_updates.updates import (
     as_text,
     searchable,
 )
+
+_MARKS = range(0xE000, 0xF900)
+"""Code points that no text is made of: one that the prompt lacks stands around a content."""
 
 MultiModalPromptUpdatesApplyResult = Mapping[str, list[int | None]]
 """Per modality, per item: the index of the alternative that was applied, or None."""
@@ -112,16 +114,6 @@ class _Queue:
     def priority(self) -> int:
         return self.items[0][0]
 
-    @property
-    def only_replaces_tokens(self) -> bool:
-        """Whether no alternative inserts, or stands at a place."""
-        return all(
-            update.mode is UpdateMode.REPLACE
-            and isinstance(update.target, str | list)
-            and len(update.target) > 0
-            for update in self.items[0][1]
-        )
-
     def first_match(
         self, finder: _Finder, cursor: int, mode: UpdateMode | None = None
     ) -> tuple[int, Match] | None:
@@ -163,46 +155,21 @@ def _plan_updates(finder: _Finder, mm_prompt_updates: MultiModalPromptUpdates) -
     queues = _make_queues(mm_prompt_updates)
     plan: list[_Applied] = []
     cursor = 0
-    while True:
-        queues = [queue for queue in queues if queue.items]
-        if all(queue.only_replaces_tokens for queue in queues):
-            return plan + _replace_left_to_right(queues, finder, cursor)
+    while queues:
         candidates = [(queue, queue.first_match(finder, cursor)) for queue in queues]
         # A queue that matches nowhere from here on never will again.
-        queues = [queue for queue, found in candidates if found is not None]
-        if not queues:
-            return plan
-        earliest = min(queues, key=lambda queue: queue.priority)
-        found = earliest.first_match(finder, cursor)
-        assert found is not None
-        mode = earliest.items[0][1][found[0]].mode
-        apply_round = _insert_round if mode is UpdateMode.INSERT else _replace_round
+        found = {queue.priority: (queue, match) for queue, match in candidates if match is not None}
+        if not found:
+            break
+        earliest, (alternative, _) = found[min(found)]
+        queues = [queue for queue, _ in found.values()]
+        is_insertion = earliest.items[0][1][alternative].mode is UpdateMode.INSERT
+        apply_round = _insert_round if is_insertion else _replace_round
         applied = sorted(apply_round(queues, finder, cursor), key=lambda one: one[:2])
         plan += applied
         cursor = applied[-1].match.end_idx
-
-
-def _replace_left_to_right(
-    queues: Iterable[_Queue], finder: _Finder, cursor: int
-) -> list[_Applied]:
-    """Do all the remaining rounds, where each would apply its one leftmost replacement."""
-    applied: list[_Applied] = []
-    heap: list[tuple[Match, int, int, _Queue]] = []  # the priority breaks every tie
-
-    def push(queue: _Queue) -> None:
-        found = queue.first_match(finder, cursor) if queue.items else None
-        if found is not None:
-            heappush(heap, (found[1], queue.priority, found[0], queue))
-
-    for queue in queues:
-        push(queue)
-    while heap:
-        match, _, alternative, queue = heappop(heap)
-        if match.start_idx >= cursor:
-            applied.append(queue.apply_first(alternative, match))
-            cursor = match.end_idx
-        push(queue)
-    return applied
+        queues = [queue for queue in queues if queue.items]
+    return plan
 
 
 def _insert_round(queues: Iterable[_Queue], finder: _Finder, cursor: int) -> list[_Applied]:
@@ -316,3 +283,61 @@ def find_mm_placeholders(
 def count_token_matches(prompt: list[int], target: list[int]) -> int:
     """Return how often `target` stands in `prompt`, not overlapping itself."""
     return searchable(prompt).count(searchable(target)) if target else 0
+
+
+def has_long_target(mm_prompt_updates: MultiModalPromptUpdates) -> bool:
+    """Whether a target is several tokens; all items of a modality are alike."""
+    return any(
+        isinstance(update.target, list) and len(update.target) > 1
+        for items in mm_prompt_updates.values()
+        for alternatives in items[:1]
+        for update in alternatives
+    )
+
+
+def splice_in_text(
+    prompt: list[int],
+    mm_prompt_updates: MultiModalPromptUpdates,
+    tokenizer: Any,
+    *,
+    before: str,
+    after: str,
+) -> tuple[list[int], MultiModalPromptUpdatesApplyResult] | None:
+    r"""Replace in the text, and tokenize what stands between the contents; None if that is lossy.
+
+    For a target of several tokens: `<image>` as `<`, `image`, `>` has joined the words around it.
+    `\n\n<image>` may be `\n`, `\n<`, `image`, `>`. A reference that replaces text before it
+    tokenizes then has other tokens around.
+
+    Args:
+        prompt: Token ids; None is returned for those that their own text does not give back.
+        mm_prompt_updates: Whose contents are written as they are.
+        tokenizer: Of the model.
+        before: A special token that ends a content: the words after it are tokenized so.
+        after: A special token that begins a content.
+    """
+    text = tokenizer.decode(prompt)
+    mark = next((mark for mark in map(chr, _MARKS) if mark not in text), None)
+    if mark is None or as_ids(text, tokenizer) != prompt:
+        return None
+    contents: list[list[int]] = []
+
+    def write_mark(update: ResolvedPromptUpdate) -> ResolvedPromptUpdate:
+        contents.append(as_ids(update.content.full, tokenizer))
+        return update.with_content(f"{mark}{len(contents) - 1}{mark}")
+
+    marked = {
+        modality: [[write_mark(update) for update in alternatives] for alternatives in items]
+        for modality, items in mm_prompt_updates.items()
+    }
+    marked_text, result = apply_text_matches(text, marked, tokenizer)
+    pieces = marked_text.split(mark)
+    token_ids: list[int] = []
+    for place, piece in enumerate(pieces):
+        if place % 2:
+            token_ids += contents[int(piece)]
+            continue
+        is_first, is_last = place == 0, place == len(pieces) - 1
+        whole = as_ids(before * (not is_first) + piece + after * (not is_last), tokenizer)
+        token_ids += whole[int(not is_first) : len(whole) - int(not is_last)]
+    return token_ids, result

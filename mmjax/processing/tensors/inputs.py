@@ -23,7 +23,9 @@ from mmjax.processing.tensors.fields import (
 )
 
 
-class PlaceholderRange(msgspec.Struct, frozen=True, eq=False, dict=True):
+class PlaceholderRange(
+    msgspec.Struct, frozen=True, eq=False, dict=True, forbid_unknown_fields=True
+):
     """Where an item's placeholder stands in the prompt.
 
     `offset=3, length=4, is_embed=0 1 1 0`: tokens 3 to 6 belong to the item, and the item's
@@ -96,7 +98,14 @@ class ItemData:
     __slots__ = ()
 
 
-class SharedItem(ItemData, msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class SharedItem(
+    ItemData,
+    msgspec.Struct,
+    array_like=True,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+):
     """In the place of tensors that lie in shared memory: names the item's file.
 
     Only P0 makes one: no field of a request becomes one.

@@ -44,10 +44,13 @@ class WireArray(msgspec.Struct, tag="array", frozen=True, forbid_unknown_fields=
     """The number of its frame, or its offset in shared memory."""
 
 
+_Field = MultiModalBatchedField | MultiModalFlatField | MultiModalSharedField
+
+
 class _WireElem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: WireArray | list[Any] | None
     """An array, or lists of them."""
-    field: MultiModalBatchedField | MultiModalFlatField | MultiModalSharedField
+    field: _Field
 
 
 def pack_item(
@@ -62,7 +65,12 @@ def pack_item(
             return [pack(part) for part in data]
         return place(np.asarray(data))
 
-    return {key: _WireElem(pack(elem.data), elem.field) for key, elem in item.items()}  # pyright: ignore[reportArgumentType]  # other fields are refused by name
+    def pack_elem(elem: MultiModalFieldElem) -> _WireElem:
+        if not isinstance(elem.field, _Field):
+            raise WireError(f"a {type(elem.field).__name__} has no wire form")
+        return _WireElem(pack(elem.data), elem.field)
+
+    return {key: pack_elem(elem) for key, elem in item.items()}
 
 
 def unpack_item(wire: Any, read: Callable[[WireArray], np.ndarray]) -> MultiModalKwargsItem:
