@@ -38,7 +38,8 @@ class ModelConfig:
     hf_config: Any
     """The checkpoint's `PreTrainedConfig`."""
     architecture: str
-    """The first of config.json's `architectures`; the registry's key."""
+    """The registry's key: the first of config.json's `architectures`, unless `model_source` names
+    a family by its vision tower."""
     model_class: str | None = None
     """The import path of the model's class, for a process that computes: what is registered in the
     one that starts it is not known there. None: as the registry says."""

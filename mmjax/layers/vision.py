@@ -1,20 +1,12 @@
-"""What vision towers share: patches, positions, and the blocks of CLIP and SigLIP."""
+"""Patches of images, for the towers of images of one size."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.errors import CheckpointError
-from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.linear import Linear, linear
-from mmjax.layers.mlp import MLP
-from mmjax.layers.module import call_block
-from mmjax.layers.norm import LayerNorm
+from mmjax.layers.linear import linear
 
 
 class PatchEmbedding(nnx.Module):
@@ -44,116 +36,3 @@ class PatchEmbedding(nnx.Module):
         return linear(
             patches.astype(weight.dtype), weight, None if self.bias is None else self.bias[...]
         )
-
-
-class PositionTable(nnx.Module):
-    """One learned vector a patch: parameter `weight[P, D]`."""
-
-    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionConfig:
-    """The keys of a `clip_vision_model` or `siglip_vision_model` config that arrays depend on."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_channels: int
-    image_size: int
-    patch_size: int
-    layer_norm_eps: float
-    hidden_act: str
-
-    @classmethod
-    def from_hf(cls, hf_config: Any) -> "VisionConfig":
-        """Read HF's `vision_config`; `CheckpointError` for pictures that are not square."""
-        for name in ("image_size", "patch_size"):
-            if not isinstance(getattr(hf_config, name), int):
-                raise CheckpointError(
-                    f"`vision_config.{name}` is {getattr(hf_config, name)!r}; a "
-                    f"`{hf_config.model_type}` has one number there, the side of a square"
-                )
-        return cls(**{name: getattr(hf_config, name) for name in cls.__dataclass_fields__})
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of a picture of `image_size`."""
-        return (self.image_size // self.patch_size) ** 2
-
-
-class VisionAttention(nnx.Module):
-    """Full attention among the rows of one picture."""
-
-    def __init__(self, config: VisionConfig, *, dtype: Any) -> None:
-        width = config.hidden_size
-        self.q_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.k_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.v_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
-        self.num_heads = config.num_attention_heads
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Attend over `P`."""
-        head_dim = x.shape[-1] // self.num_heads
-        split = (*x.shape[:2], self.num_heads, head_dim)
-        query, key, value = (
-            project(x).reshape(split) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        out = dense_attention(query, key, value, mask=None, scale=head_dim**-0.5)
-        return self.out_proj(out.reshape(x.shape))
-
-
-class VisionLayer(nnx.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(
-        self, self_attn: nnx.Module, mlp: nnx.Module, width: int, *, eps: float, dtype: Any
-    ) -> None:
-        self.layer_norm1 = LayerNorm(width, eps=eps, dtype=dtype)
-        self.self_attn = self_attn
-        self.layer_norm2 = LayerNorm(width, eps=eps, dtype=dtype)
-        self.mlp = mlp
-
-    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
-        """Return the residual stream after this block."""
-        with jax.named_scope("attn"):
-            x = x + self.self_attn(self.layer_norm1(x))
-        with jax.named_scope("mlp"):
-            return x + self.mlp(self.layer_norm2(x))
-
-
-class VisionEncoder(nnx.Module):
-    """The stack of blocks."""
-
-    def __init__(self, layers: Iterable[nnx.Module]) -> None:
-        self.layers = nnx.List(layers)
-
-    def __call__(
-        self, x: Float[Array, "I P D"], feature_layers: Sequence[int] = ()
-    ) -> tuple[Float[Array, "I P D"], list[Float[Array, "I P D"]]]:
-        """Return the last block's output, and the states that are asked for.
-
-        `feature_layers` counts as HF's `hidden_states`: 0 is `x`, n the output of block n - 1.
-        """
-        states = [x]
-        for layer in self.layers:
-            states.append(call_block(layer, states[-1]))
-        return states[-1], [states[layer] for layer in feature_layers]
-
-
-def build_vision_encoder(config: VisionConfig, *, dtype: Any) -> VisionEncoder:
-    """Return the blocks of CLIP and SigLIP."""
-    width, inner = config.hidden_size, config.intermediate_size
-    return VisionEncoder(
-        VisionLayer(
-            VisionAttention(config, dtype=dtype),
-            MLP(width, inner, activation=config.hidden_act, dtype=dtype),
-            width,
-            eps=config.layer_norm_eps,
-            dtype=dtype,
-        )
-        for _ in range(config.num_hidden_layers)
-    )

@@ -45,6 +45,10 @@ class FamilyInfo(BaseProcessingInfo):
     """Modality -> how many items the model takes; None: any number."""
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Modality -> what stands for an item in a text; nothing where updates insert."""
+    embed_token: ClassVar[str | None] = None
+    """At whose places an item's embeddings go; None: config.json's `image_token_id`."""
+    reserves_embed_token: ClassVar[bool] = False
+    """Whether only updates may write it: a prompt that has it is refused."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
     hf_updates_prompt: ClassVar[bool] = False
@@ -71,7 +75,9 @@ class FamilyInfo(BaseProcessingInfo):
 
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
-        return self.get_hf_config().image_token_id
+        if self.embed_token is None:
+            return self.get_hf_config().image_token_id
+        return self.get_token_id(self.embed_token)
 
     def get_target(self, modality: str) -> Target:
         """Return what an item replaces in the prompt, or the place behind which it is inserted."""
@@ -98,6 +104,10 @@ class FamilyInfo(BaseProcessingInfo):
         assert size is not None, "images of any size: a family says which is largest"
         return size
 
+    def get_max_image_tokens(self) -> int:
+        """Return how many embeddings that image has."""
+        return self.num_unit_tokens
+
     def get_largest_video(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> tuple[int, ImageSize]:
@@ -114,10 +124,15 @@ class FamilyInfo(BaseProcessingInfo):
         placeholder = cls.placeholders.get(modality)
         return None if placeholder is None else placeholder.format(i=i)
 
+    def get_reserved_tokens(self) -> Mapping[str, int]:
+        if self.embed_token is None or not self.reserves_embed_token:
+            return {}
+        return {self.embed_token: self.get_embed_token_id("image")}
+
     def get_mm_max_tokens_per_item(
         self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
     ) -> Mapping[str, int]:
-        return {"image": self.num_unit_tokens}
+        return {"image": self.get_max_image_tokens()}
 
     # ---- what rows are written with --------------------------------------------------------------
 
@@ -161,14 +176,14 @@ def check_settings(
     settings: Mapping[str, Any],
     expected: Mapping[str, Any],
     *,
-    file: str = "processor_config.json",
     source: str = "config.json has",
 ) -> None:
     """Refuse a checkpoint whose files contradict each other; a key that is left out does not."""
     for name, value in expected.items():
         if settings.get(name) not in (None, value):
             raise CheckpointError(
-                f"`{name}` of {file} is {settings[name]!r}, but {source} {value!r}; make them equal"
+                f"`{name}` of processor_config.json is {settings[name]!r}, but {source} {value!r}; "
+                "make them equal"
             )
 
 
@@ -189,7 +204,7 @@ def item_fields(
         counts: As above; empty where there is none of these tensors.
         on_host: Tensors of which a row is an item that the device never sees.
     """
-    several = MultiModalFieldConfig.flat_from_sizes(modality, np.asarray(counts, np.int64))
+    several = MultiModalFieldConfig.flat_from_sizes(modality, np.asarray(counts))
     one, kept = (MultiModalFieldConfig.batched(modality, keep_on_cpu=x) for x in (False, True))
     return {
         f"{modality}_embeds": one,

@@ -45,15 +45,15 @@ class PackedViTConfig:
     """The shape of a patch's pixels: channels, frames where it has several, rows, columns."""
     hidden_act: str
     norm_eps: float
-    has_rms_norm: bool
-    is_gated: bool
+    has_rms_norm: bool = False
+    is_gated: bool = False
     """Whether MLPs are."""
-    has_bias: bool
-    has_fused_qkv: bool
-    has_first_norm: bool
+    has_bias: bool = True
+    has_fused_qkv: bool = False
+    has_first_norm: bool = False
     """Whether the embeddings of patches are normed."""
     rope_theta: float
-    alternates_axes: bool
+    alternates_axes: bool = False
     """Whether every second frequency turns by the row and the others by the column; else those of
     the first half turn by the row. In float32 then, as HF does."""
     full_attention_blocks: tuple[int, ...] | None = None
@@ -103,62 +103,47 @@ def _read_pixtral(vision: Any) -> dict[str, Any]:
         "num_heads": vision.num_attention_heads,
         "kernel": (vision.num_channels, vision.patch_size, vision.patch_size),
         "norm_eps": 1e-5,  # no key of the config
-        "has_rms_norm": True,
-        "is_gated": True,
+        **dict.fromkeys(("has_rms_norm", "is_gated", "has_first_norm", "alternates_axes"), True),
         "has_bias": False,
-        "has_fused_qkv": False,
-        "has_first_norm": True,
-        "alternates_axes": True,
     }
 
 
 def _read_qwen2_vl(vision: Any) -> dict[str, Any]:
-    side = vision.patch_size
     return {
+        **_read_qwen(vision),
         "hidden_size": vision.embed_dim,
         "intermediate_size": int(vision.embed_dim * vision.mlp_ratio),
-        "num_blocks": vision.depth,
-        "num_heads": vision.num_heads,
-        "kernel": (vision.in_channels, vision.temporal_patch_size, side, side),
-        "norm_eps": 1e-6,  # no key of the config
-        "has_rms_norm": False,
-        "is_gated": False,
-        "has_bias": True,
-        "has_fused_qkv": True,
-        "has_first_norm": False,
-        "alternates_axes": False,
-        "merge_size": vision.spatial_merge_size,
         "merged_width": vision.hidden_size,
     }
 
 
-def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
+def _read_qwen(vision: Any) -> dict[str, Any]:
     side = vision.patch_size
     return {
-        "hidden_size": vision.hidden_size,
-        "intermediate_size": vision.intermediate_size,
         "num_blocks": vision.depth,
         "num_heads": vision.num_heads,
         "kernel": (vision.in_channels, vision.temporal_patch_size, side, side),
-        "norm_eps": 1e-6,
-        "has_rms_norm": True,
-        "is_gated": True,
-        "has_bias": True,
+        "norm_eps": 1e-6,  # no key of the config
         "has_fused_qkv": True,
-        "has_first_norm": False,
-        "alternates_axes": False,
-        "full_attention_blocks": tuple(vision.fullatt_block_indexes),
         "merge_size": vision.spatial_merge_size,
+    }
+
+
+def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
         "merged_width": vision.out_hidden_size,
+        "full_attention_blocks": tuple(vision.fullatt_block_indexes),
+        **dict.fromkeys(("has_rms_norm", "is_gated"), True),
     }
 
 
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "pixtral": _read_pixtral,
-        "qwen2_vl": _read_qwen2_vl,
         "qwen2_vl_vision": _read_qwen2_vl,
-        "qwen2_5_vl": _read_qwen2_5_vl,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
     }
 )

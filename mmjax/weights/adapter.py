@@ -16,7 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from mmjax.errors import CheckpointError
-from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
+from mmjax.weights.rules import Change, Part, RuleTypes, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -190,7 +190,7 @@ class AdapterReader:
             factors["bias"] = _read(tensors["added_bias"]) * scale
         return factors
 
-    def _find_target(self, layer: str, name: str, part: Part | Place | Transposition | None) -> str:
+    def _find_target(self, layer: str, name: str, part: Change | None) -> str:
         """Return what the names of a layer's arrays in the tree begin with."""
         parent, _, last = name.rpartition(".")
         # The head may be the table of embeddings: its adapter is the decoder's own.
@@ -223,7 +223,7 @@ class AdapterReader:
         self,
         layer: str,
         name: str,
-        part: Part | Place | Transposition | None,
+        part: Change | None,
         saved: StoredTensor,
     ) -> np.ndarray:
         """Return what a bias that stands in place of the model's adds to it."""

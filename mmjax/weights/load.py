@@ -18,7 +18,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized, quantize_rows
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
-from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
+from mmjax.weights.rules import Part, Place, RuleTypes, Squeeze, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding
 
@@ -158,6 +158,9 @@ def _map_tensors(
             # What cannot be altered stays whole: its shape is reported as a misfit.
             if part is None or isinstance(part, Place):
                 yield name, tensor, part
+            elif isinstance(part, Squeeze):
+                is_fit = set(tensor.shape[: part.num_axes]) == {1}
+                yield name, _squeeze(tensor, part) if is_fit else tensor, None
             elif isinstance(part, Transposition):
                 yield name, _transpose(tensor) if len(tensor.shape) == 2 else tensor, None
             elif not tensor.shape or tensor.shape[0] % part.group_size:
@@ -197,6 +200,23 @@ class _TransposedRows:
 def _transpose(tensor: StoredTensor) -> StoredTensor:
     rows, columns = tensor.shape
     return replace(tensor, shape=(columns, rows), slices=_TransposedRows(tensor))
+
+
+class _SqueezedRows:
+    """Reads a tensor without its first axes."""
+
+    def __init__(self, tensor: StoredTensor, change: Squeeze) -> None:
+        self._tensor = tensor
+        self._change = change
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        whole = (slice(None),) * self._change.num_axes
+        return self._change.apply(self._tensor.read((*whole, *index)))
+
+
+def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:
+    shape = tensor.shape[change.num_axes :]
+    return replace(tensor, shape=shape, slices=_SqueezedRows(tensor, change))
 
 
 class _StackedRows:

@@ -13,7 +13,7 @@ class Rule:
 
     pattern: str
     replacement: str | None
-    transform: "Transposition | None" = None
+    transform: "Transposition | Squeeze | None" = None
     """What becomes of the values; None: they stay as they are."""
 
 
@@ -56,6 +56,17 @@ class Transposition:
 
 
 @dataclass(frozen=True, slots=True)
+class Squeeze:
+    """A tensor of the tree is a file's without its first axes, which are of one."""
+
+    num_axes: int = 1
+
+    def apply(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the tensor that the tree has."""
+        return tensor[(0,) * self.num_axes]
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """Tensors of a file that are one of the tree's along a new first axis, such as one an expert.
 
@@ -75,11 +86,11 @@ class Place:
 
 
 RuleTypes = Rule | Split | Stack
+Change = Part | Place | Transposition | Squeeze
+"""How a tensor of the tree is had of a file's."""
 
 
-def map_tensor(
-    name: str, rules: Sequence[RuleTypes]
-) -> Iterator[tuple[str, Part | Place | Transposition | None]]:
+def map_tensor(name: str, rules: Sequence[RuleTypes]) -> Iterator[tuple[str, Change | None]]:
     """Yield the tree's name of a file's tensor, or of each of its parts: the first match decides.
 
     With it comes which part of the file's tensor is meant, its place in the tree's, or how it is

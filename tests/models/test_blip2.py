@@ -14,7 +14,7 @@ from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.weights.rules import apply_rules
 from tests.models.families.blip2 import tiny_config
 
-RULES = Model.rules(None)
+RULES = Model.rules(tiny_config())
 
 
 def test_the_text_branch_is_dropped():

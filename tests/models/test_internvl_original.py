@@ -123,5 +123,5 @@ def test_what_the_configuration_leaves_out(tmp_path: Path):
     assert model.is_transposed
     assert len(model.vision_tower.encoder.layers) == 1
     first: Any = model.vision_tower.encoder.layers[0]
-    assert first.attention.q_norm is not None
+    assert first.self_attn.q_norm is not None
     assert model.multi_modal_projector.linear_1.weight.shape == (32, 4 * 3200)

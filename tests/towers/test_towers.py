@@ -28,15 +28,12 @@ from transformers.models.florence2.modeling_florence2 import Florence2VisionBack
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
-from mmjax.layers.vision import VisionConfig
+from mmjax.models.internvl.model import count_blocks, rename_tower
 from mmjax.models.pixtral.host_inputs import cut_patches
 from mmjax.models.pixtral.model import PixtralForConditionalGeneration
-from mmjax.parity.arrays import record
-from mmjax.towers.clip import ClipVisionTower
 from mmjax.towers.davit import DavitConfig, DavitVisionTower
-from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
-from mmjax.towers.siglip import SiglipVisionTower
+from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule
 from tests.models.families.florence2 import VISION as DAVIT
 from tests.models.families.florence2 import fill as fill_davit
@@ -56,19 +53,19 @@ SIZES = [(12, 40), (4, 4), (20, 16)]
 NUM_PADDING = 7
 
 
-def read_internvit(hf_config: Any) -> InternViTConfig:
+def read_internvit(hf_config: Any) -> ViTConfig:
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
-    same = (*same, "layer_norm_eps", "hidden_act", "norm_type")
-    return InternViTConfig(
+    same = (*same, "num_hidden_layers", "layer_norm_eps", "hidden_act", "norm_type")
+    return ViTConfig(
         **{name: getattr(hf_config, name) for name in same},
-        num_blocks=hf_config.num_hidden_layers,
         image_size=hf_config.image_size[0],
         patch_size=hf_config.patch_size[0],
-        has_qkv_bias=hf_config.attention_bias,
-        has_qk_norm=hf_config.use_qk_norm,
-        qk_norm_eps=1e-6,
-        has_position_table=hf_config.use_absolute_position_embeddings,
+        qkv_bias=hf_config.attention_bias,
+        qk_norm_eps=1e-6 if hf_config.use_qk_norm else None,
+        has_class_token=True,
+        has_positions=hf_config.use_absolute_position_embeddings,
         has_final_norm=not hf_config.use_mean_pooling,
+        has_scales=True,
     )
 
 
@@ -78,16 +75,6 @@ def run_states(tower: Any, pixels: Any) -> dict[str, Any]:
     return {"last": last, **{str(number): state for number, state in enumerate(states)}}
 
 
-def record_states(tower: Any, pixels: Any) -> dict[str, Any]:
-    """Return what its modules return on the way."""
-    with record(tower) as outputs:
-        last = tower(pixels)
-    names = {"embeddings": "0"} | {
-        f"encoder.layers.{i}": f"{i + 1}" for i in range(len(tower.encoder.layers))
-    }
-    return {names[name]: value for name, value in outputs.items() if name in names} | {"last": last}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tower:
     """A class of HF's, ours, and the configurations to compare them at."""
@@ -95,22 +82,22 @@ class Tower:
     name: str
     hf_classes: tuple[Any, Any]
     """Config and model."""
-    tower_class: Any
     read_config: Callable[[Any], Any]
     rules: tuple[Rule, ...]
     tiny: Mapping[str, Any]
     configs: Mapping[str, Mapping[str, Any]]
     """What differs from `tiny`."""
-    run: Callable[[Any, Any], dict[str, Any]] = run_states
 
 
 TOWERS = (
     Tower(
         name="clip",
         hf_classes=(CLIPVisionConfig, CLIPVisionModel),
-        tower_class=ClipVisionTower,
-        read_config=VisionConfig.from_hf,
-        rules=(Rule(r"^(vision_model\.)?post_layernorm\..*", None), Rule(r"^vision_model\.", "")),
+        read_config=ViTConfig.from_hf,
+        rules=(
+            Rule(r"^(vision_model\.)?post_layernorm\..*", None),
+            Rule(r"^(vision_model\.)?", "vision_tower."),
+        ),
         tiny=TINY,
         configs={
             "plain": {},
@@ -122,9 +109,11 @@ TOWERS = (
     Tower(
         name="siglip",
         hf_classes=(SiglipVisionConfig, SiglipVisionModel),
-        tower_class=SiglipVisionTower,
-        read_config=VisionConfig.from_hf,
-        rules=(Rule(r"^(vision_model\.)?head\..*", None), Rule(r"^vision_model\.", "")),
+        read_config=ViTConfig.from_hf,
+        rules=(
+            Rule(r"^(vision_model\.)?head\..*", None),
+            Rule(r"^(vision_model\.)?", "vision_tower."),
+        ),
         tiny={**TINY, "vision_use_head": False},
         configs={
             "plain": {},
@@ -137,15 +126,9 @@ TOWERS = (
     Tower(
         name="internvit",
         hf_classes=(InternVLVisionConfig, InternVLVisionModel),
-        tower_class=InternViT,
         read_config=read_internvit,
-        rules=(
-            Rule(r"^embeddings\.mask_token$", None),
-            Rule(r"^embeddings\.patch_embeddings\.projection\.", "embeddings.patch_embeddings."),
-            Rule(r"^encoder\.layer\.", "encoder.layers."),
-        ),
+        rules=(Rule(r"^embeddings\.mask_token$", None), *rename_tower("^")),
         tiny=INTERNVIT,
-        run=record_states,
         configs={
             "300m": {"attention_bias": True, "use_mask_token": True},
             "6b": {"norm_type": "rms_norm", "use_qk_norm": True},
@@ -195,11 +178,9 @@ def test_every_state_is_hfs(tower: Tower, changes: Mapping[str, Any]):
     with torch.no_grad():
         expected = reference(torch.tensor(pixels), output_hidden_states=True)
 
-    graphdef, abstract = build_abstract(
-        tower.tower_class, tower.read_config(config), dtype=jnp.float32
-    )
-    params = params_of(reference, abstract, tower.rules)
-    ours = jax.jit(lambda params, x: tower.run(bind(graphdef, params), x))(params, pixels)
+    graphdef, abstract = build_abstract(ViT, tower.read_config(config), dtype=jnp.float32)
+    params = params_of(reference, {"vision_tower": abstract}, tower.rules)["vision_tower"]
+    ours = jax.jit(lambda params, x: run_states(bind(graphdef, params), x))(params, pixels)
     assert_close(jax.device_get(ours), states_of(expected), atol=5e-6)
 
 
@@ -280,7 +261,7 @@ def test_davits_grids_that_fill_no_window_are_hfs(height: int, width: int):
     ("read", "settings", "changes", "match"),
     [
         *(
-            (VisionConfig.from_hf, CLIPVisionConfig(**TINY), {name: [32, 16]}, words)
+            (ViTConfig.from_hf, CLIPVisionConfig(**TINY), {name: [32, 16]}, words)
             for name in ("image_size", "patch_size")
             for words in [rf"`vision_config.{name}` is \[32, 16\]; .* square"]
         ),

@@ -14,8 +14,8 @@ from mmjax.layers.linear import Linear
 from mmjax.models.blip2.host_inputs import Blip2HostInputs, check_language_model
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.blip2_vit import Blip2VisionConfig, Blip2VisionModel
-from mmjax.weights.rules import Rule
+from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze
 
 
 class Blip2ForConditionalGeneration(MultiModalModel):
@@ -38,7 +38,7 @@ class Blip2ForConditionalGeneration(MultiModalModel):
                 "fit among embeddings of another width"
             )
         with self._mark_tower_model(hf_config, "image"):
-            self.vision_model = Blip2VisionModel(Blip2VisionConfig.from_hf(vision), dtype=dtype)
+            self.vision_model = ViT(ViTConfig.from_hf(vision), dtype=dtype)
             self.query_tokens = nnx.Param(
                 jnp.zeros((1, hf_config.num_query_tokens, qformer.hidden_size), dtype)
             )
@@ -52,9 +52,23 @@ class Blip2ForConditionalGeneration(MultiModalModel):
         )
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map HF's names, which the hub's are too, and drop the Q-Former's text branch."""
+        width, table = hf_config.vision_config.hidden_size, r"^vision_model\.embeddings\."
+        attention = r"^vision_model\.(.*)\.self_attn\."
         return (
+            Rule(table + "class_embedding$", "vision_model.embeddings.class_embedding", Squeeze(2)),
+            Rule(
+                table + "position_embedding$",
+                "vision_model.embeddings.position_embedding.weight",
+                Squeeze(),
+            ),
+            Split(
+                attention + r"qkv\.",
+                [rf"vision_model.\1.self_attn.{part}_proj." for part in "qkv"],
+                [width] * 3,
+            ),
+            Rule(attention + r"projection\.", r"vision_model.\1.self_attn.out_proj."),
             Rule(r"^(qformer\.)?embeddings\.", None),
             Rule(r"^qformer\.encoder\.layer\.\d+\.(intermediate|output)\.", None),
             Rule(r"^language_model\.model\.decoder\.final_layer_norm\.", "language_model.norm."),
@@ -67,7 +81,7 @@ class Blip2ForConditionalGeneration(MultiModalModel):
         """Return what the queries have read of every picture, projected."""
         queries = self.query_tokens[...]
         with jax.named_scope("vision_model"):
-            images = self.vision_model(pixel_values)
+            images, _ = self.vision_model(pixel_values)
         with jax.named_scope("qformer"):
             shape = (images.shape[0], *queries.shape[1:])
             hidden = self.qformer(jnp.broadcast_to(queries, shape), images)

@@ -3,7 +3,6 @@
 Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take embeddings.
 """
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from mmjax.models.blip2.host_inputs import Blip2HostInputs, check_language_model
@@ -33,6 +32,8 @@ class Blip2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Blip2HostInputs
     limits: ClassVar = {"image": 1}
+    embed_token = IMAGE_TOKEN
+    reserves_embed_token = True
     inserts_items = True
     hf_updates_prompt = True
 
@@ -41,9 +42,6 @@ class Blip2ProcessingInfo(FamilyInfo):
         num_queries = self.num_unit_tokens
         hint = f"{num_queries}: give what the model's own Q-Former and projection give"
         self.check_rows(modality, num_embeds, [num_queries], hint)
-
-    def get_reserved_tokens(self) -> Mapping[str, int]:
-        return {IMAGE_TOKEN: self.get_embed_token_id("image")}
 
     def load_hf_processor(self) -> Any:
         """Assemble the HF processor: AutoProcessor needs torchvision."""

@@ -11,12 +11,11 @@ from jaxtyping import Array, Float
 from mmjax.connectors.mlp import MLPProjector
 from mmjax.errors import CheckpointError
 from mmjax.language.deepseek import DeepseekConfig
-from mmjax.layers.vision import VisionConfig
 from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs, read_part
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.siglip import SiglipTimmTower
-from mmjax.weights.rules import Rule, RuleTypes, Split, Stack
+from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.weights.rules import Rule, RuleTypes, Split, Squeeze, Stack
 
 _NORM_EPS = 1e-6
 """Of the tower's norms, which no configuration names: timm's own."""
@@ -57,7 +56,7 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
                 )
         self.ratio: int = projector["downsample_ratio"]
         with self._mark_tower_model(hf_config, "image"):
-            self.vision = SiglipTimmTower(vision, dtype=dtype)
+            self.vision = ViT(vision, dtype=dtype)
             features = vision.hidden_size * self.ratio**2
             self.projector = MLPProjector(features, width, "gelu", dtype=dtype)
             self.image_newline = nnx.Param(jnp.zeros((width,), dtype))
@@ -70,7 +69,8 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
         vision, latent = _read_vision(hf_config), _read_text(hf_config).latent
         block = r"^vision\.blocks\.(\d+)\."
         renamed = {
-            r"^vision\.patch_embed\.proj\.": "vision.patch_embed.",
+            r"^vision\.patch_embed\.proj\.": "vision.embeddings.patch_embedding.",
+            r"^vision\.norm\.": "vision.post_layernorm.",
             block + r"attn\.proj\.": r"vision.encoder.layers.\1.self_attn.out_proj.",
             block + r"norm([12])\.": r"vision.encoder.layers.\1.layer_norm\2.",
             block: r"vision.encoder.layers.\1.",
@@ -92,6 +92,11 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
             fused.append(Split(r"^language\.model\.(.*)\.kv_b_proj\.", halves, sizes))
         return (
             Rule(r"^vision\.attn_pool\.", None),  # of SigLIP's pre-training
+            Rule(
+                r"^vision\.pos_embed$",
+                "vision.embeddings.position_embedding.weight",
+                Squeeze(),
+            ),
             *fused,
             Stack(
                 r"^language\.model\.(.*)\.experts\.(?P<index>\d+)\.(\w+_proj)\.weight$",
@@ -105,7 +110,7 @@ class DeepseekVLV2ForCausalLM(MultiModalModel):
     ) -> Float[Array, "I _tokens D"]:
         """Return the embeddings of every tile."""
         with jax.named_scope("vision_tower"):
-            states = self.vision(pixel_values)
+            states, _ = self.vision(pixel_values)
         with jax.named_scope("multi_modal_projector"):
             return self.projector(join_squares(states, self.ratio))
 
@@ -118,9 +123,9 @@ def _read_text(hf_config: Any) -> DeepseekConfig:
     return DeepseekConfig.from_hf(hf_config.get_text_config())
 
 
-def _read_vision(hf_config: Any) -> VisionConfig:
+def _read_vision(hf_config: Any) -> ViTConfig:
     values = read_part(hf_config, "vision_config")
-    return VisionConfig(
+    return ViTConfig(
         hidden_size=values["width"],
         intermediate_size=int(values["width"] * values["mlp_ratio"]),
         num_hidden_layers=values["layers"],

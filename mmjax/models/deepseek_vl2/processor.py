@@ -109,10 +109,8 @@ class DeepseekVLV2ProcessingInfo(FamilyInfo):
         kwargs = self.scope_kwargs(self.get_planned_mm_kwargs())
         return max(self.get_image_processor().list_canvases(kwargs), key=self.count_tokens)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.count_tokens(self.get_largest_image())}
+    def get_max_image_tokens(self) -> int:
+        return self.count_tokens(self.get_largest_image())
 
     def check_num_embeds(self, modality: str, num_embeds: int) -> None:
         """Demand the rows of one of the arrangements, those between tiles included."""

@@ -117,9 +117,8 @@ class FuyuProcessingInfo(FamilyInfo):
     data_parser = ImagesOnlyDataParser
     host_inputs = FuyuHostInputs
     limits: ClassVar = {"image": 1}
-
-    def get_reserved_tokens(self) -> Mapping[str, int]:
-        return {IMAGE_TOKEN: self.get_token_id(IMAGE_TOKEN)}
+    embed_token = IMAGE_TOKEN
+    reserves_embed_token = True
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Return mmjax's own: HF's processor needs torch."""
@@ -157,20 +156,15 @@ class FuyuProcessingInfo(FamilyInfo):
     def get_largest_image(self) -> ImageSize:
         return ImageSize(**self.get_planned_image_processor().size)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
+    def get_max_image_tokens(self) -> int:
         grid = self.get_planned_image_processor().get_grid(self.get_largest_image())
-        return {"image": math.prod(grid)}
+        return math.prod(grid)
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         grids = outputs.get("image_grid_hw", np.empty((0, 2), np.int64))
         return item_fields(
             "image", units=["image_patches"], counts=grids.prod(-1), on_host=["image_grid_hw"]
         )
-
-    def get_embed_token_id(self, modality: str) -> int:
-        return self.get_token_id(IMAGE_TOKEN)
 
     def get_target(self, modality: str) -> Target:
         return [self.get_token_id(START_TOKEN)]

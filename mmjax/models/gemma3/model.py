@@ -8,11 +8,10 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.norm import GemmaRMSNorm
-from mmjax.layers.vision import VisionConfig
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import TowerModel
-from mmjax.towers.siglip import SiglipVisionTower
+from mmjax.towers.vit import ViT, ViTConfig
 
 
 class Gemma3MultiModalProjector(nnx.Module):
@@ -54,9 +53,9 @@ class Gemma3ForConditionalGeneration(TowerModel):
     has_bidirectional_spans = True
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
-        vision = VisionConfig.from_hf(hf_config.vision_config)
+        vision = ViTConfig.from_hf(hf_config.vision_config)
         with self._mark_tower_model(hf_config, "image"):
-            self.vision_tower = SiglipVisionTower(vision, dtype=dtype)
+            self.vision_tower = ViT(vision, dtype=dtype)
             self.multi_modal_projector = Gemma3MultiModalProjector(hf_config, dtype=dtype)
         self.language_model = build_text_model(hf_config, dtype=dtype)
 

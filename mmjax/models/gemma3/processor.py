@@ -165,11 +165,9 @@ class Gemma3ProcessingInfo(FamilyInfo):
         ratio = max(pan_and_scan.max_num_crops, math.ceil(pan_and_scan.min_ratio))
         return ImageSize(width=side, height=side * ratio)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
+    def get_max_image_tokens(self) -> int:
         num_crops = self.get_largest_pan_and_scan().count_crops(self.get_largest_image())
-        return {"image": (num_crops + 1) * self.num_crop_tokens}
+        return (num_crops + 1) * self.num_crop_tokens
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         counts = outputs.get("num_patches", ())

@@ -15,8 +15,8 @@ from mmjax.errors import CheckpointError
 from mmjax.models.internvl.host_inputs import InternVLHostInputs, only_side, shuffle_factor
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import WRAPPER_RULES, TowerModel
-from mmjax.towers.internvit import InternViT, InternViTConfig, count_blocks
-from mmjax.weights.rules import Rule, Split
+from mmjax.towers.vit import ViT, ViTConfig
+from mmjax.weights.rules import Rule, Split, Squeeze
 
 _PROJECTOR_EPS = 1e-5
 """Of the projector's norm, which no configuration names: torch's own."""
@@ -38,16 +38,18 @@ _ORIGINAL_VISION: Mapping[str, Any] = MappingProxyType(
     }
 )
 """What a key of an `intern_vit_6b` configuration means where it is left out."""
+_EMBEDDINGS: Mapping[str, tuple[str, Squeeze]] = MappingProxyType(
+    {
+        "(class_embedding|cls_token)": ("vision_tower.embeddings.class_embedding", Squeeze(2)),
+        "position_embeddings?": ("vision_tower.embeddings.position_embedding.weight", Squeeze()),
+    }
+)
+"""Tables of either layout -> names in the tree."""
 _ORIGINAL_NAMES: Mapping[str, str] = MappingProxyType(
     {
-        r"^vision_model\.embeddings\.class_embedding$": "vision_tower.embeddings.cls_token",
-        r"^vision_model\.embeddings\.(position|patch)_embedding": (
-            r"vision_tower.embeddings.\1_embeddings"
-        ),
-        r"^vision_model\.(.*)\.attn\.proj\.": r"vision_tower.\1.attention.projection_layer.",
-        r"^vision_model\.(.*)\.attn\.": r"vision_tower.\1.attention.",
-        r"^vision_model\.(.*)\.norm1\.": r"vision_tower.\1.layernorm_before.",
-        r"^vision_model\.(.*)\.norm2\.": r"vision_tower.\1.layernorm_after.",
+        r"^vision_model\.(.*)\.attn\.proj\.": r"vision_tower.\1.self_attn.out_proj.",
+        r"^vision_model\.(.*)\.attn\.": r"vision_tower.\1.self_attn.",
+        r"^vision_model\.(.*)\.norm([12])\.": r"vision_tower.\1.layer_norm\2.",
         r"^vision_model\.(.*)\.ls([12])$": r"vision_tower.\1.lambda_\2",
         r"^vision_model\.": "vision_tower.",
         r"^mlp1\.0\.": "multi_modal_projector.layer_norm.",
@@ -68,6 +70,40 @@ _ORIGINAL_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Names in the original layout -> names in the tree; the first that matches decides."""
+
+
+def rename_tower(prefix: str) -> list[Rule]:
+    """Return rules from the names of HF's tower, behind a prefix, to the tree's."""
+    names = {
+        r"embeddings\.patch_embeddings\.projection\.": "embeddings.patch_embedding.",
+        r"encoder\.layer\.(\d+)\.attention\.projection_layer\.": (
+            r"encoder.layers.\1.self_attn.out_proj."
+        ),
+        r"encoder\.layer\.(\d+)\.attention\.": r"encoder.layers.\1.self_attn.",
+        r"encoder\.layer\.(\d+)\.layernorm_before\.": r"encoder.layers.\1.layer_norm1.",
+        r"encoder\.layer\.(\d+)\.layernorm_after\.": r"encoder.layers.\1.layer_norm2.",
+        r"encoder\.layer\.": "encoder.layers.",
+        r"layernorm\.": "post_layernorm.",
+    }
+    return [
+        *(Rule(rf"{prefix}embeddings\.{one}$", *target) for one, target in _EMBEDDINGS.items()),
+        *(Rule(prefix + pattern, f"vision_tower.{name}") for pattern, name in names.items()),
+    ]
+
+
+def count_blocks(feature_layer: Any, num_hidden_layers: int, *, name: str) -> int:
+    """Return how many blocks lie below the state that is read; `CheckpointError` for no such state.
+
+    `feature_layer` is the value of the key `name`. It counts as HF's `hidden_states`: 0 is the
+    embedding, n the output of block n - 1, and -1 that of the last.
+    """
+    num_states = num_hidden_layers + 1
+    if not isinstance(feature_layer, int) or not -num_states <= feature_layer < num_states:
+        raise CheckpointError(
+            f"`{name}` is {feature_layer!r}; it must be the number of one state of the vision "
+            f"tower, from {-num_states} to {num_hidden_layers}"
+        )
+    return feature_layer % num_states
 
 
 def pixel_shuffle(
@@ -93,7 +129,7 @@ class InternVLModel(TowerModel):
     def __init__(
         self,
         hf_config: Any,
-        vision: InternViTConfig,
+        vision: ViTConfig,
         *,
         projector_act: str,
         is_tied: bool,
@@ -102,7 +138,7 @@ class InternVLModel(TowerModel):
     ) -> None:
         self.factor, self.is_transposed = shuffle_factor(hf_config), is_transposed
         with self._mark_tower_model(hf_config, {"image", "video"}):
-            self.vision_tower = InternViT(vision, dtype=dtype)
+            self.vision_tower = ViT(vision, dtype=dtype)
             self.multi_modal_projector = MLPProjector(
                 self.factor**2 * vision.hidden_size,
                 hf_config.get_text_config().hidden_size,
@@ -116,7 +152,7 @@ class InternVLModel(TowerModel):
         self, pixel_values: Float[Array, "I C _y _x"]
     ) -> Float[Array, "I _tokens _width"]:
         """Return the squares of patches of every tile or frame."""
-        states = self.vision_tower(pixel_values)
+        states, _ = self.vision_tower(pixel_values)
         return pixel_shuffle(states[:, 1:], self.factor, is_transposed=self.is_transposed)
 
 
@@ -143,18 +179,14 @@ class InternVLForConditionalGeneration(InternVLModel):
         """Map the hub's layout, save_pretrained's, and the module's own names."""
         vision = _read_vision(hf_config)
         tower = r"^(?:model\.)?vision_tower\."
-        unread = range(vision.num_blocks, hf_config.vision_config.num_hidden_layers)
+        unread = range(vision.num_hidden_layers, hf_config.vision_config.num_hidden_layers)
         dropped = [rf"{tower}encoder\.layer\.{layer}\." for layer in unread]
         dropped.append(rf"{tower}embeddings\.mask_token$")  # of its pre-training
         if not vision.has_final_norm:
             dropped.append(rf"{tower}layernorm\.")
         return (
             *(Rule(pattern, None) for pattern in dropped),
-            Rule(rf"{tower}encoder\.layer\.", "vision_tower.encoder.layers."),
-            Rule(
-                rf"{tower}embeddings\.patch_embeddings\.projection\.",
-                "vision_tower.embeddings.patch_embeddings.",
-            ),
+            *rename_tower(tower),
             *WRAPPER_RULES,
         )
 
@@ -181,20 +213,24 @@ class InternVLChatModel(InternVLModel):
     def rules(hf_config: Any) -> Sequence[Rule | Split]:
         """Cut what is fused (InternLM2's by groups of a key head), and map the published names."""
         vision, text = _read_original_vision(hf_config), hf_config.get_text_config()
-        unread = range(vision.num_blocks, _read_original(hf_config)["num_hidden_layers"])
+        unread = range(vision.num_hidden_layers, _read_original(hf_config)["num_hidden_layers"])
         head_dim = text.hidden_size // text.num_attention_heads
         queries = text.num_attention_heads // text.num_key_value_heads * head_dim
         return (
             *(Rule(rf"^vision_model\.encoder\.layers\.{layer}\.", None) for layer in unread),
             Split(
                 r"^vision_model\.(.*)\.attn\.qkv\.",
-                [rf"vision_tower.\1.attention.{part}_proj." for part in "qkv"],
+                [rf"vision_tower.\1.self_attn.{part}_proj." for part in "qkv"],
                 [vision.hidden_size] * 3,
             ),
             Split(
                 r"^language_model\.model\.(.*)\.attention\.wqkv\.",
                 [rf"language_model.\1.self_attn.{part}_proj." for part in "qkv"],
                 [queries, head_dim, head_dim],
+            ),
+            *(
+                Rule(rf"^vision_model\.embeddings\.{name}$", *target)
+                for name, target in _EMBEDDINGS.items()
             ),
             *(Rule(pattern, name) for pattern, name in _ORIGINAL_NAMES.items()),
         )
@@ -227,39 +263,39 @@ def _read_original(hf_config: Any) -> dict[str, Any]:
     return {key: getattr(vision, key, value) for key, value in _ORIGINAL_VISION.items()}
 
 
-def _read_original_vision(hf_config: Any) -> InternViTConfig:
+def _read_original_vision(hf_config: Any) -> ViTConfig:
     """Read the original's vision tower, and which of its states the projector reads."""
     vision, values = hf_config.vision_config, _read_original(hf_config)
     layer = getattr(hf_config, "select_layer", -1)
     num_layers = values.pop("num_hidden_layers")
-    return InternViTConfig(
-        has_qkv_bias=values.pop("qkv_bias"),
-        has_qk_norm=values.pop("qk_normalization"),
-        qk_norm_eps=values["layer_norm_eps"],
+    return ViTConfig(
+        qk_norm_eps=values["layer_norm_eps"] if values.pop("qk_normalization") else None,
         **values,
-        num_blocks=count_blocks(layer, num_layers, name="select_layer"),
+        num_hidden_layers=count_blocks(layer, num_layers, name="select_layer"),
         image_size=only_side(vision.image_size, "image_size"),
         patch_size=only_side(vision.patch_size, "patch_size"),
-        has_position_table=True,
+        has_class_token=True,
         has_final_norm=False,
+        has_scales=True,
     )
 
 
-def _read_vision(hf_config: Any) -> InternViTConfig:
+def _read_vision(hf_config: Any) -> ViTConfig:
     """Read HF's `InternVLVisionConfig`, and which of its states the projector reads."""
     vision = hf_config.vision_config
     layer, name = hf_config.vision_feature_layer, "vision_feature_layer"
     same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_channels")
     same = (*same, "layer_norm_eps", "hidden_act", "norm_type")
-    return InternViTConfig(
+    return ViTConfig(
         **{key: getattr(vision, key) for key in same},
-        num_blocks=count_blocks(layer, vision.num_hidden_layers, name=name),
+        num_hidden_layers=count_blocks(layer, vision.num_hidden_layers, name=name),
         image_size=only_side(vision.image_size, "image_size"),
         patch_size=only_side(vision.patch_size, "patch_size"),
-        has_qkv_bias=vision.attention_bias,
-        has_qk_norm=vision.use_qk_norm,
-        qk_norm_eps=_QK_NORM_EPS,
-        has_position_table=vision.use_absolute_position_embeddings,
+        qkv_bias=vision.attention_bias,
+        qk_norm_eps=_QK_NORM_EPS if vision.use_qk_norm else None,
+        has_class_token=True,
+        has_positions=vision.use_absolute_position_embeddings,
+        has_scales=True,
         has_final_norm=layer == -1 and not vision.use_mean_pooling,
     )
 

@@ -65,6 +65,7 @@ class BaseInternVLProcessingInfo(FamilyInfo):
     data_parser = InternVLDataParser
     host_inputs = InternVLHostInputs
     limits: ClassVar = {"image": None, "video": None}
+    embed_token = CONTEXT
     frame_separator: ClassVar[str]
     tile_kwargs: ClassVar[tuple[str, str]]
     """Names of the kwargs that enable tiles, and limit their number."""
@@ -149,9 +150,6 @@ class BaseInternVLProcessingInfo(FamilyInfo):
             fields[f"{modality}_token_id"] = MultiModalFieldConfig.shared(modality, len(tiles))
         return fields
 
-    def get_embed_token_id(self, modality: str) -> int:
-        return self.get_token_id(CONTEXT)
-
     def get_target(self, modality: str) -> Target:
         return as_ids(self.find_placeholder_str(modality, 1) or "", self.get_tokenizer())
 
@@ -174,6 +172,7 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
     frame_separator = ""
     tile_kwargs = ("dynamic_image_size", "max_dynamic_patch")
     pixel_keys = PIXEL_KEYS["original"]
+    reserves_embed_token = True
     placeholders: ClassVar = {"image": "<image>", "video": "<video>"}
 
     def __init__(self, ctx: InputProcessingContext) -> None:
@@ -185,9 +184,6 @@ class InternVLProcessingInfo(BaseInternVLProcessingInfo):
         tokenizer = self.get_tokenizer()
         takes_videos = token and (tokenizer is None or token in tokenizer.get_vocab())
         return self.limits if takes_videos else {"image": None}
-
-    def get_reserved_tokens(self) -> Mapping[str, int]:
-        return {CONTEXT: self.get_token_id(CONTEXT)}
 
     @property
     def tile_size(self) -> int:

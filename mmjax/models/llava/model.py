@@ -4,16 +4,13 @@ The tower is CLIP or SigLIP. Which decoder is `text_config`'s affair: Vicuna, Ll
 and Gemma are no code here.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from flax import nnx
 
-from mmjax.layers.vision import VisionConfig
 from mmjax.models.llava.host_inputs import LlavaHostInputs, count_extra_features
 from mmjax.models.tower_model import FeatureLayersModel
-from mmjax.towers.clip import ClipVisionTower
-from mmjax.towers.siglip import SiglipVisionTower
+from mmjax.towers.vit import ViT, ViTConfig
 
 
 class LlavaForConditionalGeneration(FeatureLayersModel):
@@ -23,9 +20,6 @@ class LlavaForConditionalGeneration(FeatureLayersModel):
 
     @staticmethod
     def build_tower(hf_config: Any, num_layers: int, *, dtype: Any) -> nnx.Module:
-        vision = hf_config.vision_config
         count_extra_features(hf_config)  # refuses other towers
-        config = replace(VisionConfig.from_hf(vision), num_hidden_layers=num_layers)
-        if vision.model_type == "clip_vision_model":
-            return ClipVisionTower(config, dtype=dtype)
-        return SiglipVisionTower(config, dtype=dtype, has_final_norm=False)
+        changes = {"num_hidden_layers": num_layers, "has_final_norm": False}
+        return ViT(ViTConfig.from_hf(hf_config.vision_config, **changes), dtype=dtype)

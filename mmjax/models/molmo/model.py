@@ -16,7 +16,6 @@ from mmjax.layers.attention.api import dense_attention
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
-from mmjax.layers.vision import VisionConfig
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.molmo.host_inputs import (
     NUM_NEW_TOKENS,
@@ -27,7 +26,7 @@ from mmjax.models.molmo.host_inputs import (
     new_token_id,
 )
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.molmo_vit import MolmoViT
+from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, Split
 
 _BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
@@ -35,6 +34,7 @@ _LAYER = r"language_model.layers.\1."
 _VIT = r"^model\.vision_backbone\.image_vit\."
 _VIT_BLOCK = _VIT + r"transformer\.resblocks\.(\d+)\."
 _VIT_LAYER = r"vision_backbone.image_vit.encoder.layers.\1."
+_EMBEDDINGS = "vision_backbone.image_vit.embeddings."
 _PROJECTOR = r"^model\.vision_backbone\.image_projector\."
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -46,7 +46,9 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         _VIT_BLOCK + r"attention_norm\.": _VIT_LAYER + "layer_norm1.",
         _VIT_BLOCK + r"ffn_norm\.": _VIT_LAYER + "layer_norm2.",
         _VIT_BLOCK + r"feed_forward\.w([12])\.": _VIT_LAYER + r"mlp.fc\2.",
-        _VIT + r"positional_embedding$": "vision_backbone.image_vit.position_embedding.weight",
+        _VIT + r"positional_embedding$": f"{_EMBEDDINGS}position_embedding.weight",
+        _VIT + r"(class|patch)_embedding": _EMBEDDINGS + r"\1_embedding",
+        _VIT + r"pre_ln\.": "vision_backbone.image_vit.pre_layrnorm.",
         _PROJECTOR + r"w1\.": "vision_backbone.image_projector.gate_proj.",
         _PROJECTOR + r"w2\.": "vision_backbone.image_projector.down_proj.",
         _PROJECTOR + r"w3\.": "vision_backbone.image_projector.up_proj.",
@@ -91,7 +93,8 @@ class MolmoVisionBackbone(nnx.Module):
         sizes = MolmoVisionSizes.from_hf(hf_config)
         layers = _read_layers(sizes)
         width = len(layers) * sizes.image_emb_dim
-        self.image_vit = MolmoViT(_vision_config(sizes), feature_layers=layers, dtype=dtype)
+        self.image_vit = ViT(_vision_config(sizes), dtype=dtype)
+        self.feature_layers = tuple(layer + 1 for layer in layers)
         self.pad_embed = nnx.Param(jnp.zeros((2, width), dtype))
         self.image_pooling_2d = MolmoAttentionPooling(
             width, sizes.image_emb_dim, num_heads=sizes.image_num_heads, dtype=dtype
@@ -108,7 +111,9 @@ class MolmoVisionBackbone(nnx.Module):
         self, images: Float[Array, "U P _pixels"], image_masks: Float[Array, "U P"]
     ) -> Float[Array, "U _tokens D"]:
         """Return the features; `image_masks` are the shares of the patches that are no padding."""
-        features = self.image_vit(images.astype(self.pad_embed.dtype))
+        pixels = images.astype(self.pad_embed.dtype)
+        _, states = self.image_vit(pixels, feature_layers=self.feature_layers)
+        features = jnp.concatenate([state[:, 1:] for state in states], axis=-1)
         features = features + self._pad(image_masks).astype(features.dtype)
         units, num_patches, width = features.shape
         side = round(num_patches**0.5) // POOLING_SIDE
@@ -192,8 +197,8 @@ def _read_layers(sizes: MolmoVisionSizes) -> list[int]:
     return [sizes.image_num_layers + layer for layer in sizes.vit_layers]
 
 
-def _vision_config(sizes: MolmoVisionSizes) -> VisionConfig:
-    return VisionConfig(
+def _vision_config(sizes: MolmoVisionSizes) -> ViTConfig:
+    return ViTConfig(
         hidden_size=sizes.image_emb_dim,
         intermediate_size=sizes.image_mlp_dim,
         num_hidden_layers=max(_read_layers(sizes)) + 1,
@@ -203,4 +208,9 @@ def _vision_config(sizes: MolmoVisionSizes) -> VisionConfig:
         patch_size=sizes.image_patch_size,
         layer_norm_eps=sizes.image_norm_eps,
         hidden_act=sizes.image_mlp_activations,
+        has_class_token=True,
+        has_patch_bias=False,
+        has_first_norm=True,
+        has_final_norm=False,
+        takes_patches=True,
     )

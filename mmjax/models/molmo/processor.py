@@ -177,10 +177,8 @@ class MolmoProcessingInfo(FamilyInfo):
     def get_largest_image(self) -> ImageSize:
         return self.find_largest_image()[0]
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": self.find_largest_image()[1]}
+    def get_max_image_tokens(self) -> int:
+        return self.find_largest_image()[1]
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return item_fields(

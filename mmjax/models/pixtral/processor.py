@@ -167,10 +167,8 @@ class PixtralProcessingInfo(FamilyInfo):
         side = self.get_longest_edge(self.get_planned_mm_kwargs())
         return ImageSize(width=side, height=side)
 
-    def get_mm_max_tokens_per_item(
-        self, seq_len: int | None = None, mm_counts: Mapping[str, int] | None = None
-    ) -> Mapping[str, int]:
-        return {"image": cdiv(self.get_largest_image().width, self.patch_size) ** 2}
+    def get_max_image_tokens(self) -> int:
+        return cdiv(self.get_largest_image().width, self.patch_size) ** 2
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> tuple[int, int]:
         """Return the rows and columns of patches."""

@@ -10,15 +10,16 @@ from jaxtyping import Array, Float
 
 from mmjax.connectors.resampler import Resampler
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import VisionConfig
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen_vl.host_inputs import NUM_QUERIES, QwenVLHostInputs, visual_config
 from mmjax.models.text_model import build_text_model
-from mmjax.towers.openclip import OpenClipVisionTower
+from mmjax.towers.vit import ViT, ViTConfig
 from mmjax.weights.rules import Rule, Split
 
 _EPS = 1e-6
 """Of every norm of the vision part; no key of the config."""
+_NUM_POSITIONS = 256
+"""Rows of the table of positions, whatever the image's size: it is resized to the patches."""
 _BLOCK = r"^transformer\.visual\.transformer\.resblocks\.(\d+)\."
 _LAYER = r"^transformer\.h\.(\d+)\."
 
@@ -32,7 +33,7 @@ class QWenLMHeadModel(MultiModalModel):
         visual, vision = visual_config(hf_config), read_vision_config(hf_config)
         width = visual["output_dim"]
         with self._mark_tower_model(hf_config, "image"):
-            self.visual = OpenClipVisionTower(vision, dtype=dtype)
+            self.visual = ViT(vision, dtype=dtype)
             self.attn_pool = Resampler(NUM_QUERIES, width, vision.hidden_size, dtype=dtype)
             self.ln_post = LayerNorm(width, eps=_EPS, dtype=dtype)
             self.proj = nnx.Param(jnp.zeros((width, width), dtype))
@@ -63,7 +64,12 @@ class QWenLMHeadModel(MultiModalModel):
                 (queries,) * 3,
             ),
             Rule(r"^transformer\.visual\.(attn_pool\.|ln_post\.|proj$)", r"\1"),
-            Rule(r"^transformer\.visual\.", "visual."),
+            Rule(r"^transformer\.visual\.conv1\.", "visual.embeddings.patch_embedding."),
+            Rule(
+                r"^transformer\.visual\.positional_embedding$",
+                "visual.embeddings.position_embedding.weight",
+            ),
+            Rule(r"^transformer\.visual\.ln_pre\.", "visual.pre_layrnorm."),
             Split(
                 _LAYER + r"attn\.c_attn\.",
                 [f"{decoder}self_attn.{name}" for name in projections],
@@ -86,15 +92,15 @@ class QWenLMHeadModel(MultiModalModel):
     ) -> Float[Array, "I _queries D"]:
         """Return what the queries have read of every image, normed and projected."""
         with jax.named_scope("visual"):
-            features = self.visual(pixel_values)
+            features, _ = self.visual(pixel_values)
         with jax.named_scope("attn_pool"):
             return self.ln_post(self.attn_pool(features)) @ self.proj[...]
 
 
-def read_vision_config(hf_config: Any) -> VisionConfig:
+def read_vision_config(hf_config: Any) -> ViTConfig:
     """Return the keys of `visual` as those of a vision tower."""
     visual = visual_config(hf_config)
-    return VisionConfig(
+    return ViTConfig(
         hidden_size=visual["width"],
         intermediate_size=int(visual["width"] * visual["mlp_ratio"]),
         num_hidden_layers=visual["layers"],
@@ -104,4 +110,8 @@ def read_vision_config(hf_config: Any) -> VisionConfig:
         patch_size=visual["patch_size"],
         layer_norm_eps=_EPS,
         hidden_act="gelu",
+        has_patch_bias=False,
+        has_first_norm=True,
+        has_final_norm=False,
+        num_positions=_NUM_POSITIONS,
     )

@@ -5,7 +5,7 @@ Before: `Picture 1: <img>cat.png</img>`. After: `Picture 1: <img><imgpad>*256</i
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -70,13 +70,12 @@ class QwenVLImageProcessor:
 class QwenVLProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = QwenVLHostInputs
+    embed_token = IMG_PAD
+    reserves_embed_token = True
     placeholders: ClassVar = {"image": f"Picture {{i}}: {IMG_START}{IMG_END}"}
 
     def get_counted_placeholder(self, modality: str) -> str | None:
         return f"{IMG_START}{IMG_END}" if modality == "image" else None
-
-    def get_reserved_tokens(self) -> Mapping[str, int]:
-        return {IMG_PAD: self.get_token_id(IMG_PAD)}
 
     def get_ending_token_ids(self) -> Sequence[int]:
         return (self.get_token_id(IM_END),)
@@ -86,9 +85,6 @@ class QwenVLProcessingInfo(FamilyInfo):
             tokenizer=self.get_tokenizer(),
             image_processor=QwenVLImageProcessor(self.get_largest_image().width),
         )
-
-    def get_embed_token_id(self, modality: str) -> int:
-        return self.get_token_id(IMG_PAD)
 
     def get_target(self, modality: str) -> Target:
         return [self.get_token_id(IMG_START), self.get_token_id(IMG_END)]

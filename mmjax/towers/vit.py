@@ -1,0 +1,230 @@
+"""Vision transformers over images of one size, which differ by their configuration alone.
+
+CLIP's (arXiv 2103.00020), SigLIP's (arXiv 2303.15343), OpenCLIP's as Qwen-VL has it (arXiv
+2308.12966), BLIP-2's, which is EVA's (arXiv 2211.07636), and InternViT (arXiv 2312.14238).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import dense_attention
+from mmjax.layers.interpolate import resize_square
+from mmjax.layers.linear import Linear
+from mmjax.layers.mlp import MLP
+from mmjax.layers.module import call_block
+from mmjax.layers.norm import LayerNorm, RMSNorm
+from mmjax.layers.vision import PatchEmbedding
+
+_NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
+    {"layer_norm": LayerNorm, "rms_norm": RMSNorm}
+)
+"""By `norm_type`, of the blocks; other norms are layer norms."""
+_KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "clip_vision_model": {
+            **{"has_class_token": True, "has_patch_bias": False, "has_first_norm": True},
+            "has_final_norm": False,  # of the pooled feature, which is not computed
+        },
+        "siglip_vision_model": {},
+        "blip_2_vision_model": {"has_class_token": True, "num_channels": 3},
+    }
+)
+"""By `model_type`, what HF's config does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViTConfig:
+    """What the arrays depend on."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    """May be those up to the last that is read."""
+    num_attention_heads: int
+    num_channels: int
+    image_size: int
+    patch_size: int
+    layer_norm_eps: float
+    hidden_act: str
+    norm_type: str = "layer_norm"
+    qkv_bias: bool = True
+    qk_norm_eps: float | None = None
+    """Of the norms of queries and keys, over all heads together; None: they are not normed."""
+    has_class_token: bool = False
+    """Whether it comes before the patches."""
+    has_patch_bias: bool = True
+    has_first_norm: bool = False
+    has_final_norm: bool = True
+    has_scales: bool = False
+    """Whether each branch of a block is scaled before it is added (arXiv 2103.17239)."""
+    takes_patches: bool = False
+    """Whether patches come cut already, their pixels by row, column and channel."""
+    has_positions: bool = True
+    num_positions: int | None = None
+    """Rows of the table of positions, which is resized to the patches; None: one for each row."""
+
+    def __post_init__(self) -> None:
+        if self.norm_type not in _NORMS:
+            known = ", ".join(f"`{name}`" for name in _NORMS)
+            raise CheckpointError(f"`norm_type` is `{self.norm_type}`; mmjax knows {known}")
+
+    @staticmethod
+    def from_hf(hf_config: Any, **changes: Any) -> "ViTConfig":
+        """Read the `vision_config` of a kind in `_KINDS`; `CheckpointError` for no squares."""
+        for name in ("image_size", "patch_size"):
+            if not isinstance(getattr(hf_config, name), int):
+                raise CheckpointError(
+                    f"`vision_config.{name}` is {getattr(hf_config, name)!r}; a "
+                    f"`{hf_config.model_type}` has one number there, the side of a square"
+                )
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        names += ("image_size", "patch_size", "layer_norm_eps", "hidden_act")
+        names += ("num_channels", "qkv_bias")
+        read = {name: getattr(hf_config, name) for name in names if hasattr(hf_config, name)}
+        return ViTConfig(**{**read, **_KINDS[hf_config.model_type], **changes})
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class PositionTable(nnx.Module):
+    """One learned vector a row: parameter `weight[P, D]`."""
+
+    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
+
+
+class ViTEmbeddings(nnx.Module):
+    """The patches, a class token before them where there is one, and learned positions."""
+
+    def __init__(self, config: ViTConfig, *, dtype: Any) -> None:
+        width, channels, size = config.hidden_size, config.num_channels, config.patch_size
+        has_class = config.has_class_token
+        self.class_embedding = nnx.Param(jnp.zeros((width,), dtype)) if has_class else None
+        options = {"use_bias": config.has_patch_bias, "dtype": dtype}
+        self.patch_embedding = (
+            Linear(channels * size**2, width, **options)
+            if config.takes_patches
+            else PatchEmbedding(channels, width, size, **options)
+        )
+        rows = config.num_positions or config.num_patches + has_class
+        self.position_embedding = (
+            PositionTable(rows, width, dtype=dtype) if config.has_positions else None
+        )
+        self.config = config
+
+    def __call__(self, pixel_values: Float[Array, "I ..."]) -> Float[Array, "I P D"]:
+        """Embed images of the config's size."""
+        rows = self.patch_embedding(pixel_values)
+        if self.class_embedding is not None:
+            shape = (len(rows), 1, rows.shape[-1])
+            first = jnp.broadcast_to(self.class_embedding[...][None, None, :], shape)
+            rows = jnp.concatenate([first, rows], axis=1)
+        if self.position_embedding is None:
+            return rows
+        table = self.position_embedding.weight[...]
+        if self.config.num_positions is not None:
+            table = resize_square(table, self.config.image_size // self.config.patch_size)
+        return rows + table[None, :, :]
+
+
+class ViTAttention(nnx.Module):
+    """Full attention among the rows of one image."""
+
+    def __init__(self, config: ViTConfig, *, dtype: Any) -> None:
+        width, options = config.hidden_size, {"use_bias": config.qkv_bias, "dtype": dtype}
+        self.q_proj = Linear(width, width, **options)
+        self.k_proj = Linear(width, width, **options)
+        self.v_proj = Linear(width, width, **options)
+        self.out_proj = Linear(width, width, use_bias=True, dtype=dtype)
+        eps = config.qk_norm_eps
+        self.q_norm, self.k_norm = (
+            None if eps is None else RMSNorm(width, eps=eps, dtype=dtype) for _ in range(2)
+        )
+        self.num_heads = config.num_attention_heads
+
+    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
+        """Attend over `P`."""
+        query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        head_dim = x.shape[-1] // self.num_heads
+        split = (*x.shape[:2], self.num_heads, head_dim)
+        query, key, value = (part.reshape(split) for part in (query, key, value))
+        out = dense_attention(query, key, value, mask=None, scale=head_dim**-0.5)
+        return self.out_proj(out.reshape(x.shape))
+
+
+class ViTLayer(nnx.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, config: ViTConfig, *, dtype: Any) -> None:
+        width, make_norm = config.hidden_size, _NORMS[config.norm_type]
+        self.layer_norm1 = make_norm(width, eps=config.layer_norm_eps, dtype=dtype)
+        self.self_attn = ViTAttention(config, dtype=dtype)
+        self.layer_norm2 = make_norm(width, eps=config.layer_norm_eps, dtype=dtype)
+        self.mlp = MLP(width, config.intermediate_size, activation=config.hidden_act, dtype=dtype)
+        self.lambda_1, self.lambda_2 = (
+            nnx.Param(jnp.zeros((width,), dtype)) if config.has_scales else None for _ in range(2)
+        )
+
+    def __call__(self, x: Float[Array, "I P D"]) -> Float[Array, "I P D"]:
+        """Return the residual stream after this block."""
+        with jax.named_scope("attn"):
+            x = x + _scale(self.self_attn(self.layer_norm1(x)), self.lambda_1)
+        with jax.named_scope("mlp"):
+            return x + _scale(self.mlp(self.layer_norm2(x)), self.lambda_2)
+
+
+def _scale(x: Float[Array, "I P D"], factors: nnx.Param | None) -> Float[Array, "I P D"]:
+    return x if factors is None else factors[...][None, None] * x
+
+
+class ViTEncoder(nnx.Module):
+    """The stack of blocks."""
+
+    def __init__(self, config: ViTConfig, *, dtype: Any) -> None:
+        self.layers = nnx.List(
+            ViTLayer(config, dtype=dtype) for _ in range(config.num_hidden_layers)
+        )
+
+
+class ViT(nnx.Module):
+    """Images to the states of their rows; parameters bear the names of HF's CLIP."""
+
+    def __init__(self, config: ViTConfig, *, dtype: Any) -> None:
+        options = {"eps": config.layer_norm_eps, "dtype": dtype}
+        self.embeddings = ViTEmbeddings(config, dtype=dtype)
+        # HF's name is misspelt, and so are the checkpoints' tensors.
+        self.pre_layrnorm = (
+            LayerNorm(config.hidden_size, **options) if config.has_first_norm else None
+        )
+        self.encoder = ViTEncoder(config, dtype=dtype)
+        self.post_layernorm = (
+            LayerNorm(config.hidden_size, **options) if config.has_final_norm else None
+        )
+
+    def __call__(
+        self, pixel_values: Float[Array, "I ..."], *, feature_layers: Sequence[int] = ()
+    ) -> tuple[Float[Array, "I P D"], list[Float[Array, "I P D"]]]:
+        """Return the last hidden state, normed if there is a norm, and the states asked for.
+
+        `feature_layers` counts as HF's `hidden_states`: 0 is the embedding, n the output of
+        block n - 1. A class token is row 0.
+        """
+        x = self.embeddings(pixel_values)
+        states = [x if self.pre_layrnorm is None else self.pre_layrnorm(x)]
+        for layer in self.encoder.layers:
+            states.append(call_block(layer, states[-1]))
+        last = states[-1] if self.post_layernorm is None else self.post_layernorm(states[-1])
+        return last, [states[layer] for layer in feature_layers]
