@@ -176,7 +176,8 @@ def test_what_is_cached_is_no_work(
     prompt: Any = {"prompt": "<start_of_image>", "multi_modal_data": {"image": [picture]}}
     is_heavy: Any = input_processor.connector.is_heavy
     assert is_heavy(prompt)
-    input_processor.process("1", prompt)
+    with input_processor._pool.borrow() as processor:
+        processor.apply("<start_of_image>", {"image": [picture]})
     assert not is_heavy(prompt)
     for name, value in (("cache_salt", "mine"), ("multi_modal_uuids", {"image": ["cat"]})):
         assert is_heavy({**prompt, name: value})
