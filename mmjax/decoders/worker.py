@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from mmjax.decoders.shared_memory import SharedMemory
 from mmjax.errors import MediaError, RequestError
-from mmjax.niceness import give_way
+from mmjax.system.niceness import give_way
 
 JobKind = Literal["media", "grammar", "template"]
 """What a process does: it loads nothing for other jobs."""
@@ -65,7 +65,7 @@ def _load(kind: str) -> Mapping[str, _Operation]:
 
             return OPERATIONS
         case "grammar":
-            from mmjax.structured_outputs import read_grammar, warm_up
+            from mmjax.requests.structured_outputs import read_grammar, warm_up
 
             warm_up()
             return {kind: _text_operation(read_grammar)}

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from mmjax.decoders.shared_memory import SharedMemory, create_shared_memory
 from mmjax.decoders.worker import MAX_MESSAGE_BYTES, JobKind
 from mmjax.errors import MMJaxError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

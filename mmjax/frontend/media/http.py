@@ -15,7 +15,7 @@ from typing import Any
 import httpcore2
 
 from mmjax import __version__
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.frontend.media.addresses import is_public_address
 from mmjax.frontend.media.urls import HttpUrl, check_domain, refuse_url

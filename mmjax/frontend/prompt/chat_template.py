@@ -10,7 +10,7 @@ import jinja2.ext
 import jinja2.nodes as nodes
 import jinja2.sandbox
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.decoders.template import GenerationTag
 from mmjax.errors import ConfigError, RequestValueError
 

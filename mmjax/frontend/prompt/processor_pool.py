@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, TypeVar
 
-from mmjax.allocator import return_free_pages
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.models.registry import create_processor
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
+from mmjax.system.allocator import return_free_pages
 
 T = TypeVar("T")
 
