@@ -21,7 +21,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that may be decoded; Pillow knows more, and some of them start other programs."""
 
 BYTES_PER_PIXEL = 4
-"""Of a decoded image: Pillow pads RGB to four bytes."""
+"""What a decoded pixel takes: Pillow pads RGB to four bytes."""
 
 _WHITE = (255, 255, 255)
 _TIFF_TILE_WIDTH, _TIFF_TILE_LENGTH = 322, 323

@@ -13,11 +13,11 @@ class MediaLimits:
     max_image_pixels: int = 50_000_000
     max_video_bytes: int = 128 * 2**20
     max_video_frames: int = 2048
-    """Of one video, after sampling."""
+    """Frames of one video, after sampling."""
     max_video_pixels: int = 500_000_000
     """Over all frames of one video."""
     max_audio_samples: int = 100_000_000
-    """Of one item, over all channels, before and after resampling."""
+    """Samples of one item, over all channels, before and after resampling."""
 
     @classmethod
     def of(cls, settings: object) -> "MediaLimits":

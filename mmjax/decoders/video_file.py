@@ -69,13 +69,13 @@ class VideoHeader(NamedTuple):
 
     width: int
     height: int
-    """Of a frame as it is stored; it may be shown turned."""
+    """Size of a frame as it is stored; it may be shown turned."""
     num_frames: int
-    """That are sampled."""
+    """Frames that are sampled."""
     total_num_frames: int
-    """Of the file."""
+    """Frames of the file."""
     fps: float
-    """Of the file; 0 where it does not say."""
+    """Frames a second of the file; 0 where it does not say."""
 
     @property
     def num_decoded_bytes(self) -> int:

@@ -30,7 +30,7 @@ megapixels takes."""
 
 _START_TIMEOUT_S = 60.0
 _SIGNALS_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)
-"""As exit statuses."""
+"""Exit statuses of a process that somebody else ended."""
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONHOME")
 """What they get of the environment: no keys."""
 

@@ -18,9 +18,9 @@ MAX_ERROR_CHARS = 300
 MAX_BYTES = 2**31
 """Memory of the process that reads a grammar."""
 READER_STACK_BYTES = 2**22
-"""Of the thread that reads a grammar in the process."""
+"""Stack of the thread that reads a grammar in the worker process."""
 STACK_BYTES = 2**26
-"""Of a thread that reads it in the engine: what passed in the worker process passes there."""
+"""Stack of a thread that reads it in the engine: what passed in the worker process passes there."""
 
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 """Without it, where only one text can follow, llguidance allows no tokens but those that the
@@ -35,7 +35,7 @@ class ReadGrammar(msgspec.Struct):
 
 
 def make_limits() -> Any:
-    """Return llguidance's limits (`LLParserLimits`), in P0 and P1 alike."""
+    """Return llguidance's limits (`LLParserLimits`), in the API server and in the engine alike."""
     # On use only: few requests have a grammar.
     from llguidance import LLParserLimits
 

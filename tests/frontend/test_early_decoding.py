@@ -31,10 +31,13 @@ class Kit:
         self.budget = DecodeBudget(budget)
         self.hasher = ItemHasher("tiny")
         mm = MultiModalConfig(max_media_request_decode_bytes=request)
-        self.connector = MediaConnector(mm, budget=self.budget, is_known=self.hasher.has_named)
+        self.connector = MediaConnector(mm, budget=self.budget, is_cached=self.is_cached)
         self.network = _Site({"site.example": [[PUBLIC]]}, lambda head: [])
         self.network.pictures = {"/first": first, "/second": SECOND}
         self.network.release = self.release
+
+    def is_cached(self, modality: str, item: Any) -> bool:
+        return bool(self.hasher.find_names(modality, item))
 
     def pending(self, *paths: str) -> list[Any]:
         return [self.connector.open_image(f"http://site.example{path}", path) for path in paths]

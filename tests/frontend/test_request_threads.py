@@ -168,3 +168,22 @@ def test_a_text_passes_pictures_whose_client_leaves(
         await client.close()
 
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_what_is_cached_is_no_work(
+    input_processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where caches know it by more than its content, nobody can tell before it is hashed."""
+    monkeypatch.setattr(connector, "MAX_BATCH_BYTES", 0)
+    picture = EncodedImage(encode(draw(21, 22, seed=77)), MediaLimits())
+    prompt: Any = {"prompt": "<start_of_image>", "multi_modal_data": {"image": [picture]}}
+    is_heavy: Any = input_processor.connector.is_heavy
+    assert is_heavy(prompt)
+    with input_processor._pool.borrow() as processor:
+        processor.apply("<start_of_image>", {"image": [picture]})
+    assert not is_heavy(prompt)
+    for name, value in (("cache_salt", "mine"), ("multi_modal_uuids", {"image": ["cat"]})):
+        assert is_heavy({**prompt, name: value})
+    broken = EncodedImage(b"no picture", MediaLimits())
+    assert not is_heavy({**prompt, "multi_modal_data": {"image": [broken]}})
+    assert not is_heavy("a text")

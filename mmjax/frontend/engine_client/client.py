@@ -36,7 +36,12 @@ from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest, P
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.requests.request_times import RequestTimes, measuring, recording
 from mmjax.system.logger import get_logger
-from mmjax.transport.messages import AdapterLoaded, CacheMiss, RequestFailed, StepOutput
+from mmjax.transport.messages import (
+    AdapterLoaded,
+    CacheMiss,
+    RequestFailed,
+    StepOutput,
+)
 
 logger = get_logger(__name__)
 

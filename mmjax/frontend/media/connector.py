@@ -20,7 +20,7 @@ from mmjax.decoders.image_file import IMAGE_FORMATS
 from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_bytes
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
-from mmjax.frontend.media.http import FetchPolicy, HttpFetcher
+from mmjax.frontend.media.http import HttpFetcher
 from mmjax.frontend.media.local_file import read_local_file
 from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.requests.prompts import PromptDict, PromptType
@@ -46,9 +46,9 @@ class PendingMedia:
     place: str
     """The field of the request."""
     pixel_range: PixelRange | None = None
-    """Of an image."""
+    """What an image is scaled to; None: its own size."""
     sampling: VideoSampling | None = None
-    """Of a video; None: this is an image."""
+    """Which frames of a video are taken; None: this is an image."""
 
 
 class MediaConnector:
@@ -60,7 +60,7 @@ class MediaConnector:
         *,
         workers: DecodeWorkers | None = None,
         budget: DecodeBudget | None = None,
-        is_known: Callable[[str, EncodedMedium], bool] = lambda modality, item: False,
+        is_cached: Callable[[str, EncodedMedium], bool] = lambda modality, item: False,
     ) -> None:
         """Open media by the settings.
 
@@ -69,21 +69,15 @@ class MediaConnector:
             workers: Processes that decode what comes from here; None: the threads that use it.
             budget: What images take that are decoded as they arrive; None: they wait for the others
                 of their request.
-            is_known: Whether an item was in a request before: a cache has it, most likely.
+            is_cached: Whether an item, of a modality, is there already.
         """
         self.mm = mm
-        self.is_known = is_known
+        self.is_cached = is_cached
         self.budget = budget
         self._workers = workers
         self.threads = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mmjax-fetched")
-        self._policy = FetchPolicy(
-            allowed_domains=mm.allowed_media_domains,
-            are_private_addresses_allowed=mm.allow_private_media_addresses,
-            are_redirects_allowed=mm.media_url_allow_redirects,
-            timeout_s=mm.media_fetch_timeout_s,
-        )
         self._limits = MediaLimits.of(mm)
-        self._fetcher = HttpFetcher(self._policy)
+        self._fetcher = HttpFetcher(mm)
         self._turns = asyncio.Semaphore(mm.media_fetch_concurrency)
         self.num_held_bytes = 0
         """Fetched, of requests that are not processed yet."""
@@ -166,21 +160,19 @@ class MediaConnector:
         In a thread: the headers are read. What is wrong with a file, whoever decodes it will say.
         """
         data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
-        is_salted = isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None
-        num_bytes = 0
+        is_named_otherwise, num_bytes = _is_named_otherwise(prompt), 0
         with suppress(RequestError):
             for modality, items in (data or {}).items():
                 for item in items if isinstance(items, list) else [items]:
                     is_encoded = isinstance(item, EncodedMedium)
-                    if is_encoded and (is_salted or not self.is_known(modality, item)):
+                    if is_encoded and (is_named_otherwise or not self.is_cached(modality, item)):
                         num_bytes += item.num_bytes_to_decode
         return num_bytes > MAX_BATCH_BYTES
 
     @asynccontextmanager
     async def fetched(self, prompt: PromptType) -> AsyncIterator[PromptType]:
         """Yield the prompt with all of its media; their bytes count as held meanwhile."""
-        is_salted = isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None
-        download = _Download(self, is_salted=is_salted)
+        download = _Download(self, are_named_otherwise=_is_named_otherwise(prompt))
         try:
             yield await self._fetch(prompt, download)
         finally:
@@ -285,11 +277,11 @@ class MediaConnector:
 class _Download:
     """What one request has fetched, and what of it is decoded already."""
 
-    def __init__(self, connector: MediaConnector, *, is_salted: bool) -> None:
-        """`is_salted`: whether the request shares no cache, so that nothing is known to it."""
+    def __init__(self, connector: MediaConnector, *, are_named_otherwise: bool) -> None:
+        """`are_named_otherwise`: whether no item is cached under the name of its content alone."""
         mm = connector.mm
         self._connector = connector
-        self._is_salted = is_salted
+        self._are_named_otherwise = are_named_otherwise
         self._max_request_bytes = mm.max_media_request_download_bytes
         self._max_bytes = mm.max_media_download_bytes
         self._max_decoded_bytes = min(mm.max_media_request_decode_bytes, MAX_BATCH_BYTES)
@@ -317,9 +309,9 @@ class _Download:
         """Decode an image in a thread, if it may be; RequestError where it cannot be.
 
         It stays encoded where the budget or the request's share of it has no room, and where it is
-        known.
+        cached.
         """
-        if not self._is_salted and self._connector.is_known("image", image):
+        if not self._are_named_otherwise and self._connector.is_cached("image", image):
             return
         num_bytes = image.num_bytes_to_decode
         with self._lock:
@@ -345,6 +337,12 @@ def _pending(prompt: PromptType) -> Sequence[PendingMedia]:
     data = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None
     lists = [] if data is None else [entry for entry in data.values() if isinstance(entry, list)]
     return [item for items in lists for item in items if isinstance(item, PendingMedia)]
+
+
+def _is_named_otherwise(prompt: PromptType) -> bool:
+    """Return whether caches know a prompt's items by more than their content."""
+    fields = ("cache_salt", "mm_processor_kwargs", "multi_modal_uuids")
+    return isinstance(prompt, Mapping) and any(prompt.get(field) for field in fields)
 
 
 def _replace(prompt: PromptType, fetched: Mapping[PendingMedia, EncodedMedium]) -> PromptType:

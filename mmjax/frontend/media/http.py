@@ -6,16 +6,16 @@ Each connection resolves its host once, checks every address of the answer, and 
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import httpcore2
 
 from mmjax import __version__
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import MediaError, RequestValueError
 from mmjax.frontend.media.addresses import is_public_address
 from mmjax.frontend.media.urls import HttpUrl, check_domain, refuse_url
@@ -34,30 +34,18 @@ _HEADERS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchPolicy:
-    """What may be fetched, and for how long."""
-
-    allowed_domains: Collection[str] = ()
-    """None: all."""
-    are_private_addresses_allowed: bool = False
-    are_redirects_allowed: bool = True
-    timeout_s: float = 10.0
-    """For one file, redirects and all."""
-
-
 class _RefusedAddressError(Exception):
     """A host has an address that is not public, or none."""
 
 
 class HttpFetcher:
-    """Fetches files under one policy; used by one event loop."""
+    """Fetches files as the settings allow it; used by one event loop."""
 
-    def __init__(self, policy: FetchPolicy) -> None:
-        self._policy = policy
+    def __init__(self, mm: MultiModalConfig) -> None:
+        self._mm = mm
         # Resolving cannot be cancelled: slow name servers get threads of their own.
         self._resolvers = ThreadPoolExecutor(_NUM_RESOLVERS, thread_name_prefix="mmjax-resolve")
-        self._backend = _CheckedBackend(self._resolvers, policy.are_private_addresses_allowed)
+        self._backend = _CheckedBackend(self._resolvers, mm.allow_private_media_addresses)
 
     async def fetch(
         self, url: HttpUrl, max_bytes: int, *, param: str, take: Callable[[int], None]
@@ -67,10 +55,10 @@ class HttpFetcher:
         `take` is called with the number of bytes before they are kept; what it raises is raised.
         """
         try:
-            async with asyncio.timeout(self._policy.timeout_s):
+            async with asyncio.timeout(self._mm.media_fetch_timeout_s):
                 return await self._follow(url, max_bytes, param, take)
         except TimeoutError:
-            reason = f"did not arrive within {self._policy.timeout_s:g} s"
+            reason = f"did not arrive within {self._mm.media_fetch_timeout_s:g} s"
         except _RefusedAddressError:
             raise refuse_url(param, "has a host without a public address") from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException):
@@ -87,11 +75,11 @@ class HttpFetcher:
         self, url: HttpUrl, max_bytes: int, param: str, take: Callable[[int], None]
     ) -> bytes:
         for _ in range(MAX_REDIRECTS + 1):
-            check_domain(url, self._policy.allowed_domains, param=param)
+            check_domain(url, self._mm.allowed_media_domains, param=param)
             async with self._get(url) as response:
                 if response.status not in _REDIRECTS:
                     return await _read(response, max_bytes, param, take)
-                if not self._policy.are_redirects_allowed:
+                if not self._mm.media_url_allow_redirects:
                     raise refuse_url(param, "is redirected, which this server does not follow")
                 url = url.join(_header(response, b"location"), param=param)
         raise refuse_url(param, f"is redirected more than {MAX_REDIRECTS} times")

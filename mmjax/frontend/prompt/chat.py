@@ -222,67 +222,34 @@ class ChatParser:
     def _join(
         self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int], place: str
     ) -> str:
-        r"""Return one text; missing placeholders are put before it.
+        r"""Return one text; missing placeholders are put before it, or where the items stood.
 
-        `image, "Which one?"` -> `<image>\nWhich one?`
+        `"Is", image, "red?"` -> `<image>\nIs\nred?`, and with `interleaves`: `Is\n<image>\nred?`
         """
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        counts, pieces, wanted = dict(firsts), list[str | None](), list[str]()
+        for part in parts:
+            if (modality := part["type"]) == "text":
+                pieces.append(part["text"])
+                continue
+            pieces.append(self.placeholder(modality, counts[modality]))
+            wanted += filter(None, pieces[-1:])
+            counts[modality] += 1
+        own = {m: known for m, first in firsts.items() if (known := self.placeholder(m, first))}
         if self.interleaves:
-            return self._interleave(parts, firsts, place)
-        text = "\n".join(part["text"] for part in parts if part["type"] == "text")
-        found = [placeholder for _, placeholder in self._placeholders(parts, firsts)]
-        wanted = [placeholder for placeholder in found if placeholder is not None]
-        missing = list(wanted)
+            _refuse_placeholders(texts, own.values(), place)
+            return "\n".join(piece for piece in pieces if piece is not None)
+        text, missing = "\n".join(texts), list(wanted)
         for placeholder in dict.fromkeys(wanted):
             count, present = wanted.count(placeholder), text.count(placeholder)
             if present > count:
                 raise _too_many_placeholders(placeholder, f"{present} for {count}", place)
             for _ in range(present):
                 missing.remove(placeholder)
-        for modality, first in firsts.items():
-            known = self.placeholder(modality, first)
-            if known is not None and known in text and known not in wanted:
+        for modality, known in own.items():
+            if known in text and known not in wanted:
                 raise _too_many_placeholders(known, f"the message has no {modality}", place)
         return "\n".join([*missing, text]) if missing else text
-
-    def _placeholders(
-        self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int]
-    ) -> list[tuple[str, str | None]]:
-        """Return (modality, placeholder) of each item."""
-        counts = dict(firsts)
-        found: list[tuple[str, str | None]] = []
-        for part in parts:
-            if (modality := part["type"]) in counts:
-                found.append((modality, self.placeholder(modality, counts[modality])))
-                counts[modality] += 1
-        return found
-
-    def _interleave(
-        self, parts: Sequence[Mapping[str, str]], firsts: Mapping[str, int], place: str
-    ) -> str:
-        r"""Return one text with the placeholders where the items stood.
-
-        `"Is", image, "red?"` -> `Is\n<image>\nred?`
-        """
-        pieces: list[str] = []
-        placeholders = iter(self._placeholders(parts, firsts))
-        for part in parts:
-            if part["type"] == "text":
-                self._refuse_placeholders(part["text"], firsts, place)
-                pieces.append(part["text"])
-                continue
-            _, placeholder = next(placeholders)
-            pieces += [] if placeholder is None else [placeholder]
-        return "\n".join(pieces)
-
-    def _refuse_placeholders(self, text: str, firsts: Mapping[str, int], place: str) -> None:
-        for modality, first in firsts.items():
-            placeholder = self.placeholder(modality, first)
-            if placeholder is not None and placeholder in text:
-                raise RequestValueError(
-                    f"`{place}.content` has a text with '{placeholder}', but this server puts "
-                    "placeholders where the images stand; remove it",
-                    param=f"{place}.content",
-                )
 
     def _admit(
         self,
@@ -342,6 +309,16 @@ class ChatParser:
                     "token of this model; change them",
                     param=f"{place}.content",
                 )
+
+
+def _refuse_placeholders(texts: Sequence[str], placeholders: Collection[str], place: str) -> None:
+    for placeholder in placeholders:
+        if any(placeholder in text for text in texts):
+            raise RequestValueError(
+                f"`{place}.content` has a text with '{placeholder}', but this server puts "
+                "placeholders where the images stand; remove it",
+                param=f"{place}.content",
+            )
 
 
 def _too_many_placeholders(placeholder: str, counted: str, place: str) -> RequestValueError:

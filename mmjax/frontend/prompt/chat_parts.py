@@ -27,7 +27,7 @@ _VIDEO_TYPE = "video_url"
 _MEDIA_TYPES = (*_IMAGE_TYPES, "image_pil", _EMBEDS_TYPE, _VIDEO_TYPE)
 _PART_TYPES = (*_TEXT_TYPES, *_MEDIA_TYPES)
 _MAX_METADATA = 2**16
-"""Of a number beside embeddings (a size of a grid); products of three fit in 64 bits."""
+"""Bound of the numbers beside embeddings (sizes of a grid); products of three fit in 64 bits."""
 _CACHE_HINTS = ("cache_control", "prompt_cache_breakpoint")
 """Where clients mark what a cache should keep; here all prompts are cached, as far as they are the
 same."""

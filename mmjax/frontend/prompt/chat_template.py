@@ -80,15 +80,28 @@ class ChatTemplate:
                 "`--chat-template`",
                 param="messages",
             )
+        variables = {
+            **(options or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+        }
+        return self._render(
+            [dict(message) for message in conversation], continue_final_message, variables
+        )
+
+    def _render(
+        self,
+        conversation: list[dict[str, Any]],
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in conversation],
+                conversation,
                 chat_template=self.source,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                **(options or {}),
+                **variables,
             )
         except jinja2.TemplateError as error:
             raise RequestValueError(

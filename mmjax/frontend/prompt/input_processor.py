@@ -66,7 +66,7 @@ class InputProcessor:
         self.connector = make_connector(
             model_config.mm,
             budget=self._pool.first.decode_budget,
-            is_known=self._pool.first.item_hasher.has_named,
+            is_cached=self._is_cached,
         )
         self.tokenizer = self._pool.tokenizer
         self.generation_defaults = load_generation_defaults(model_config)
@@ -275,6 +275,13 @@ class InputProcessor:
         if self._described_tokens is None:
             self._described_tokens = MultiModalProfiler(processor).measure_described()
         validate_num_embeds(processor.info, prepared.mm_placeholders, self._described_tokens)
+
+    def _is_cached(self, modality: str, item: Any) -> bool:
+        """Return whether the cache has an encoded item under the name of its content alone."""
+        first, base = self._pool.first, BaseMultiModalProcessor
+        if self.cache is None or type(first)._get_hash_kwargs is not base._get_hash_kwargs:
+            return False
+        return any(self.cache.is_cached(first.item_hasher.find_names(modality, item)))
 
     def _unshared_id(self, request_id: str) -> str | None:
         """Return an id for items that need no hash, since no cache is on; else None."""

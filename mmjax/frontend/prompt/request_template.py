@@ -1,7 +1,7 @@
 """A chat template that came with a request: rendered in a process that can be killed."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mmjax.decoders.worker_pool import WorkerError, WorkerPool
@@ -62,28 +62,20 @@ class RequestTemplate(ChatTemplate):
         super().__init__(source, tokenizer)
         self._renderer = renderer
 
-    def render(
+    def _render(
         self,
-        conversation: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        options: Mapping[str, Any] | None = None,
+        conversation: list[dict[str, Any]],
+        continue_final_message: bool,
+        variables: Mapping[str, Any],
     ) -> str:
-        """Return the prompt's text."""
-        variables = {
-            **self.tokenizer.special_tokens_map,
-            **(options or {}),
-            "messages": list(conversation),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+        job = {
+            "source": self.source,
+            "continue_final_message": continue_final_message,
+            "variables": {
+                **self.tokenizer.special_tokens_map,
+                **variables,
+                "messages": conversation,
+                "documents": None,
+            },
         }
-        return self._renderer.render(
-            {
-                "source": self.source,
-                "continue_final_message": continue_final_message,
-                "variables": variables,
-            }
-        )
+        return self._renderer.render(job)

@@ -226,11 +226,11 @@ class ItemHasher:
             by_modality[entry.modality].append(name)
         return HashedItems(by_modality, id_domain, claims)
 
-    def has_named(self, modality: str, item: Any) -> bool:
-        """Return whether an encoded item was in a request before: a cache may have it."""
+    def find_names(self, modality: str, item: Any) -> list[str]:
+        """Return the hashes of an encoded item that was in a request before, without kwargs."""
         digest = self._digest_encoded(item)
         keys = [(modality, digest or b"", "", is_trusted) for is_trusted in (False, True)]
-        return any(self._known.get(key) is not None for key in keys)
+        return [name for key in keys if (name := self._known.get(key)) is not None]
 
     def bind(self, hashed: HashedItems) -> None:
         """Note what the ids of a request stand for; MediaIdConflictError notes none."""

@@ -15,6 +15,9 @@ from mmjax.requests.request_times import measuring
 MAX_BATCH_BYTES = 64 * 2**20
 """Images are decoded, and given to HF's processor, so much at a time; a larger one alone."""
 
+_LOOK_S = 0.05
+"""How often who waits for a turn looks whether the request is still wanted."""
+
 T = TypeVar("T")
 
 
@@ -23,32 +26,15 @@ class Cancellation:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
 
     def set(self) -> None:
         """Say that nobody wants the request any more."""
-        with self._lock:
-            self.is_set = True
-            callbacks = list(self._callbacks)
-        for callback in callbacks:
-            callback()
+        self.is_set = True
 
     def check(self) -> None:
         """Raise RequestCancelledError if nobody wants the request any more."""
         if self.is_set:
             raise RequestCancelledError
-
-    @contextmanager
-    def calling(self, callback: Callable[[], None]) -> Iterator[None]:
-        """Have `callback` called when this is set meanwhile; it must not wait."""
-        with self._lock:
-            self._callbacks.append(callback)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._callbacks.remove(callback)
 
 
 class DecodeBudget:
@@ -111,24 +97,16 @@ class DecodeBudget:
 
     def _take(self, num_bytes: int, cancellation: Cancellation) -> None:
         turn = object()
-
-        def is_next() -> bool:
-            fits = self.num_bytes + num_bytes <= self.max_bytes
-            return cancellation.is_set or (self._waiting[0] is turn and fits)
-
-        with cancellation.calling(self._wake), self._changed:
+        with self._changed:
             self._waiting.append(turn)
             try:
-                self._changed.wait_for(is_next)
-                cancellation.check()
+                while self._waiting[0] is not turn or self.num_bytes + num_bytes > self.max_bytes:
+                    self._changed.wait(_LOOK_S)
+                    cancellation.check()
                 self.num_bytes += num_bytes
             finally:
                 self._waiting.remove(turn)
                 self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 def split_by_bytes(
