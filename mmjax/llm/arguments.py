@@ -35,7 +35,7 @@ class LoRARequest:
 
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""Of one or several prompts."""
+"""Adapters for one or several prompts."""
 
 
 def parse_keywords(model: str | Path | None, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.frontend.requests.prompts import PromptType
+from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
 from mmjax.llm.arguments import (
     LoRARequest,
@@ -182,10 +182,8 @@ class LLM:
             media_io_kwargs: How videos are sampled, as `{"video": {"num_frames": 8}}`.
         """
         many = as_conversations(messages)
-        template = None if chat_template is None else self._chat.template.with_source(chat_template)
-        parse = partial(
-            self._chat.parse,
-            template=template,
+        parse = self._parser(
+            chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
@@ -239,15 +237,12 @@ class LLM:
         Notebooks show it as HTML: tokens as cells, placeholders coloured by item.
         """
         if is_conversation(prompt):
-            template = None
-            if chat_template is not None:
-                template = self._chat.template.with_source(chat_template)
-            prompt = self._chat.parse(
-                cast(Messages, prompt),
-                template=template,
+            parse = self._parser(
+                chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
+            prompt = parse(cast(Messages, prompt))
         whole = self._input_processor.connector.fetch_now(cast(PromptType, prompt))
         return self._input_processor.explain(whole)
 
@@ -290,6 +285,11 @@ class LLM:
         self.engine.load_adapter(adapter.lora_name, path)
         self.engine.wait_loaded()
         self._loaded[adapter.lora_name] = adapter
+
+    def _parser(self, chat_template: str | None, **options: Any) -> Callable[..., PromptDict]:
+        """Return what makes a conversation's prompt, by the model's template or another."""
+        template = None if chat_template is None else self._chat.template.with_source(chat_template)
+        return partial(self._chat.parse, template=template, **options)
 
     def _make_request(
         self, prompt: PromptSource, params: SamplingParams | None, **options: Any

@@ -68,7 +68,7 @@ class RequestTimes(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 _CURRENT: ContextVar[RequestTimes | None] = ContextVar("_CURRENT", default=None)
-"""Of the request that this thread works on."""
+"""The times of the request that this thread works on."""
 
 
 @contextmanager

@@ -168,7 +168,7 @@ MEMORY_CAUSES = (
     "processed_items",
     "rest",
 )
-"""Of `Heartbeat.memory_bytes`."""
+"""The keys of `Heartbeat.memory_bytes`."""
 
 MAX_LISTED_LORAS = 64
 """Names of adapters in a heartbeat."""
@@ -183,7 +183,7 @@ class Ready(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     num_programs: int
     """XLA programs: `encode`, `step` and `sample` over all buckets."""
     num_programs_left: int = 0
-    """Of them, those that are not compiled yet."""
+    """How many of them are not compiled yet."""
     startup_seconds: dict[str, float] = {}
 
 
@@ -215,7 +215,7 @@ class Heartbeat(msgspec.Struct, tag=True, kw_only=True, frozen=True):
     time_s: float = 0.0
     """Time of the statistics, in P1's `time.monotonic()` seconds."""
     num_prompt_tokens: int = 0
-    """Of all requests with a first token, including tokens found in the prefix cache."""
+    """Prompt tokens of all requests with a first token, also those found in the prefix cache."""
     num_generation_tokens: int = 0
     prefix_cache_hits: int = 0
     """Prompt tokens found in the prefix cache, of `prefix_cache_queries`."""

@@ -5,8 +5,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from mmjax.frontend.prompt.explain import Explanation, ItemExplanation, explain_prepared
-from mmjax.frontend.prompt.explanation_views import Cell, to_cells
+from mmjax.frontend.prompt.explain import (
+    Cell,
+    Explanation,
+    ItemExplanation,
+    explain_prepared,
+    to_cells,
+)
 from tests.kit import draw
 from tests.processing.families import gemma3
 

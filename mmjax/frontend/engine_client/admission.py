@@ -28,7 +28,7 @@ class Capacity:
         self.num_seqs = 0
         """Their sequences."""
         self._num_reserved_tokens = 0
-        """Of prompts that are processed, and not counted among those that wait yet."""
+        """Tokens of prompts that are processed, but not counted among those that wait yet."""
         self._tokens_lock = threading.Lock()
 
     def check_size(self, num_prompts: int, n: int) -> None:

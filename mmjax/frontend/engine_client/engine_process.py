@@ -28,7 +28,7 @@ NUM_LAST_LINES = 20
 """Lines of P1's stderr in the report of its end."""
 _MAX_LINE_BYTES = 500
 _MAX_ERROR_BYTES = 16384
-"""Of the error that ends P1: fewer than a pipe takes that nobody reads yet."""
+"""Longest text of the error that ends P1: a pipe takes it though nobody reads yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

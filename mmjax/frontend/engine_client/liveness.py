@@ -13,9 +13,9 @@ from mmjax.frontend.engine_client.suspects import ExitCause
 from mmjax.transport.messages import Heartbeat, LoopState
 
 MAX_BUSY_SILENCE_S = 60.0
-"""Of a P1 that uses the CPU or waits for it, though its heartbeats do not come."""
+"""Longest silence of a P1 that uses the CPU or waits for it."""
 MAX_TURN_S = 600.0
-"""Of a turn, whatever the process does meanwhile: a step of a large model may take a minute."""
+"""Longest turn, whatever the process does meanwhile: a step of a large model may take a minute."""
 NUM_LOSS_TICKS = 4
 """Ticks during which every heartbeat lacks messages that were sent before."""
 

@@ -170,35 +170,42 @@ class RequestTable:
         self._commit_next()
 
     def _commit_next(self) -> None:
-        """Complete the next message that waits: of the request that is on trial, else of any."""
+        """Complete what waits of the next request: of the one that is on trial, else of any."""
         if self._is_committing or not self._has_engine:
             return
         due = (one for one in self._waiting.values() if self._has_turn(one.request))
-        sequence = next(due, None)
-        if sequence is None:
+        first = next(due, None)
+        if first is None:
             return
-        del self._waiting[sequence.sequence_id]
-        sequence.sending = "committing"
-        messages, index = sequence.request.messages, sequence.index
-        output = list(sequence.token_ids)
-        messages[index] = msgspec.structs.replace(messages[index], output_token_ids=output)
+        request = first.request
+        # In one job, so that its sequences reach the engine together.
+        sequences = [one for one in first.parent.sequences if one.sequence_id in self._waiting]
+        for sequence in sequences:
+            del self._waiting[sequence.sequence_id]
+            sequence.sending = "committing"
+            message, output = request.messages[sequence.index], list(sequence.token_ids)
+            request.messages[sequence.index] = msgspec.structs.replace(
+                message, output_token_ids=output
+            )
         commit = partial(
             self._committer.commit,
-            sequence.request,
+            request,
             self._on_commit,
-            indices=[index],
-            is_inline=sequence.num_misses >= MAX_MISSES,
+            indices=[sequence.index for sequence in sequences],
+            is_inline=max(sequence.num_misses for sequence in sequences) >= MAX_MISSES,
         )
         self._is_committing = True
-        self._run(commit, partial(self._end_commit, sequence))
+        self._run(commit, partial(self._end_commit, request))
 
-    def _end_commit(self, sequence: SequenceState, error: BaseException | None) -> None:
+    def _end_commit(self, request: ProcessedRequest, error: BaseException | None) -> None:
         self._is_committing = False
-        sequence_id = sequence.sequence_id
-        if isinstance(error, Exception) and self.outputs.sequences.get(sequence_id) is sequence:
+        if isinstance(error, Exception):
             if not isinstance(error, RequestError):
-                logger.error("request %s cannot be sent again", sequence_id, exc_info=error)
-            self.fail(sequence_id, error)
+                logger.error("%s cannot be sent again", request.request_id, exc_info=error)
+            for message in request.messages:
+                sequence = self.outputs.sequences.get(message.request_id)
+                if sequence is not None and sequence.request is request:
+                    self.fail(message.request_id, error)
         self._commit_next()
 
     def _send_message(self, message: EngineCoreRequest) -> None:

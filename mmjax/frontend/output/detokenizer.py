@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         self._ids = list(context)
         self._num_read = len(self._ids)
         self._text_read = self._whole_text()
-        """Of the ids that were read."""
+        """The text of the ids that were read."""
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Add ids; return the new text that is final."""

@@ -7,7 +7,7 @@ from PIL import Image, ImageDraw
 
 _COLORS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#808000")
 _PIXELS_PER_LINE = 300
-"""So many pixels of the shorter side make lines one pixel wider."""
+"""Lines are one pixel wider for every so many pixels of the shorter side."""
 
 
 def draw_boxes(image: Image.Image, parsed: Mapping[str, Any] | None) -> Image.Image:

@@ -3,17 +3,17 @@
 Reads the caches without changing them. Knows nothing of HTTP or of the engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from html import escape
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.errors import RequestError
-from mmjax.frontend.prompt.explanation_views import draw_explanation, write_explanation
 from mmjax.frontend.requests.request import PlacedItem, RequestItem, list_items
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
@@ -32,6 +32,19 @@ _FIELD_NAMES: Mapping[type[BaseMultiModalField], str] = {
     MultiModalFlatField: "flat",
     MultiModalSharedField: "shared",
 }
+
+_COLORS = ("#bfdbfe", "#fde68a", "#bbf7d0", "#fbcfe8", "#ddd6fe", "#fed7aa", "#a5f3fc", "#e9d5ff")
+"""Pale enough for black text; reused by further items."""
+_MAX_CELLS = 2000
+"""Further cells are counted, not drawn."""
+_CELL = (
+    "display:inline-block;padding:1px 4px;margin:1px;border-radius:3px;white-space:pre;"
+    "border:1px solid #d4d4d8;color:#18181b;background:{color}"
+)
+_TABLE = "font:inherit;border-collapse:separate;border-spacing:0 2px"
+_FIELD = "text-align:left;vertical-align:top;white-space:pre;padding:2px 8px"
+_LEGEND = "<div>underlined: an embedding of the item in that colour stands there</div>"
+_EMBED_MARK = "border-bottom:3px solid #2563eb;"
 
 
 class TensorExplanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +80,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[str]
     """The text of each token."""
     encoder_prompt_token_ids: list[int] | None
-    """Of encoder-decoder models, whose items are in this prompt."""
+    """An encoder-decoder model's, whose items are in this prompt; None for other models."""
     encoder_tokens: list[str] | None
     items: list[ItemExplanation]
     """In the prompt's order."""
@@ -78,7 +91,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_text(self) -> str:
         """Return lines for a terminal: the tokens, then a row for each item."""
-        return write_explanation(self)
+        return "\n".join(_lines(self))
 
     def without_cache_states(self) -> "Explanation":
         """Return the explanation with every `cache` "hidden"."""
@@ -87,7 +100,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: tokens as cells, placeholders in their items' colours."""
-        return draw_explanation(self)
+        return _draw(self)
 
 
 def explain_prompt(
@@ -184,3 +197,150 @@ def _arrays(data: Any) -> list[np.ndarray]:
     if isinstance(data, list | tuple):
         return [array for part in data for array in _arrays(part)]
     return [np.asarray(data)]
+
+
+# ---- as HTML: tokens in cells, each item's placeholder in its own colour ------------------------
+
+
+class Cell(NamedTuple):
+    """A run of equal tokens of one item, or of text."""
+
+    text: str
+    token_id: int
+    start: int
+    num_tokens: int
+    item: int | None
+    """Index in the list of items; None for text."""
+    is_embed: bool
+
+
+def _draw(explanation: Explanation) -> str:
+    legend = _LEGEND if explanation.items else ""
+    rows: list[str] = []
+    has_encoder = explanation.encoder_prompt_token_ids is not None
+    for is_encoder, num_tokens, cells in _prompts(explanation):
+        name = "Encoder prompt" if is_encoder else "Decoder prompt" if has_encoder else "Prompt"
+        rows += [f"<div><b>{name}</b>, {num_tokens} tokens</div>{legend}", _draw_cells(cells)]
+        legend = ""
+    if explanation.items:
+        rows.append(_draw_items(explanation.items))
+    body = "".join(rows)
+    return f'<div style="font:13px/1.7 ui-monospace,monospace;color:#18181b">{body}</div>'
+
+
+def _prompts(explanation: Explanation) -> Iterator[tuple[bool, int, list[Cell]]]:
+    """Yield whether a prompt is an encoder's, which then has the items, its length and cells."""
+    ids, items = explanation.encoder_prompt_token_ids, explanation.items
+    if ids is not None:
+        yield True, len(ids), to_cells(ids, explanation.encoder_tokens or (), items)
+        items = []
+    ids = explanation.prompt_token_ids
+    yield False, len(ids), to_cells(ids, explanation.tokens, items)
+
+
+def to_cells(
+    token_ids: Sequence[int], tokens: Sequence[str], items: Sequence[ItemExplanation]
+) -> list[Cell]:
+    """Return the prompt as cells, runs of equal tokens joined."""
+    owner: list[int | None] = [None] * len(token_ids)
+    is_embed = [False] * len(token_ids)
+    for number, item in enumerate(items):
+        for place in range(item.length):
+            owner[item.offset + place] = number
+            is_embed[item.offset + place] = item.is_embed is None or item.is_embed[place]
+    cells: list[Cell] = []
+    for place, (token_id, text) in enumerate(zip(token_ids, tokens, strict=True)):
+        last = cells[-1] if cells else None
+        key = (token_id, owner[place], is_embed[place])
+        if last and owner[place] is not None and key == (last.token_id, last.item, last.is_embed):
+            cells[-1] = last._replace(num_tokens=last.num_tokens + 1)
+        else:
+            cells.append(Cell(text, token_id, place, 1, owner[place], is_embed[place]))
+    return cells
+
+
+def _draw_cells(cells: Sequence[Cell]) -> str:
+    shown = "".join(_draw_cell(cell) for cell in cells[:_MAX_CELLS])
+    more = f" and {len(cells) - _MAX_CELLS} more cells" if len(cells) > _MAX_CELLS else ""
+    return f'<div style="margin:2px 0 8px">{shown}{more}</div>'
+
+
+def _draw_cell(cell: Cell) -> str:
+    style = _CELL.format(color=_color(cell.item)) + ";" + (_EMBED_MARK if cell.is_embed else "")
+    text = escape(cell.text.replace("\n", "\u23ce") or "\u2205")
+    times = f" &times;{cell.num_tokens}" if cell.num_tokens > 1 else ""
+    last = cell.start + cell.num_tokens - 1
+    places = f"{cell.start}" if cell.num_tokens == 1 else f"{cell.start} to {last}"
+    return f'<span style="{style}" title="token {cell.token_id} at {places}">{text}{times}</span>'
+
+
+def _color(item: int | None) -> str:
+    return "#ffffff" if item is None else _COLORS[item % len(_COLORS)]
+
+
+def _draw_items(items: Sequence[ItemExplanation]) -> str:
+    head = "".join(
+        f'<th style="{_FIELD}">{name}</th>'
+        for name in ("item", "places", "embeddings", "hash", "cache", "tensors")
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f'<td style="{_FIELD};background:{_color(number)};color:#18181b">{escape(value)}</td>'
+            for value in _row(item)
+        )
+        + "</tr>"
+        for number, item in enumerate(items)
+    )
+    return f'<table style="{_TABLE}">{head}{body}</table>'
+
+
+def _row(item: ItemExplanation) -> Iterator[str]:
+    yield f"{item.modality} {item.index}"
+    yield f"{item.offset} to {item.offset + item.length - 1}"
+    yield f"{item.num_embeds} of {item.length}"
+    yield item.mm_hash[:16]
+    yield item.cache
+    if item.tensors is None:
+        yield "held by the engine"
+    else:
+        yield "\n".join(
+            f"{key} {' '.join(str(tuple(shape)) for shape in tensor.shapes)} {tensor.dtype}"
+            for key, tensor in item.tensors.items()
+        )
+
+
+# ---- as lines: one for each token or run of equal tokens, one for each item ---------------------
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    for is_encoder, num_tokens, cells in _prompts(explanation):
+        yield f"{'encoder ' if is_encoder else ''}prompt, {num_tokens} tokens"
+        yield from _token_lines(cells, explanation.items)
+    yield from map(_item_line, explanation.items)
+
+
+def _token_lines(cells: Sequence[Cell], items: Sequence[ItemExplanation]) -> Iterator[str]:
+    """Yield rows of place, token id and text, as `    5..20      7  '<image>' x16  image 0`."""
+    for cell in cells:
+        last = cell.start + cell.num_tokens - 1
+        place = str(cell.start) if cell.num_tokens == 1 else f"{cell.start}..{last}"
+        times = f" x{cell.num_tokens}" if cell.num_tokens > 1 else ""
+        owner = ""
+        if cell.item is not None:
+            item = items[cell.item]
+            kind = "embeddings" if cell.is_embed else "no embedding"
+            owner = f"  {item.modality} {item.index}, {kind}"
+        yield f"{place:>12} {cell.token_id:>8}  {cell.text!r}{times}{owner}"
+
+
+def _item_line(item: ItemExplanation) -> str:
+    tensors = item.tensors or {}
+    shapes = ", ".join(
+        f"{name} {' '.join(str(tuple(shape)) for shape in tensor.shapes)} {tensor.dtype}"
+        for name, tensor in tensors.items()
+    )
+    return (
+        f"{item.modality} {item.index}: places {item.offset}..{item.offset + item.length - 1}, "
+        f"{item.num_embeds} embeddings, hash {item.mm_hash[:16]}, {shapes or 'no tensors here'}"
+    )

@@ -94,7 +94,7 @@ class InputProcessor:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Of a text; more cannot fit, whatever the tokenizer makes of them."""
+        """The longest text; a longer one cannot fit, whatever the tokenizer makes of it."""
         return self.model_config.max_model_len * MAX_CHARS_PER_TOKEN
 
     @property

@@ -39,7 +39,7 @@ class ParsedPrompt(NamedTuple):
     add_special_tokens: bool = True
     decoder_prompt: str | list[int] | None = None
     truncate_prompt_tokens: int | None = None
-    """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
+    """How many of its last tokens a prompt without media keeps; -1: as many as fit."""
 
 
 def parse_prompt(prompt: object) -> ParsedPrompt:
