@@ -19,7 +19,6 @@ from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
-from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRenderer
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
