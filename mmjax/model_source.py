@@ -105,7 +105,8 @@ def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
             )
         return path.resolve()
     if adapter in DEFAULT_ADAPTERS:
-        return _embedded_adapter(DEFAULT_ADAPTERS[adapter])
+        folder = f"adapters/{DEFAULT_ADAPTERS[adapter]}"
+        return _find_embedded(folder, folder, ADAPTER_FILES[0])
     if _looks_like_path(adapter):
         raise CheckpointError(
             f"the adapter's directory `{adapter}` does not exist; give one that holds "
@@ -150,7 +151,7 @@ def load_model_config(
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
-    longest = _max_position_embeddings(hf_config)
+    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if max_model_len is None:
         max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     elif longest is not None and max_model_len > longest:
@@ -269,23 +270,14 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def _embedded_default() -> Path:
-    packaged, checkout = _embedded_folders()
-    return _find_embedded((packaged, checkout / "model"), "config.json")
+    return _find_embedded("", "model", "config.json")
 
 
-def _embedded_adapter(name: str) -> Path:
-    paths = [folder / "adapters" / name for folder in _embedded_folders()]
-    return _find_embedded(paths, ADAPTER_FILES[0])
-
-
-def _embedded_folders() -> tuple[Path, Path]:
-    """Return where the default is in an installation, and in a checkout."""
-    packaged = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL
-    return packaged, Path(__file__).resolve().parents[1] / "checkpoints" / DEFAULT_MODEL
-
-
-def _find_embedded(paths: Sequence[Path], file: str) -> Path:
-    for path in paths:
+def _find_embedded(packaged: str, checkout: str, file: str) -> Path:
+    """Return a directory of the default: of an installation, or of a checkout."""
+    installed = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL / packaged
+    checkpoints = Path(__file__).resolve().parents[1] / "checkpoints"
+    for path in (installed, checkpoints / DEFAULT_MODEL / checkout):
         if (path / file).is_file():
             return path
     raise CheckpointError(
@@ -340,7 +332,8 @@ def _load_hf_config(path: Path) -> Any:
     try:
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
-        if _find_model_type(raw, "vision_config") == "davit":
+        vision = raw.get("vision_config")
+        if isinstance(vision, dict) and vision.get("model_type") == "davit":
             return _build_florence2_config(raw, path)
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -415,11 +408,6 @@ def _find(part: Mapping[str, Any], name: str, default: Any) -> Any:
     return _find(value, rest, default) if rest else value
 
 
-def _find_model_type(raw: Mapping[str, Any], part: str) -> str | None:
-    value = raw.get(part)
-    return value.get("model_type") if isinstance(value, dict) else None
-
-
 def stored_dtype(hf_config: Any) -> str | None:
     """Return the dtype that config.json names for the weights; None if it names none."""
     text_config = hf_config.get_text_config()
@@ -435,7 +423,3 @@ def _architecture(hf_config: Any) -> str:
             "config.json has no `architectures`; add the name of the model's class to it"
         )
     return architectures[0]
-
-
-def _max_position_embeddings(hf_config: Any) -> int | None:
-    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from mmjax.config import ParallelConfig, ServerConfig
+from mmjax.deploy.affinity import RoutingConfig
 from mmjax.deploy.autoscaling import ScalingConfig
-from mmjax.deploy.routing import RoutingConfig
 from mmjax.errors import ConfigError
 from mmjax.logger import configure_logging
 from mmjax.server.flags import parse_mapping, to_server_config
@@ -106,7 +106,7 @@ class Deployment(NamedTuple):
     routing: RoutingConfig
     scaling: ScalingConfig
     server: Namespace
-    """Of each replica, as `parse_flags` returns them."""
+    """The settings of each replica, as `parse_flags` returns them."""
 
 
 def deploy_settings() -> dict[str, Setting]:
@@ -134,8 +134,7 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
         if name not in known:
             others[key] = value
             continue
-        parse = known[name].parse_text if isinstance(value, str) else known[name].parse
-        values[name] = parse(value, key)
+        values[name] = known[name].parse_any(value, key)
 
     def make(config_class: Any) -> Any:
         names = {one.name for one in settings_of(config_class)}

@@ -1,15 +1,19 @@
 """`--enable-log-requests`: a line for each request, and one for each answer."""
 
 from mmjax.config import ServerConfig
-from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
+from mmjax.frontend.engine_client.observer import (
+    EndReason,
+    FinishedSequence,
+    RequestObserver,
+)
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.logger import get_logger
 
 logger = get_logger(__name__)
 
 
-class RequestLog:
-    """Logs requests as they come and end; a `RequestObserver`."""
+class RequestLog(RequestObserver):
+    """Logs requests as they come and end."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._max_chars = config.max_log_len
@@ -25,9 +29,6 @@ class RequestLog:
             request.messages[0].sampling_params,
             self._cut(request.prompt),
         )
-
-    def on_tokens(self, tokens: NewTokens) -> None:
-        """Log nothing."""
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Log what an answer took, and, if asked for, its text."""

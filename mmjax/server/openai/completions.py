@@ -88,7 +88,7 @@ class _TextChoices:
         self._options = options
         self._echo = echo
         self._counters: dict[int, CharacterCounter] = {}
-        """By the choices that have begun."""
+        """Index of a choice that has begun -> where its next token begins in the text."""
 
     def of(self, number: int, output: RequestOutput) -> list[TextChoice]:
         return [self._make(number, output, item) for item in output.outputs]

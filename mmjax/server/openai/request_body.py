@@ -34,16 +34,16 @@ MAX_ESCAPES = 2**21
 """Backslashes in strings, which are decoded one by one."""
 
 MAX_NON_ASCII_BYTES = 8 * 2**20
-"""Of all strings together; encoded media are ASCII."""
+"""Bytes that are not ASCII in all strings together; encoded media are ASCII."""
 
 MAX_TEXT_BYTES = 4 * 2**20
-"""Of one string that is not ASCII, which takes up to four bytes a character in memory."""
+"""Bytes of one string that is not ASCII, which takes up to four a character in memory."""
 
 MAX_STRUCTURE_BYTES = 4 * 2**20
 """Everything outside of strings: numbers, punctuation and spaces."""
 
 MAX_NUMBER_CHARS = 40
-"""Of one number: parsing it takes time quadratic in its length."""
+"""Characters of one number: parsing it takes time quadratic in its length."""
 
 _INLINE_BYTES = 16 * 2**10
 """Smaller bodies are parsed in the event loop, in less time than a thread takes to start."""

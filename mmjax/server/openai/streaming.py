@@ -22,14 +22,14 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-"""Of several streams, with each one's number."""
+"""The outputs of several streams, each with its stream's number."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 MEDIA_HASHES_HEADER = "x-media-hashes"
 MAX_HASHES = 64
-"""Of one response, so that its headers stay within what proxies take."""
+"""Hashes that a response names, so that its headers stay within what proxies take."""
 
 
 class Framing(NamedTuple):
@@ -56,10 +56,10 @@ def _named_error(body: ErrorBody) -> bytes:
 
 
 PLAIN_EVENTS = Framing(event=_data, error=_data, end=DONE)
-"""Of chat and completions."""
+"""The events of chat and completions."""
 
 NAMED_EVENTS = Framing(event=_named, error=_named_error, end=b"")
-"""Of responses: a line names each event's type, and the last type is the end."""
+"""The events of responses: a line names each one's type, and the last type is the end."""
 
 
 class EventStream(StreamingResponse):

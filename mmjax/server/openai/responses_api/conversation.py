@@ -12,7 +12,7 @@ _ROLES = ("assistant", "developer", "system", "user")
 _TEXT_PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_PART_FIELDS = ("type", "image_url", "detail", "uuid")
 _EMPTY_PART_FIELDS = frozenset({"annotations", "logprobs", "file_id", "prompt_cache_breakpoint"})
-"""Of parts that came from an answer; they say nothing to a model."""
+"""Fields of parts that came from an answer; they say nothing to a model."""
 _ITEM_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "role", "content", "id", "status"}),
     "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
@@ -40,7 +40,7 @@ class Conversation:
             self._add({"role": "user", "content": given}, "input")
             return
         if not given:
-            raise RequestValueError("`input` is empty; give at least one item", param="input")
+            raise RequestValueError.about("input", "is empty; give at least one item")
         for index, item in enumerate(given):
             self._add_item(item, f"input[{index}]")
 
@@ -67,15 +67,13 @@ class Conversation:
         kind = item.get("type", "message")
         known = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
         if known is None:
-            raise RequestValueError(
-                f"`{place}.type` is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}",
-                param=f"{place}.type",
+            raise RequestValueError.about(
+                f"{place}.type", f"is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}"
             )
         other = next((str(name) for name in item if name not in known), None)
         if other is not None and item[other] is not None:
-            raise RequestValueError(
-                f"`{place}.{other[:64]}` is not a field that mmjax knows; remove it",
-                param=f"{place}.{other[:64]}",
+            raise RequestValueError.about(
+                f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
             )
         match kind:
             case "message":
@@ -107,9 +105,7 @@ class Conversation:
 def _read_message(item: Mapping[str, Any], place: str) -> Message:
     role = item.get("role")
     if role not in _ROLES:
-        raise RequestValueError(
-            f"`{place}.role` must be one of {', '.join(_ROLES)}", param=f"{place}.role"
-        )
+        raise RequestValueError.about(f"{place}.role", f"must be one of {', '.join(_ROLES)}")
     return {"role": role, "content": _read_content(item.get("content"), f"{place}.content")}
 
 
@@ -125,19 +121,18 @@ def _read_content(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestTypeError(f"`{place}` must be a text or a list of parts", param=place)
+        raise RequestTypeError.about(place, "must be a text or a list of parts")
     return [_read_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
 
 
 def _read_part(part: Any, place: str) -> Any:
     """Return a part without what is empty; chat's reader checks the rest."""
     if not isinstance(part, Mapping):
-        raise RequestTypeError(f"`{place}` must be an object", param=place)
+        raise RequestTypeError.about(place, "must be an object")
     if part.get("file_id") is not None:
-        raise RequestValueError(
-            f"`{place}.file_id` is not supported: this server keeps no files; send the image as "
-            "`image_url`",
-            param=f"{place}.file_id",
+        raise RequestValueError.about(
+            f"{place}.file_id",
+            "is not supported: this server keeps no files; send the image as `image_url`",
         )
     is_image = part.get("type") == "input_image"
     fields = _IMAGE_PART_FIELDS if is_image else _TEXT_PART_FIELDS
@@ -151,7 +146,7 @@ def _read_part(part: Any, place: str) -> Any:
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestTypeError(f"`{place}.{name}` must be a text", param=f"{place}.{name}")
+        raise RequestTypeError.about(f"{place}.{name}", "must be a text")
     return value
 
 
