@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import SETTING_CLASSES, EngineConfig, LoRAConfig, ModelConfig, group_fields
+from mmjax.config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
@@ -115,14 +115,6 @@ def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
     return _download(adapter, None, download_dir, ADAPTER_FILES)
 
 
-def _with_directories(lora: LoRAConfig, download_dir: Path | None) -> LoRAConfig:
-    """Return the settings with local directories, for a process that reads no hub."""
-    modules = [
-        f"{name}={resolve_adapter(path, download_dir=download_dir)}" for name, path in lora.modules
-    ]
-    return replace(lora, lora_modules=tuple(modules))
-
-
 def load_model_config(
     model: str | None,
     *,
@@ -192,7 +184,12 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     _refuse_quantized(model.hf_config)
     if parts["parallel"].tensor_parallel_size > 1:
         parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)
-    parts["lora"] = _with_directories(parts["lora"], model.download_dir)
+    # Local directories, for a process that reads no hub.
+    adapters = [
+        f"{name}={resolve_adapter(path, download_dir=model.download_dir)}"
+        for name, path in parts["lora"].modules
+    ]
+    parts["lora"] = replace(parts["lora"], lora_modules=tuple(adapters))
     return make("engine", model=model, **parts)
 
 

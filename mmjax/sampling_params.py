@@ -154,7 +154,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, to_type in _TYPES.items():
             msgspec.structs.force_setattr(self, name, to_type(name, getattr(self, name)))
         _check_ranges(self)
-        _check_together(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -355,6 +354,10 @@ def _check_ranges(params: SamplingParams) -> None:
             "min_tokens",
             f"is {params.min_tokens}, above `max_tokens` ({params.max_tokens}); lower it",
         )
+    if params.stop and not params.detokenize:
+        raise RequestValueError.about(
+            "stop", "needs the text, and `detokenize` is False; leave one of them out"
+        )
     _check_length("stop_token_ids", params.stop_token_ids, "ids")
     _check_length("bad_words", params.bad_words, "texts")
     _check_number(
@@ -366,13 +369,6 @@ def _count_chars(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     return sum(map(len, value)) if isinstance(value, tuple) else 0
-
-
-def _check_together(params: SamplingParams) -> None:
-    if params.stop and not params.detokenize:
-        raise RequestValueError.about(
-            "stop", "needs the text, and `detokenize` is False; leave one of them out"
-        )
 
 
 def _check_length(name: str, values: Sequence[Any] | Mapping[Any, Any], things: str) -> None:

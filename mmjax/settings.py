@@ -201,7 +201,10 @@ def nearest_name(name: str, known: Mapping[str, Any], *, page: str = _PAGE) -> s
 
 
 def _make_setting(one: Any, annotation: Any, declaration: Mapping[str, Any]) -> Setting:
-    kind, is_optional = _without_none(annotation)
+    is_optional = get_origin(annotation) in (Union, UnionType)
+    kind = annotation
+    if is_optional:
+        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
     origin = get_origin(kind) or kind
     default = one.default_factory() if one.default_factory is not MISSING else one.default
     rest = dict(declaration)
@@ -216,13 +219,6 @@ def _make_setting(one: Any, annotation: Any, declaration: Mapping[str, Any]) -> 
         is_optional=is_optional,
         default=None if default is MISSING else default,
     )
-
-
-def _without_none(annotation: Any) -> tuple[Any, bool]:
-    if get_origin(annotation) not in (Union, UnionType):
-        return annotation, False
-    (kind,) = (one for one in get_args(annotation) if one is not NoneType)
-    return kind, True
 
 
 def _to_bool(value: object) -> bool:

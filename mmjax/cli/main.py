@@ -26,7 +26,7 @@ COMMANDS = {
     "chat": Command("mmjax.cli.chat", "talk to a model about pictures, in the terminal"),
     "bench": Command("mmjax.cli.bench", "measure a server: TTFT, TPOT, requests per second"),
     "explain": Command("mmjax.cli.explain", "show the tokens and the images of a prompt"),
-    "config": Command("mmjax.cli.config", "show each setting's value, and where it is from"),
+    "config": Command("mmjax.server.flags", "show each setting's value, and where it is from"),
     "convert": Command("mmjax.convert", "convert a checkpoint to a snapshot"),
     "parity": Command("mmjax.parity.__main__", "compare a model with HF's (needs torch)"),
 }

@@ -191,7 +191,9 @@ class AffinityTable:
         for key in keys:
             ownership = self._ownership.pop(key, None)
             if ownership is None or now >= ownership.expires_at:
-                ownership = _Ownership(now + self._lifetime(key))
+                # Half to one and a half of it, so that keys of a burst are not placed anew in one.
+                lifetime_s = self._config.ownership_s * (0.5 + _weight(key, "") / 2**64)
+                ownership = _Ownership(now + lifetime_s)
             if replica not in ownership.owners:
                 ownership.owners = [*ownership.owners[-(MAX_OWNERS - 1) :], replica]
             self._ownership[key] = ownership
@@ -203,10 +205,6 @@ class AffinityTable:
         if ownership is None or now >= ownership.expires_at:
             return []
         return [one for one in ownership.owners if one in usable]
-
-    def _lifetime(self, key: str) -> float:
-        # Half to one and a half of it, so that keys of one burst are not placed anew in one.
-        return self._config.ownership_s * (0.5 + _weight(key, "") / 2**64)
 
     def _first_of_two(self, by_place: Sequence[str], loads: Mapping[str, int]) -> str:
         """Return the first one by place, or the second one if that has clearly less to do."""

@@ -11,7 +11,6 @@ from typing import Any, Literal, NamedTuple
 
 from mmjax.config import ParallelConfig, ServerConfig
 from mmjax.deploy.affinity import RoutingConfig
-from mmjax.deploy.autoscaling import ScalingConfig
 from mmjax.errors import ConfigError
 from mmjax.logger import configure_logging
 from mmjax.server.flags import parse_mapping, to_server_config
@@ -53,6 +52,9 @@ class DeployConfig:
     )
     downscale_delay_s: float = setting(
         600.0, "Seconds that a replica must be idle before it is taken away.", minimum=0
+    )
+    target_num_waiting: float = setting(
+        4.0, "Requests that may wait at each replica before one is added.", above=0
     )
     num_fronts: int = setting(1, "Fronts, in the mode `front`.", minimum=1)
     max_front_body_bytes: int = setting(
@@ -104,7 +106,6 @@ class Deployment(NamedTuple):
 
     config: DeployConfig
     routing: RoutingConfig
-    scaling: ScalingConfig
     server: Namespace
     """The settings of each replica, as `parse_flags` returns them."""
 
@@ -113,7 +114,7 @@ def deploy_settings() -> dict[str, Setting]:
     """Return the settings that a server alone does not have, by name."""
     return {
         one.name: one
-        for config_class in (DeployConfig, RoutingConfig, ScalingConfig)
+        for config_class in (DeployConfig, RoutingConfig)
         for one in settings_of(config_class)
     }
 
@@ -150,7 +151,6 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
     return Deployment(
         config=make(DeployConfig),
         routing=make(RoutingConfig),
-        scaling=make(ScalingConfig),
         server=server,
     )
 

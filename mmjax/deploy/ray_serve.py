@@ -35,7 +35,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
 
 from mmjax.config import ServerConfig
 from mmjax.deploy.affinity import AffinityTable, RoutingConfig, session_key
-from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
+from mmjax.deploy.autoscaling import ReplicaLoad, wanted_replicas
 from mmjax.deploy.config import (
     Deployment,
     read_again,
@@ -143,7 +143,7 @@ def _autoscaling(deployment: Deployment) -> Any:
             policy_function="mmjax.deploy.ray_serve:ScaleByWaiting",
             policy_kwargs={
                 "max_num_running": deployment.server.max_num_seqs,
-                **_fields(deployment.scaling),
+                "target_num_waiting": config.target_num_waiting,
             },
         ),
     )
@@ -339,22 +339,16 @@ def _keys(pending_request: Any) -> list[str]:
 class ScaleByWaiting:
     """Ray's autoscaling policy: `wanted_replicas` of what the replicas tell."""
 
-    def __init__(self, *, max_num_running: int, **scaling: float) -> None:
-        self._config = ScalingConfig(**scaling)
-        self._max_num_running = max_num_running
+    def __init__(self, **limits: Any) -> None:
+        """`limits`: those of `wanted_replicas`."""
+        self._limits = limits
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return how many replicas there should be, and the policy's state."""
         metrics = context.aggregated_metrics or {}
         running, waiting = metrics.get("running", {}), metrics.get("waiting", {})
         loads = [ReplicaLoad(running[name], waiting.get(name, 0.0)) for name in running]
-        wanted = wanted_replicas(
-            loads,
-            context.target_num_replicas,
-            self._config,
-            max_num_running=self._max_num_running,
-        )
-        return wanted, {}
+        return wanted_replicas(loads, context.target_num_replicas, **self._limits), {}
 
 
 # ---- a replica of several processes -------------------------------------------------------------

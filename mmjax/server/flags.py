@@ -62,6 +62,14 @@ def dump_config(argv: Sequence[str] | None = None, *, prog: str = "mmjax config"
     return _dump(_read(_build_parser(prog), argv)[0])
 
 
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Print the settings that `mmjax serve` with the same arguments would have."""
+    # `--dump` reads well, and is what the command does in any case.
+    arguments = [one for one in argv if one not in ("--dump", "--dump-config")]
+    print(dump_config(arguments, prog=prog), end="")
+    return 0
+
+
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[dict[str, Given], bool]:

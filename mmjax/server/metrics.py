@@ -29,7 +29,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
@@ -75,11 +74,23 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 """Name -> what it is, and the bounds of its buckets."""
 
 _STAGES: Mapping[Stage, tuple[str, str]] = {
-    "fetch": ("image_fetch", "Seconds to get a request's images: downloads, or base64."),
-    "decode": ("image_decode", "Seconds to decode a request's images."),
-    "process": ("image_process", "Seconds to hash, resize and normalise a request's images."),
-    "encode": ("image_encode", "Seconds to encode a request's images that no cache had."),
-    "tokenize": ("request_tokenize", "Seconds to render a request's template, and to tokenize."),
+    "fetch": (
+        "mmjax:image_fetch_time_seconds",
+        "Seconds to get a request's images: downloads, or base64.",
+    ),
+    "decode": ("mmjax:image_decode_time_seconds", "Seconds to decode a request's images."),
+    "process": (
+        "mmjax:image_process_time_seconds",
+        "Seconds to hash, resize and normalise a request's images.",
+    ),
+    "encode": (
+        "mmjax:image_encode_time_seconds",
+        "Seconds to encode a request's images that no cache had.",
+    ),
+    "tokenize": (
+        "mmjax:request_tokenize_time_seconds",
+        "Seconds to render a request's template, and to tokenize.",
+    ),
 }
 """Stages that vLLM has no metric of."""
 
@@ -163,7 +174,7 @@ class Metrics:
         for stage, seconds in times.by_stage().items():
             # A stage that did not occur has no time.
             if stage in _STAGES and seconds:
-                self._observe(_stage_name(stage), seconds)
+                self._observe(_STAGES[stage][0], seconds)
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Observe the times of a whole sequence."""
@@ -206,7 +217,7 @@ class Metrics:
         self._responses[0] = responses.labels("other")
 
     def _make_histograms(self, model: str) -> None:
-        stages = {_stage_name(one): (text, _SHORT_SECONDS) for one, (_, text) in _STAGES.items()}
+        stages = {name: (text, _SHORT_SECONDS) for name, text in _STAGES.values()}
         self._histograms = {
             name: Histogram(
                 name, text, ("model_name",), buckets=buckets, registry=self._registry
@@ -216,10 +227,6 @@ class Metrics:
 
     def _observe(self, name: str, value: float | int) -> None:
         self._histograms[name].observe(value)
-
-
-def _stage_name(stage: Stage) -> str:
-    return f"mmjax:{_STAGES[stage][0]}_time_seconds"
 
 
 class _EngineCollector(Collector):
@@ -251,14 +258,11 @@ class _EngineCollector(Collector):
         )
         cache = self._client.input_processor.cache
         if cache is not None:
-            yield from self._cache_metrics(cache)
+            info = cache.make_stats()
+            yield self._counter("vllm:mm_cache_queries", "Items looked up in it.", info.total)
+            yield self._counter("vllm:mm_cache_hits", "Items found in it.", info.hits)
+            yield self._gauge("mmjax:processor_cache_bytes", "Of its items.", cache.currsize)
         yield from self._engine_metrics(supervisor)
-
-    def _cache_metrics(self, cache: BaseMultiModalProcessorCache) -> Iterator[Metric]:
-        info = cache.make_stats()
-        yield self._counter("vllm:mm_cache_queries", "Items looked up in it.", info.total)
-        yield self._counter("vllm:mm_cache_hits", "Items found in it.", info.hits)
-        yield self._gauge("mmjax:processor_cache_bytes", "Of its items.", cache.currsize)
 
     def _engine_metrics(self, supervisor: EngineLink) -> Iterator[Metric]:
         ready, heartbeat = supervisor.ready, supervisor.heartbeat

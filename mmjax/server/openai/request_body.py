@@ -128,7 +128,9 @@ class RequestReader:
                     async for chunk in request.stream():
                         await self._count(scan, chunk)
                         body += chunk
-                        timeout.reschedule(_after(self._seconds_left()))
+                        seconds = self._seconds_left()
+                        now = asyncio.get_running_loop().time()
+                        timeout.reschedule(None if seconds is None else now + seconds)
                 finally:
                     self._open.discard(timeout)
         except TimeoutError:
@@ -278,10 +280,6 @@ def _is_json(content_type: str) -> bool:
     subtype = message.get_content_subtype()
     is_application = message.get_content_maintype() == "application"
     return is_application and (subtype == "json" or subtype.endswith("+json"))
-
-
-def _after(seconds: float | None) -> float | None:
-    return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
 
 # ---- fields -------------------------------------------------------------------------------------

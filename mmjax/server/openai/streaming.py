@@ -1,7 +1,7 @@
 """Server-sent events: `data: {json}` lines, keep-alive comments, `[DONE]` at the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import quote
 
@@ -224,12 +224,8 @@ async def begin(
     disconnect abort all: RequestCancelledError.
     """
     outputs = merge(streams)
-
-    async def read_first() -> tuple[int, RequestOutput]:
-        return await anext(outputs)
-
     try:
-        first = await while_connected(request, read_first())
+        first = await while_connected(request, anext(outputs))
     except BaseException:
         await outputs.aclose()
         raise
@@ -246,7 +242,7 @@ async def _join(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
         await rest.aclose()
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Await `work`; on disconnect cancel it: RequestCancelledError.
 
     As `asyncio.timeout` does, in this task: a task of its own would be turns of the event loop.

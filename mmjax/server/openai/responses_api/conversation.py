@@ -1,5 +1,6 @@
 """The items of a response's input as messages of a chat, and back."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,11 +51,11 @@ class Conversation:
         try:
             yield
         except RequestError as error:
-            index, rest = _message_index(error.param or "")
-            if index is not None and index < len(self._places):
-                place = self._places[index]
-                error.message = error.message.replace(f"messages[{index}]", place)
-                error.param = place + rest
+            found = re.fullmatch(r"(messages\[(\d+)\])(.*)", error.param or "")
+            if found is not None and int(found[2]) < len(self._places):
+                place = self._places[int(found[2])]
+                error.message = error.message.replace(found[1], place)
+                error.param = place + found[3]
             elif error.param == "messages":
                 error.param = "input"
             raise
@@ -77,11 +78,18 @@ class Conversation:
             )
         match kind:
             case "message":
-                self._add(_read_message(item, place), place)
+                role, content = item.get("role"), item.get("content")
+                if role not in _ROLES:
+                    text = f"must be one of {', '.join(_ROLES)}"
+                    raise RequestValueError.about(f"{place}.role", text)
+                content = _read_content(content, f"{place}.content")
+                self._add({"role": role, "content": content}, place)
             case "function_call":
                 self._add_call(item, place)
             case _:
-                self._add(_read_output(item, place), place)
+                call_id = _text(item, "call_id", place)
+                content = _read_content(item.get("output"), f"{place}.output")
+                self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
 
     def _add_call(self, item: Mapping[str, Any], place: str) -> None:
         """Append a call to the assistant's message before it, if there is one."""
@@ -100,21 +108,6 @@ class Conversation:
             self.messages[-1] = {**last, "tool_calls": calls}
         else:
             self._add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
-
-
-def _read_message(item: Mapping[str, Any], place: str) -> Message:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise RequestValueError.about(f"{place}.role", f"must be one of {', '.join(_ROLES)}")
-    return {"role": role, "content": _read_content(item.get("content"), f"{place}.content")}
-
-
-def _read_output(item: Mapping[str, Any], place: str) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": _text(item, "call_id", place),
-        "content": _read_content(item.get("output"), f"{place}.output"),
-    }
 
 
 def _read_content(content: Any, place: str) -> Any:
@@ -148,14 +141,6 @@ def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         raise RequestTypeError.about(f"{place}.{name}", "must be a text")
     return value
-
-
-def _message_index(param: str) -> tuple[int | None, str]:
-    """Return the index in `messages[3].content`, and what follows it."""
-    if not param.startswith("messages["):
-        return None, ""
-    digits, _, rest = param.removeprefix("messages[").partition("]")
-    return (int(digits), rest) if digits.isdecimal() else (None, "")
 
 
 def to_chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
