@@ -143,7 +143,7 @@ def load_model_config(
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
-    longest = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
         max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     elif longest is not None and max_model_len > longest:
@@ -272,9 +272,9 @@ def _embedded_default() -> Path:
 
 def _find_embedded(packaged: str, checkout: str, file: str) -> Path:
     """Return a directory of the default: of an installation, or of a checkout."""
-    installed = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL / packaged
-    checkpoints = Path(__file__).resolve().parents[1] / "checkpoints"
-    for path in (installed, checkpoints / DEFAULT_MODEL / checkout):
+    package = Path(str(resources.files("mmjax"))).resolve()
+    installed = package / "_checkpoints" / DEFAULT_MODEL / packaged
+    for path in (installed, package.parent / "checkpoints" / DEFAULT_MODEL / checkout):
         if (path / file).is_file():
             return path
     raise CheckpointError(
@@ -420,3 +420,7 @@ def _architecture(hf_config: Any) -> str:
             "config.json has no `architectures`; add the name of the model's class to it"
         )
     return architectures[0]
+
+
+def _max_position_embeddings(hf_config: Any) -> int | None:
+    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)
