@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from mmjax.settings import check_settings, setting
+from mmjax.config.settings import check_settings, setting
 
 SESSION_HEADER = "x-session-id"
 SESSION_FIELDS = ("prompt_cache_key", "session_id", "previous_response_id")

@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
     PlacementGroupSchedulingStrategy,
 )
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.affinity import AffinityTable, RoutingConfig, session_key
 from mmjax.deploy.autoscaling import ReplicaLoad, wanted_replicas
 from mmjax.deploy.config import (

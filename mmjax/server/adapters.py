@@ -7,10 +7,10 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mmjax.config.lora_config import ADAPTER_NAME
 from mmjax.errors import RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.lora_config import ADAPTER_NAME
-from mmjax.model_source import ADAPTER_FILES
+from mmjax.models.model_source import ADAPTER_FILES
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.protocol import Strict
 

@@ -9,9 +9,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mmjax.logger import get_logger
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.shutdown import Shutdown
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

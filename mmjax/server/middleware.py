@@ -15,7 +15,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.errors import CapacityError, ShuttingDownError
-from mmjax.logger import REQUEST_ID, cut, get_logger
 from mmjax.server.openai.errors import (
     LOGGED_STATE,
     client_address,
@@ -26,6 +25,7 @@ from mmjax.server.openai.errors import (
 )
 from mmjax.server.openai.request_body import API_KEY_STATE
 from mmjax.server.pages import PAGE_FILES
+from mmjax.system.logger import REQUEST_ID, cut, get_logger
 
 logger = get_logger(__name__)
 access_logger = get_logger("uvicorn.access")

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax import __version__
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import PromptDict
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.protocol import GenerationRequest, StreamOptions
