@@ -13,11 +13,26 @@ class RequestError(MMJaxError):
 
     status: int = 400
     code: str = "invalid_request_error"
+    text: str = ""
+    """The message, where none is given."""
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        """`param`: the field that is wrong; `retry_after_s`: when the request may succeed."""
+        self.message = message or self.text
+        super().__init__(self.message)
         self.param = param
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def about(cls, param: str, text: str) -> "RequestError":
+        """Return the error of a field, whose name the message begins with."""
+        return cls(f"`{param}` {text}", param=param)
 
 
 class RequestValueError(RequestError, ValueError):
@@ -58,13 +73,10 @@ class AnswerNotHeldError(RequestValueError):
 
     status = 404
     code = "answer_not_held"
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the rest of this answer is not held (any more), and another one may differ; send the "
-            "request without `Last-Event-ID`",
-            param="Last-Event-ID",
-        )
+    text = (
+        "the rest of this answer is not held (any more), and another one may differ; send the "
+        "request without `Last-Event-ID`"
+    )
 
 
 class MediaError(RequestValueError):
@@ -88,10 +100,9 @@ class CapacityError(RequestError):
     code = "rate_limit_exceeded"
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float = 1.0
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = 1.0
     ) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
 class RequestTimeoutError(RequestError):
@@ -99,14 +110,13 @@ class RequestTimeoutError(RequestError):
 
     status = 408
     code = "request_timeout"
+    text = (
+        "the request was not finished in time; ask for fewer tokens, try again when the server is "
+        "less busy, or raise `timeout` (`--request-timeout` is the server's)"
+    )
 
     def __init__(self, message: str | None = None, *, param: str | None = "timeout") -> None:
-        super().__init__(
-            message
-            or "the request was not finished in time; ask for fewer tokens, try again when the "
-            "server is less busy, or raise `timeout` (`--request-timeout` is the server's)",
-            param=param,
-        )
+        super().__init__(message, param=param)
 
 
 class BodyTimeoutError(RequestError):
@@ -127,9 +137,7 @@ class ShuttingDownError(RequestError):
 
     status = 503
     code = "shutting_down"
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down; send the request again in a moment")
+    text = "the server is shutting down; send the request again in a moment"
 
 
 class RequestCancelledError(RequestError):
@@ -137,9 +145,7 @@ class RequestCancelledError(RequestError):
 
     status = 499  # nginx's, for a client that closed the connection
     code = "request_cancelled"
-
-    def __init__(self) -> None:
-        super().__init__("the client left; nothing more is done for this request")
+    text = "the client left; nothing more is done for this request"
 
 
 class EngineUnavailableError(RequestError):
@@ -148,27 +154,17 @@ class EngineUnavailableError(RequestError):
     status = 503
     code = "engine_unavailable"
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_s = retry_after_s
-
 
 class RequestQuarantinedError(RequestError):
     """The request, or one just like it, ended the engine process more than once."""
 
     status = 500
     code = "request_quarantined"
-
-    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
-        super().__init__(
-            message
-            or "the engine process ended whenever it computed this request, which is refused for "
-            "now; change the prompt, its media or the sampling parameters, and tell the operator: "
-            "the server's log says how the process ended",
-            param=param,
-        )
+    text = (
+        "the engine process ended whenever it computed this request, which is refused for now; "
+        "change the prompt, its media or the sampling parameters, and tell the operator: the "
+        "server's log says how the process ended"
+    )
 
 
 class InternalError(RequestError):
@@ -187,13 +183,10 @@ def make_request_error(
     retry_after_s: float | None = None,
 ) -> RequestError:
     """Return an error that another process sent, of the class that declares `code`."""
-    error_class = _error_class(code)
-    waits = issubclass(error_class, CapacityError | EngineUnavailableError)
-    if waits and retry_after_s is not None:
-        error: RequestError = error_class(message, param=param, retry_after_s=retry_after_s)
-    else:
-        error = error_class(message, param=param)
+    error = _error_class(code)(message, param=param)
     error.code, error.status = code, status
+    if retry_after_s is not None:
+        error.retry_after_s = retry_after_s
     return error
 
 

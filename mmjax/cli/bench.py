@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmjax.cli.api_client import ApiClient
 from mmjax.cli.messages import to_data_url
-from mmjax.errors import ConfigError, MMJaxError
+from mmjax.errors import ConfigError
 
 _ADDRESS = re.compile(r"mmjax serving .* at (http://\S+)")
 
@@ -40,19 +40,15 @@ class Sample(NamedTuple):
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Print what the requests took."""
     options = _parse(argv, prog)
-    try:
-        with _server(options) as url:
-            client = ApiClient(url, options.api_key)
-            bodies = _make_bodies(options, client.find_model())
-            # Not measured: it finds nothing cached, and may wait for a compilation.
-            _ask(client, bodies.pop())
-            start = time.perf_counter()
-            with ThreadPoolExecutor(options.concurrency) as pool:
-                samples = list(pool.map(lambda body: _ask(client, body), bodies))
-            seconds = time.perf_counter() - start
-    except MMJaxError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+    with _server(options) as url:
+        client = ApiClient(url, options.api_key)
+        bodies = _make_bodies(options, client.find_model())
+        # Not measured: it finds nothing cached, and may wait for a compilation.
+        _ask(client, bodies.pop())
+        start = time.perf_counter()
+        with ThreadPoolExecutor(options.concurrency) as pool:
+            samples = list(pool.map(lambda body: _ask(client, body), bodies))
+        seconds = time.perf_counter() - start
     figures = summarize(samples, seconds)
     print(json.dumps(figures) if options.json else _table(figures))
     return 0

@@ -60,9 +60,6 @@ def main(argv: Sequence[str], *, prog: str) -> int:
             conversation.ask(" ".join(options.text))
         else:
             conversation.run()
-    except MMJaxError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print()
     return 0

@@ -2,22 +2,16 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mmjax.cli.messages import user_message
-from mmjax.errors import MMJaxError
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
     """Print a prompt's tokens, or the same as JSON."""
     options = _parse(argv, prog)
-    try:
-        explanation = _explain(options)
-    except MMJaxError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+    explanation = _explain(options)
     if options.json:
         print(json.dumps(explanation.to_dict(), indent=1))
     else:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from mmjax import __version__
+from mmjax.errors import MMJaxError
 from mmjax.server.shutdown import leave
 
 
@@ -25,7 +26,7 @@ COMMANDS = {
     "chat": Command("mmjax.cli.chat", "talk to a model about pictures, in the terminal"),
     "bench": Command("mmjax.cli.bench", "measure a server: TTFT, TPOT, requests per second"),
     "explain": Command("mmjax.cli.explain", "show the tokens and the images of a prompt"),
-    "config": Command("mmjax.cli.config", "show each setting's value, and where it is from"),
+    "config": Command("mmjax.server.flags", "show each setting's value, and where it is from"),
     "convert": Command("mmjax.convert", "convert a checkpoint to a snapshot"),
     "parity": Command("mmjax.parity.__main__", "compare a model with HF's (needs torch)"),
 }
@@ -49,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"{_usage()}\nmmjax: error: there is no command `{name}`", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[name].module).main(rest, prog=f"mmjax {name}")
+    prog = f"mmjax {name}"
+    try:
+        return import_module(COMMANDS[name].module).main(rest, prog=prog)
+    except MMJaxError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
 
 
 def run() -> NoReturn:

@@ -9,13 +9,13 @@ from mmjax.decoders.limits import MediaLimits, check_image_bytes
 from mmjax.errors import ConfigError, RequestError
 
 _MEDIA_TYPES = {".gif": "gif", ".jpeg": "jpeg", ".jpg": "jpeg", ".png": "png", ".webp": "webp"}
-"""By suffix; what a file holds is found out by whoever decodes it."""
+"""Media type by suffix; what a file holds is found out by whoever decodes it."""
 
 
 LIMITS = MediaLimits()
-"""Of a model in this process."""
+"""Limits on media for a model in this process."""
 NO_LIMITS = MediaLimits(max_image_bytes=2**62, max_image_pixels=2**62)
-"""Of a server, which has its own."""
+"""No limits, for a server, which has its own."""
 
 
 def user_message(

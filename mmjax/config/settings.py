@@ -28,23 +28,7 @@ _shorten = Repr()
 _shorten.maxstring = _shorten.maxother = 80
 
 
-def setting(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    name: str | None = None,
-    alias: str | None = None,
-    unset: str | None = None,
-    minimum: int | float | None = None,
-    above: int | float | None = None,
-    maximum: int | float | None = None,
-    is_valid: Callable[[Any], bool] | None = None,
-    expected: str | None = None,
-    list_flag: ListFlag = "words",
-    is_secret: bool = False,
-    is_for_serve_alone: bool = False,
-    environment: str | None = None,
-) -> Any:
+def setting(default: Any = MISSING, help: str = "", **declared: Any) -> Any:
     """Declare a dataclass field that is a setting; it is parsed by its annotation.
 
     Annotations: bool, int, float, str, Path, Literal, Mapping[str, Any], tuple[str, ...], and each
@@ -53,38 +37,13 @@ def setting(
     Args:
         default: Without one, the field is required, and set by mmjax if the operator does not.
         help: One or two sentences for `--help` and docs/configuration.md.
-        name: Keyword and YAML key, and in kebab-case the flag; default: the field's name.
-        alias: Another flag, such as `-tp`.
-        unset: Description of the default, if its value does not say enough.
-        minimum: Inclusive lower bound.
-        above: Exclusive lower bound.
-        maximum: Inclusive upper bound.
-        is_valid: A further condition, for a tuple on each text; `expected` must describe it.
-        expected: Description of valid values; default: from annotation and bounds.
-        list_flag: Syntax of the flag of a tuple.
-        is_secret: Whether messages omit the value.
-        is_for_serve_alone: Whether `LLM` does not have it.
-        environment: Variable that sets it for `mmjax.serve` where neither flag nor file does.
+        declared: Fields of `Setting`, from `name` on, and `expected`, a description of valid
+            values; default: from annotation and bounds.
     """
-    declaration = {
-        "name": name,
-        "help": " ".join(help.split()),
-        "alias": alias,
-        "unset": unset,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "is_valid": is_valid,
-        "own_expected": expected,
-        "list_flag": list_flag,
-        "is_secret": is_secret,
-        "is_for_serve_alone": is_for_serve_alone,
-        "environment": environment,
-    }
-    metadata = {_METADATA_KEY: declaration}
+    metadata = {_METADATA_KEY: {"help": " ".join(help.split()), **declared}}
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata, repr=not is_secret)
+    return field(default=default, metadata=metadata, repr=not declared.get("is_secret", False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,27 +52,36 @@ class Setting:
 
     field: str
     """Name of the dataclass field."""
-    name: str
     annotation: Any
     """The field's annotation."""
     kind: Any
     """One of bool, int, float, str, Path, Literal, Mapping, tuple."""
     choices: tuple[str, ...]
-    """Of a Literal."""
+    """The values of a Literal."""
     is_optional: bool
     default: Any
     help: str
-    alias: str | None
-    unset: str | None
-    minimum: int | float | None
-    above: int | float | None
-    maximum: int | float | None
-    is_valid: Callable[[Any], bool] | None
-    own_expected: str | None
-    list_flag: ListFlag
-    is_secret: bool
-    is_for_serve_alone: bool
-    environment: str | None
+    name: str
+    """Keyword and YAML key, and in kebab-case the flag; default: the field's name."""
+    alias: str | None = None
+    """Another flag, such as `-tp`."""
+    unset: str | None = None
+    """Description of the default, if its value does not say enough."""
+    minimum: int | float | None = None
+    above: int | float | None = None
+    """Exclusive lower bound; the other two are inclusive."""
+    maximum: int | float | None = None
+    is_valid: Callable[[Any], bool] | None = None
+    """A further condition, for a tuple on each text; `expected` must describe it."""
+    own_expected: str | None = None
+    list_flag: ListFlag = "words"
+    """Syntax of the flag of a tuple."""
+    is_secret: bool = False
+    """Whether messages omit the value."""
+    is_for_serve_alone: bool = False
+    """Whether `LLM` does not have it."""
+    environment: str | None = None
+    """Variable that sets it for `mmjax.serve` where neither flag nor file does."""
 
     @property
     def flag(self) -> str:
@@ -142,12 +110,8 @@ class Setting:
     def _bounds(self) -> str:
         if self.minimum is not None and self.maximum is not None:
             return f" from {self.minimum} to {self.maximum}"
-        bounds = (
-            ("of at least", self.minimum),
-            ("above", self.above),
-            ("of at most", self.maximum),
-        )
-        said = " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
+        bounds = {"of at least": self.minimum, "above": self.above, "of at most": self.maximum}
+        said = " and ".join(f"{words} {one}" for words, one in bounds.items() if one is not None)
         return f" {said}" if said else ""
 
     def parse(self, value: object, label: str | None = None) -> Any:
@@ -179,6 +143,12 @@ class Setting:
         """Return the error that names the setting, the value and what was expected."""
         shown = "'***'" if self.is_secret else _shorten.repr(value)
         return ConfigError(f"`{label or self.name}` is {shown}; expected {self.expected}")
+
+    def parse_any(self, value: object, label: str | None = None) -> Any:
+        """Parse a text as a flag's, all else as `parse`."""
+        if isinstance(value, str):
+            return self.parse_text(value, label)
+        return self.parse(value, label)
 
     def _read(self, text: str) -> Any:
         if self.kind is tuple:
@@ -231,11 +201,17 @@ def nearest_name(name: str, known: Mapping[str, Any], *, page: str = _PAGE) -> s
 
 
 def _make_setting(one: Any, annotation: Any, declaration: Mapping[str, Any]) -> Setting:
-    kind, is_optional = _without_none(annotation)
+    is_optional = get_origin(annotation) in (Union, UnionType)
+    kind = annotation
+    if is_optional:
+        (kind,) = (one for one in get_args(annotation) if one is not NoneType)
     origin = get_origin(kind) or kind
     default = one.default_factory() if one.default_factory is not MISSING else one.default
+    rest = dict(declaration)
     return Setting(
-        **{**declaration, "name": declaration["name"] or one.name},
+        own_expected=rest.pop("expected", None),
+        name=rest.pop("name", one.name),
+        **rest,
         field=one.name,
         annotation=annotation,
         kind=origin,
@@ -243,13 +219,6 @@ def _make_setting(one: Any, annotation: Any, declaration: Mapping[str, Any]) -> 
         is_optional=is_optional,
         default=None if default is MISSING else default,
     )
-
-
-def _without_none(annotation: Any) -> tuple[Any, bool]:
-    if get_origin(annotation) not in (Union, UnionType):
-        return annotation, False
-    (kind,) = (one for one in get_args(annotation) if one is not NoneType)
-    return kind, True
 
 
 def _to_bool(value: object) -> bool:

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmjax.config.engine_config import ParallelConfig, ServerConfig
 from mmjax.config.settings import Setting, check_settings, setting, settings_of
-from mmjax.deploy.autoscaling import ScalingConfig
-from mmjax.deploy.routing import RoutingConfig
+from mmjax.deploy.affinity import RoutingConfig
 from mmjax.errors import ConfigError
 from mmjax.server.flags import parse_mapping, to_server_config
 from mmjax.system.logger import configure_logging
@@ -53,6 +52,9 @@ class DeployConfig:
     )
     downscale_delay_s: float = setting(
         600.0, "Seconds that a replica must be idle before it is taken away.", minimum=0
+    )
+    target_num_waiting: float = setting(
+        4.0, "Requests that may wait at each replica before one is added.", above=0
     )
     num_fronts: int = setting(1, "Fronts, in the mode `front`.", minimum=1)
     max_front_body_bytes: int = setting(
@@ -104,16 +106,15 @@ class Deployment(NamedTuple):
 
     config: DeployConfig
     routing: RoutingConfig
-    scaling: ScalingConfig
     server: Namespace
-    """Of each replica, as `parse_flags` returns them."""
+    """The settings of each replica, as `parse_flags` returns them."""
 
 
 def deploy_settings() -> dict[str, Setting]:
     """Return the settings that a server alone does not have, by name."""
     return {
         one.name: one
-        for config_class in (DeployConfig, RoutingConfig, ScalingConfig)
+        for config_class in (DeployConfig, RoutingConfig)
         for one in settings_of(config_class)
     }
 
@@ -134,8 +135,7 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
         if name not in known:
             others[key] = value
             continue
-        parse = known[name].parse_text if isinstance(value, str) else known[name].parse
-        values[name] = parse(value, key)
+        values[name] = known[name].parse_any(value, key)
 
     def make(config_class: Any) -> Any:
         names = {one.name for one in settings_of(config_class)}
@@ -151,7 +151,6 @@ def read_deployment(args: Mapping[str, Any]) -> Deployment:
     return Deployment(
         config=make(DeployConfig),
         routing=make(RoutingConfig),
-        scaling=make(ScalingConfig),
         server=server,
     )
 

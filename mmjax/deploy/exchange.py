@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -59,55 +60,49 @@ class Patience(NamedTuple):
     """Between two rounds of questions; each is twice as long as the one before."""
 
 
+@dataclass(slots=True)
 class Exchange:
     """One request, and the response to it."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        request: ForwardedRequest,
-        keys: list[str],
-        send: Send,
-        *,
-        timeout_s: float,
-        keep_alive_s: float,
-        patience: Patience,
-        last_event: int = 0,
-    ) -> None:
-        """`timeout_s`: until the response begins; `keep_alive_s`: between comments; 0: none.
+    replicas: Replicas
+    request: ForwardedRequest
+    keys: list[str]
+    send: Send
+    _: KW_ONLY
+    timeout_s: float
+    """Until the response begins; 0: none."""
+    keep_alive_s: float
+    """Between comments; 0: none."""
+    patience: Patience
+    last_event: int = 0
+    """The number of the last one that the client has, from another router."""
+    _num_events: int = 0
+    _is_search: bool = field(init=False)
+    """Whether no replica has said yet that it holds the answer, and one may."""
+    _timeout: asyncio.Timeout | None = None
+    _sent: SentEvents = field(default_factory=SentEvents)
+    _avoided: list[str] = field(default_factory=list)
+    _replica: str | None = None
+    """Who answers the present try, once it does."""
+    _num_tries: int = 0
+    _num_lost: int = 0
+    _started_at: float = field(default_factory=time.monotonic)
+    _waits_since: float | None = None
+    _refusal: ErrorBody | None = None
+    """The last one, while it waits."""
+    _pause_s: float = field(init=False)
+    _has_begun: bool = False
+    _is_done: bool = False
 
-        `last_event`: the number of the last one that the client has, from another front.
-        """
-        self._replicas = replicas
-        self._request = request
-        self._keys = keys
-        self._send = send
-        self._timeout_s = (timeout_s if request.body else patience.question_s) or None
-        self._keep_alive_s = keep_alive_s
-        self._patience = patience
-        self._last_event = last_event
-        self._num_events = 0
-        self._is_search = request.held_key is not None
-        """Whether no replica has said yet that it holds the answer, and one may."""
-        self._timeout: asyncio.Timeout | None = None
-        self._sent = SentEvents()
-        self._avoided: list[str] = []
-        self._replica: str | None = None
-        """Who answers the present try, once it does."""
-        self._num_tries = 0
-        self._num_lost = 0
-        self._started_at = time.monotonic()
-        self._waits_since: float | None = None
-        self._refusal: ErrorBody | None = None
-        """The last one, while it waits."""
-        self._pause_s = patience.first_pause_s
-        self._has_begun = False
-        self._is_done = False
+    def __post_init__(self) -> None:
+        self._is_search = self.request.held_key is not None
+        self._pause_s = self.patience.first_pause_s
 
     async def run(self) -> None:
         """Try until a replica has answered; RequestError if none does, and nothing was shown."""
         try:
-            async with asyncio.timeout(self._timeout_s) as self._timeout:
+            timeout_s = self.timeout_s if self.request.body else self.patience.question_s
+            async with asyncio.timeout(timeout_s or None) as self._timeout:
                 while not await self._try():
                     pass
         except TimeoutError:
@@ -121,14 +116,14 @@ class Exchange:
     async def _try(self) -> bool:
         """Give the request to a replica; return whether its client has the whole answer."""
         age_s = time.monotonic() - self._started_at
-        request = self._request._replace(
+        request = self.request._replace(
             attempt=self._num_tries, age_s=age_s, sent=self._sent, is_search=self._is_search
         )
         self._num_tries += 1
         self._replica = None
         # A search makes nobody an owner.
-        keys = [] if self._is_search else self._keys
-        items = self._replicas.respond(request, keys=keys, avoided=list(self._avoided))
+        keys = [] if self._is_search else self.keys
+        items = self.replicas.respond(request, keys=keys, avoided=list(self._avoided))
         async with aclosing(items):
             try:
                 return await self._read(items)
@@ -175,7 +170,7 @@ class Exchange:
 
         The first replica's stream has comments of its own.
         """
-        return kept_alive(items, self._keep_alive_s) if self._has_begun else items
+        return kept_alive(items, self.keep_alive_s) if self._has_begun else items
 
     async def _begin(self, head: ResponseHead, length: int | None = None) -> None:
         if self._has_begun:
@@ -185,7 +180,7 @@ class Exchange:
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         self._stop_waiting()
-        await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
+        await self.send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     async def _show(self, part: ResponsePart) -> None:
         """Send a part of a stream."""
@@ -194,8 +189,8 @@ class Exchange:
             await self._send_body(part.body)
             return
         self._num_events += 1
-        if self._num_events > self._last_event:
-            number = b"id: %d\n" % self._num_events if self._request.held_key else b""
+        if self._num_events > self.last_event:
+            number = b"id: %d\n" % self._num_events if self.request.held_key else b""
             await self._send_body(number + part.body)
         if part.mark is not None:
             self._sent.add(part.mark)
@@ -229,13 +224,13 @@ class Exchange:
             return False
         self._avoided.clear()
         self._is_search = False
-        if self._last_event:
-            raise AnswerNotHeldError
+        if self.last_event:
+            raise AnswerNotHeldError(param="Last-Event-ID")
         return False
 
     def _is_for_another(self, head: ResponseHead) -> bool:
         """Whether a replica refused what another one may take; each is asked once."""
-        is_kept_elsewhere = head.status == 404 and self._request.path.startswith(_RESPONSES)
+        is_kept_elsewhere = head.status == 404 and self.request.path.startswith(_RESPONSES)
         is_refused = head.status in (429, 503) or is_kept_elsewhere
         return is_refused and head.replica not in self._avoided
 
@@ -246,20 +241,20 @@ class Exchange:
         """
         was_taken = self._has_begun or self._num_lost > 0
         refusals = (429, 503) if was_taken else (503,)
-        if status not in refusals or not self._request.body:
+        if status not in refusals or not self.request.body:
             return False
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-        patience_s = self._patience.lost_s if was_taken else self._patience.refused_s
+        patience_s = self.patience.lost_s if was_taken else self.patience.refused_s
         return now < self._waits_since + patience_s
 
     async def _pause(self) -> None:
         self._avoided.clear()
-        if self._has_begun and self._keep_alive_s:
+        if self._has_begun and self.keep_alive_s:
             await self._send_body(KEEP_ALIVE)
         await asyncio.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, self._patience.longest_pause_s)
+        self._pause_s = min(2 * self._pause_s, self.patience.longest_pause_s)
 
     async def _note_loss(self) -> bool:
         """Count a lost replica; return whether the client has the whole answer already."""
@@ -276,13 +271,13 @@ class Exchange:
             )
         if self._has_begun and self._timeout is not None:
             # The limit of the request itself holds within replicas, which know its age.
-            self._timeout.reschedule(asyncio.get_running_loop().time() + self._patience.lost_s)
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self.patience.lost_s)
         return False
 
     def _stop_waiting(self) -> None:
         """Note that a replica answers."""
         self._waits_since, self._refusal = None, None
-        self._pause_s = self._patience.first_pause_s
+        self._pause_s = self.patience.first_pause_s
         if self._timeout is not None and self._timeout.when() is not None:
             # From here on, the replica's own limit holds.
             self._timeout.reschedule(None)
@@ -296,12 +291,12 @@ class Exchange:
 
     async def _show_error(self, body: ErrorBody) -> None:
         """End a stream by an error."""
-        framing = NAMED_EVENTS if self._request.path.startswith(_RESPONSES) else PLAIN_EVENTS
+        framing = NAMED_EVENTS if self.request.path.startswith(_RESPONSES) else PLAIN_EVENTS
         await self._send_body(framing.error(body) + framing.end, is_last=True)
 
     async def _send_body(self, body: bytes = b"", *, is_last: bool = False) -> None:
         message: Any = {"type": "http.response.body", "body": body, "more_body": not is_last}
-        await self._send(message)
+        await self.send(message)
 
 
 def _is_stream(head: ResponseHead) -> bool:

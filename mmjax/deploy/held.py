@@ -1,7 +1,7 @@
-"""Answers that a replica holds for a while: a client whose front has died comes again for them.
+"""Answers that a replica holds for a while: a client whose router has died comes again for them.
 
 A request with an `Idempotency-Key` is computed apart from who reads it. The same request with the
-same key, at any front, is given what there is of its answer, and then the rest.
+same key, at any router, is given what there is of its answer, and then the rest.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MAX_UNREAD = 16
 
 _BYTES_PER_ITEM = 512
 _BYTES_PER_BODY_BYTE = 4
-"""Of an event and its mark, which has the same as objects."""
+"""Memory of an event for each byte of it; its mark has the same as objects."""
 
 
 def held_key(headers: Mapping[str, str], request: ForwardedRequest) -> str | None:

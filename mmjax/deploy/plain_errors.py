@@ -1,6 +1,6 @@
 """Errors that are not OpenAI's, such as those of Ray's proxy, as OpenAI's error body.
 
-Ray's proxy answers by itself where a front or a replica dies (500, "Internal Server Error"), none
+Ray's proxy answers by itself where a router or a replica dies (500, "Internal Server Error"), none
 is there (503), all are full (429) or its own time is over (408), in plain text. It takes
 `ray_middlewares` by the environment: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`.
 """
@@ -19,22 +19,18 @@ from mmjax.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from mmjax.server.openai.errors import error_response, http_error_response
+from mmjax.server.openai.errors import error_response, plain_error_response
 
 _RETRY_AFTER_S = 1.0
 _MAX_DIGITS = 6
 
 
-class PlainErrorsMiddleware:
-    """Replaces the bodies of errors that are not JSON; answers a 503 where there is no answer."""
+def replace_plain_errors(app: ASGIApp) -> ASGIApp:
+    """Replace the bodies of errors that are not JSON; answer a 503 where there is no answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on."""
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         has_started, replaced = False, None
 
@@ -46,7 +42,7 @@ class PlainErrorsMiddleware:
             if replaced is None:
                 await send(message)
 
-        await self._app(scope, receive, send_but_plain_errors)
+        await app(scope, receive, send_but_plain_errors)
         if replaced is not None:
             response = _response(replaced["status"], Headers(raw=replaced["headers"]))
         elif has_started:
@@ -55,10 +51,12 @@ class PlainErrorsMiddleware:
             response = _response(503, {})
         await response(scope, receive, send)
 
+    return call
+
 
 def ray_middlewares() -> list[Middleware]:
     """Return what Ray's proxy puts around its application."""
-    return [Middleware(PlainErrorsMiddleware)]
+    return [Middleware(replace_plain_errors)]
 
 
 def _is_plain_error(start: Message) -> bool:
@@ -68,7 +66,7 @@ def _is_plain_error(start: Message) -> bool:
 
 def _response(status: int, headers: Mapping[str, str]) -> Any:
     error = _error(status, headers)
-    response = http_error_response(status) if error is None else error_response(error)
+    response = plain_error_response(status) if error is None else error_response(error)
     if "x-request-id" in headers:
         response.headers["x-request-id"] = headers["x-request-id"]
     return response

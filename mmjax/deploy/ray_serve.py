@@ -5,13 +5,18 @@ Needs `pip install 'mmjax[ray]'`. docs/scaling.md says what is promised.
 
 import asyncio
 import math
+import socket
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any, cast
 
+import ray  # pyright: ignore[reportMissingImports]  # an extra
 from ray import serve  # pyright: ignore[reportMissingImports]  # an extra
-from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]  # an extra
+from ray.exceptions import (  # pyright: ignore[reportMissingImports]  # an extra
+    RayActorError,
+    RayError,
+)
 from ray.serve.config import (  # pyright: ignore[reportMissingImports]  # an extra
     AutoscalingConfig,
     AutoscalingPolicy,
@@ -24,30 +29,34 @@ from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # a
     RayServeException,
 )
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]  # an extra
+    PlacementGroupSchedulingStrategy,
+)
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.deploy.affinity_keys import session_key
-from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
+from mmjax.deploy.affinity import AffinityTable, RoutingConfig, session_key
+from mmjax.deploy.autoscaling import ReplicaLoad, wanted_replicas
 from mmjax.deploy.config import (
     Deployment,
     read_again,
     read_deployment,
     settings_of_process,
 )
-from mmjax.deploy.front import create_front
 from mmjax.deploy.held import HeldAnswers
-from mmjax.deploy.ray_gang import find_coordinator, make_members
 from mmjax.deploy.replica import ForwardedRequest, Replica, ReplicaLostError, ResponseItem
-from mmjax.deploy.routing import AffinityTable, RoutingConfig
+from mmjax.deploy.router import create_router
+from mmjax.deploy.workers import WorkerProcess
 from mmjax.errors import CapacityError, EngineUnavailableError
 from mmjax.server.flags import to_engine_config, to_server_config
 from mmjax.server.shutdown import CLOSE_TIMEOUT_S
 
 _HEALTH_PERIOD_S = 2.0
+_REACH_TIMEOUT_S = 60.0
+"""For a call of another host; its first one waits until the processor is loaded there."""
 _METRICS_INTERVAL_S = 1.0
 _LOOK_BACK_S = 3.0
-_MAX_FRONT_REQUESTS = 100_000
-"""Ray's own limit, beyond the front's, whose answers clients understand."""
+_MAX_ROUTER_REQUESTS = 100_000
+"""Ray's own limit, beyond the router's, whose answers clients understand."""
 
 
 def build_app(args: Mapping[str, Any]) -> Any:
@@ -61,15 +70,15 @@ def build_app(args: Mapping[str, Any]) -> Any:
     served = dict(args), bool(server.api_keys)
     if deployment.config.mode == "header":
         return _replicas(HeaderReplica, deployment, server).bind(*served)
-    replicas = _replicas(FrontedReplica, deployment, server).bind(*served)
-    front = serve.deployment(
+    replicas = _replicas(RoutedReplica, deployment, server).bind(*served)
+    router = serve.deployment(
         name="Front",
         num_replicas=deployment.config.num_fronts,
-        max_ongoing_requests=_MAX_FRONT_REQUESTS,
+        max_ongoing_requests=_MAX_ROUTER_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         **_lifecycle(server),
-    )(Front)
-    return front.bind(*served, replicas)
+    )(Router)
+    return router.bind(*served, replicas)
 
 
 def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> Any:
@@ -79,7 +88,7 @@ def _replicas(replica: type, deployment: Deployment, server: ServerConfig) -> An
         name="Replica",
         # The replica's own limit answers first, in OpenAI's shape.
         max_ongoing_requests=2 * _max_requests(deployment),
-        # Of Ray's proxy, while there is no replica; a front's own limit is lower.
+        # Of Ray's proxy, while there is no replica; a router's own limit is lower.
         max_queued_requests=config.most_replicas * _max_requests(deployment),
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1.0),
         ray_actor_options={"num_cpus": config.num_cpus, "num_gpus": config.num_gpus},
@@ -134,7 +143,7 @@ def _autoscaling(deployment: Deployment) -> Any:
             policy_function="mmjax.deploy.ray_serve:ScaleByWaiting",
             policy_kwargs={
                 "max_num_running": deployment.server.max_num_seqs,
-                **_fields(deployment.scaling),
+                "target_num_waiting": config.target_num_waiting,
             },
         ),
     )
@@ -156,13 +165,13 @@ class _ServedReplica:
     async def start(self, args: Mapping[str, Any], has_keys: bool) -> Replica:
         """Start it, and wait until the engine is ready; Ray sends nothing before."""
         deployment, server = read_again(args, has_keys)
-        members, flags = [], deployment.server
+        workers, flags = [], deployment.server
         if flags.distributed_num_processes > 1:
-            place = find_coordinator()
-            members = make_members(deployment, (dict(args), has_keys, place))
+            place = _find_coordinator()
+            workers = _make_workers(deployment, (dict(args), has_keys, place))
             flags = settings_of_process(flags, coordinator=place, process_id=0)
         name = serve.get_replica_context().replica_id.unique_id
-        self.replica = await Replica.start(name, to_engine_config(flags), server, members)
+        self.replica = await Replica.start(name, to_engine_config(flags), server, workers)
         return self.replica
 
     def check_health(self) -> None:
@@ -195,8 +204,8 @@ class HeaderReplica(_ServedReplica):
             await self.replica.close()
 
 
-class FrontedReplica(_ServedReplica):
-    """A replica that a front forwards to."""
+class RoutedReplica(_ServedReplica):
+    """A replica that a router forwards to."""
 
     async def __init__(self, args: Mapping[str, Any], has_keys: bool) -> None:
         config = read_deployment(args).config
@@ -224,7 +233,7 @@ class FrontedReplica(_ServedReplica):
 
 
 class RayReplicas:
-    """The replicas, for a front: `mmjax.deploy.replica.Replicas`."""
+    """The replicas, for a router: `mmjax.deploy.replica.Replicas`."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(stream=True)
@@ -259,8 +268,8 @@ class RayReplicas:
 
 
 @serve.ingress()
-class Front:
-    """The front, as Ray sees it."""
+class Router:
+    """The router, as Ray sees it."""
 
     def __init__(self, args: Mapping[str, Any], has_keys: bool, handle: Any) -> None:
         deployment, self._server = read_again(args, has_keys)
@@ -272,7 +281,7 @@ class Front:
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application."""
         replicas = RayReplicas(self._handle)
-        return create_front(
+        return create_router(
             replicas,
             self._server,
             max_requests=self._max_requests,
@@ -281,7 +290,7 @@ class Front:
 
 
 class AffinityRouter(RequestRouter):
-    """Chooses by `AffinityTable`: from a front's keys, or from the session's header."""
+    """Chooses by `AffinityTable`: from a router's keys, or from the session's header."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the settings of `RoutingConfig`."""
@@ -330,19 +339,85 @@ def _keys(pending_request: Any) -> list[str]:
 class ScaleByWaiting:
     """Ray's autoscaling policy: `wanted_replicas` of what the replicas tell."""
 
-    def __init__(self, *, max_num_running: int, **scaling: float) -> None:
-        self._config = ScalingConfig(**scaling)
-        self._max_num_running = max_num_running
+    def __init__(self, **limits: Any) -> None:
+        """`limits`: those of `wanted_replicas`."""
+        self._limits = limits
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return how many replicas there should be, and the policy's state."""
         metrics = context.aggregated_metrics or {}
         running, waiting = metrics.get("running", {}), metrics.get("waiting", {})
         loads = [ReplicaLoad(running[name], waiting.get(name, 0.0)) for name in running]
-        wanted = wanted_replicas(
-            loads,
-            context.target_num_replicas,
-            self._config,
-            max_num_running=self._max_num_running,
+        return wanted_replicas(loads, context.target_num_replicas, **self._limits), {}
+
+
+# ---- a replica of several processes -------------------------------------------------------------
+
+
+def _find_coordinator() -> str:
+    """Return an address of this host with a port that is free."""
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as one:
+        one.bind(("", 0))
+        return f"{address}:{one.getsockname()[1]}"
+
+
+def _make_workers(deployment: Deployment, given: tuple[Any, ...]) -> list["RayWorker"]:
+    """Return a replica's workers, each an actor in another place of its placement group."""
+    config, group = deployment.config, cast(Any, ray.util.get_current_placement_group())
+    return [
+        RayWorker(
+            ray.remote(WorkerActor)
+            .options(
+                num_cpus=config.num_cpus,
+                num_gpus=config.num_gpus,
+                # If its host comes back, it does, too.
+                max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=process_id
+                ),
+            )
+            .remote(*given, process_id)
         )
-        return wanted, {}
+        for process_id in range(1, deployment.server.distributed_num_processes)
+    ]
+
+
+class WorkerActor(WorkerProcess):
+    """A worker of a replica, as Ray sees it."""
+
+    def __init__(
+        self, args: Mapping[str, Any], has_keys: bool, coordinator: str, process_id: int
+    ) -> None:
+        deployment, _ = read_again(args, has_keys)
+        place = {"coordinator": coordinator, "process_id": process_id}
+        super().__init__(to_engine_config(settings_of_process(deployment.server, **place)))
+
+
+class RayWorker:
+    """A worker in an actor of Ray's: `mmjax.deploy.workers.Worker`."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def restart(self) -> None:
+        """Start it; end the one before."""
+        await self._reach(self._actor.restart)
+
+    async def is_alive(self) -> bool:
+        """Whether it runs."""
+        return await self._reach(self._actor.is_alive)
+
+    async def end(self) -> None:
+        """End it, and its actor."""
+        try:
+            await self._reach(self._actor.end)
+        finally:
+            ray.kill(self._actor)
+
+    async def _reach(self, method: Any) -> Any:
+        try:
+            async with asyncio.timeout(_REACH_TIMEOUT_S):
+                return await method.remote()
+        except (RayActorError, TimeoutError) as error:
+            raise ConnectionError(f"a process of this replica: {error}") from error

@@ -1,15 +1,15 @@
 """One replica: an application with its engine process, called without HTTP in between."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
 from mmjax.config.engine_config import EngineConfig, ServerConfig
-from mmjax.deploy.gang import Gang, Member
+from mmjax.deploy.workers import Worker, WorkerGroup
 from mmjax.server import make_app
 from mmjax.server.openai.continuation import CONTINUATION, Continuation, EventMark, SentEvents
 from mmjax.system.logger import get_logger
@@ -20,7 +20,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class ForwardedRequest(NamedTuple):
-    """An HTTP request that a front gives to a replica."""
+    """An HTTP request that a router gives to a replica."""
 
     method: str
     path: str
@@ -30,7 +30,7 @@ class ForwardedRequest(NamedTuple):
     key: str
     """Random, and the same for each try: ids and seeds follow from it."""
     created: int
-    """When it came to the front, in seconds since 1970."""
+    """When it came to the router, in seconds since 1970."""
     age_s: float = 0.0
     """Seconds since then: deadlines count on."""
     attempt: int = 0
@@ -55,7 +55,7 @@ class ResponsePart(NamedTuple):
 
     body: bytes
     mark: EventMark | None
-    """Of the event that the part is, if it is one that tells of the answer."""
+    """The mark of the event that the part is, if that tells of the answer."""
 
 
 class ResponseEnd(NamedTuple):
@@ -77,12 +77,14 @@ ResponseItem = ResponseHead | ResponsePart | ResponseEnd | NotHeld
 class Replica:
     """An application that serves, with its engine process."""
 
-    def __init__(self, name: str, app: FastAPI, supervisor: Any, gang: Gang | None = None) -> None:
-        """`app`, `supervisor`: as `make_app` returns them; `gang`: who follows its P1."""
+    def __init__(
+        self, name: str, app: FastAPI, supervisor: Any, workers: WorkerGroup | None = None
+    ) -> None:
+        """`app`, `supervisor`: as `make_app` returns them; `workers`: who follow its P1."""
         self.name = name
         self.app = app
         self.supervisor = supervisor
-        self._gang = gang
+        self._workers = workers
         self._stack = AsyncExitStack()
 
     @classmethod
@@ -91,23 +93,23 @@ class Replica:
         name: str,
         engine: EngineConfig,
         server: ServerConfig,
-        members: Sequence[Member] = (),
+        workers: Sequence[Worker] = (),
     ) -> "Replica":
         """Start it, and wait until the engine is ready.
 
-        `members`: the followers, if `engine` is process 0 of several.
+        `workers`: those that follow, if `engine` is process 0 of several.
         """
         app, supervisor = await asyncio.to_thread(make_app, engine, server)
-        replica = cls(name, app, supervisor, Gang(supervisor, members) if members else None)
+        replica = cls(name, app, supervisor, WorkerGroup(supervisor, workers) if workers else None)
         await replica.open()
         return replica
 
     async def open(self) -> None:
         """Run the application's lifespan until `close`; wait until the engine is ready."""
-        if self._gang is not None:
-            # Left last: P1 tells its followers that it ends.
-            self._gang.open()
-            self._stack.push_async_callback(self._gang.close)
+        if self._workers is not None:
+            # Left last: P1 tells its workers that it ends.
+            self._workers.open()
+            self._stack.push_async_callback(self._workers.close)
         try:
             await self._stack.enter_async_context(self.app.router.lifespan_context(self.app))
             await self.supervisor.wait_ready()
@@ -121,7 +123,7 @@ class Replica:
 
     def without_lifespan(self) -> FastAPI:
         """Return the application for a server that runs lifespans: `open` has run its own."""
-        self.app.router.lifespan_context = _no_lifespan
+        self.app.router.lifespan_context = lambda _: nullcontext()
         return self.app
 
     def check_health(self) -> None:
@@ -131,8 +133,8 @@ class Replica:
         """
         if self.supervisor.state == "dead":
             raise RuntimeError("the engine process could not be brought back; see its log")
-        if self._gang is not None:
-            self._gang.check()
+        if self._workers is not None:
+            self._workers.check()
 
     async def respond(self, request: ForwardedRequest) -> AsyncGenerator[ResponseItem, None]:
         """Yield the response: a head, parts, and the end. Closing it ends the request."""
@@ -143,14 +145,14 @@ class Replica:
             attempt=request.attempt,
             sent=request.sent,
         )
-        async with aclosing(_call(self.app, request, continuation)) as items:
+        async with aclosing(_call(self.name, self.app, request, continuation)) as items:
             async for item in items:
-                yield item._replace(replica=self.name) if isinstance(item, ResponseHead) else item
+                yield item
 
 
 @runtime_checkable
 class Replicas(Protocol):
-    """What a front forwards to."""
+    """What a router forwards to."""
 
     def respond(
         self, request: ForwardedRequest, *, keys: list[str], avoided: list[str]
@@ -169,13 +171,8 @@ class ReplicaLostError(Exception):
     """A replica died in the middle of a request."""
 
 
-@asynccontextmanager
-async def _no_lifespan(app: FastAPI) -> AsyncIterator[None]:
-    yield
-
-
 async def _call(
-    app: ASGIApp, request: ForwardedRequest, continuation: Continuation
+    name: str, app: ASGIApp, request: ForwardedRequest, continuation: Continuation
 ) -> AsyncGenerator[ResponseItem, None]:
     """Call an ASGI application, and yield what it sends."""
     items: asyncio.Queue[ResponseItem] = asyncio.Queue()
@@ -191,7 +188,7 @@ async def _call(
     async def send(message: Message) -> None:
         nonlocal is_over
         if message["type"] == "http.response.start":
-            items.put_nowait(ResponseHead("", message["status"], list(message["headers"])))
+            items.put_nowait(ResponseHead(name, message["status"], list(message["headers"])))
         elif message["type"] == "http.response.body":
             if message.get("body"):
                 items.put_nowait(ResponsePart(bytes(message["body"]), continuation.take_mark()))

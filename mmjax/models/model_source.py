@@ -10,13 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config.engine_config import (
-    SETTING_CLASSES,
-    EngineConfig,
-    LoRAConfig,
-    ModelConfig,
-    group_fields,
-)
+from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
@@ -115,21 +109,14 @@ def resolve_adapter(adapter: str, *, download_dir: Path | None = None) -> Path:
             )
         return path.resolve()
     if adapter in DEFAULT_ADAPTERS:
-        return _embedded_adapter(DEFAULT_ADAPTERS[adapter])
+        folder = f"adapters/{DEFAULT_ADAPTERS[adapter]}"
+        return _find_embedded(folder, folder, ADAPTER_FILES[0])
     if _looks_like_path(adapter):
         raise CheckpointError(
             f"the adapter's directory `{adapter}` does not exist; give one that holds "
             f"{ADAPTER_FILES[0]}, or a hub id"
         )
     return _download(adapter, None, download_dir, ADAPTER_FILES)
-
-
-def _with_directories(lora: LoRAConfig, download_dir: Path | None) -> LoRAConfig:
-    """Return the settings with local directories, for a process that reads no hub."""
-    modules = [
-        f"{name}={resolve_adapter(path, download_dir=download_dir)}" for name, path in lora.modules
-    ]
-    return replace(lora, lora_modules=tuple(modules))
 
 
 def load_model_config(
@@ -201,7 +188,12 @@ def load_engine_config(values: Mapping[str, Any]) -> EngineConfig:
     _refuse_quantized(model.hf_config)
     if parts["parallel"].tensor_parallel_size > 1:
         parts["parallel"].check_heads(model.hf_config.get_text_config().num_attention_heads)
-    parts["lora"] = _with_directories(parts["lora"], model.download_dir)
+    # Local directories, for a process that reads no hub.
+    adapters = [
+        f"{name}={resolve_adapter(path, download_dir=model.download_dir)}"
+        for name, path in parts["lora"].modules
+    ]
+    parts["lora"] = replace(parts["lora"], lora_modules=tuple(adapters))
     return make("engine", model=model, **parts)
 
 
@@ -279,23 +271,14 @@ def _read_generation_config(path: Path) -> dict[str, Any]:
 
 
 def _embedded_default() -> Path:
-    packaged, checkout = _embedded_folders()
-    return _find_embedded((packaged, checkout / "model"), "config.json")
+    return _find_embedded("", "model", "config.json")
 
 
-def _embedded_adapter(name: str) -> Path:
-    paths = [folder / "adapters" / name for folder in _embedded_folders()]
-    return _find_embedded(paths, ADAPTER_FILES[0])
-
-
-def _embedded_folders() -> tuple[Path, Path]:
-    """Return where the default is in an installation, and in a checkout."""
+def _find_embedded(packaged: str, checkout: str, file: str) -> Path:
+    """Return a directory of the default: of an installation, or of a checkout."""
     package = Path(str(resources.files("mmjax"))).resolve()
-    return package / "_checkpoints" / DEFAULT_MODEL, package.parent / "checkpoints" / DEFAULT_MODEL
-
-
-def _find_embedded(paths: Sequence[Path], file: str) -> Path:
-    for path in paths:
+    installed = package / "_checkpoints" / DEFAULT_MODEL / packaged
+    for path in (installed, package.parent / "checkpoints" / DEFAULT_MODEL / checkout):
         if (path / file).is_file():
             return path
     raise CheckpointError(
@@ -350,7 +333,8 @@ def _load_hf_config(path: Path) -> Any:
     try:
         if raw.get("model_type") in _LANGUAGE_PARTS:
             return _build_hf_config(raw)
-        if _find_model_type(raw, "vision_config") == "davit":
+        vision = raw.get("vision_config")
+        if isinstance(vision, dict) and vision.get("model_type") == "davit":
             return _build_florence2_config(raw, path)
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -423,11 +407,6 @@ def _find(part: Mapping[str, Any], name: str, default: Any) -> Any:
     first, _, rest = name.partition(".")
     value = part.get(first, {} if rest else default)
     return _find(value, rest, default) if rest else value
-
-
-def _find_model_type(raw: Mapping[str, Any], part: str) -> str | None:
-    value = raw.get(part)
-    return value.get("model_type") if isinstance(value, dict) else None
 
 
 def stored_dtype(hf_config: Any) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_SAMPLED: Mapping[str, int] = {"num_frames": 2**16, "fps": 1000}
-"""Of what `media_io_kwargs` may ask; `max_video_frames` holds as well."""
+"""The most that `media_io_kwargs` may ask; `max_video_frames` holds as well."""
 
 
 def find_media_io_fault(given: Mapping[str, Any]) -> tuple[str, str] | None:

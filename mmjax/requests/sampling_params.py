@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
 """Sequences of tokens that they may stand for: a text has one more behind a space."""
 MAX_STOP_TOKEN_IDS = 256
-"""Of `stop_token_ids`."""
+"""Ids of `stop_token_ids`."""
 MAX_BAD_WORD_CHARS = 1024
 
 LIMITS: Mapping[str, Mapping[str, int | float]] = {
@@ -51,7 +51,7 @@ LIMITS: Mapping[str, Mapping[str, int | float]] = {
 MAX_CHOICES = 4096
 """Texts of a `choice`."""
 MAX_GRAMMAR_CHARS = 2**16
-"""Of a schema, a regex, a grammar, or all texts of a choice."""
+"""Characters of a schema, a regex, a grammar, or all texts of a choice."""
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -60,7 +60,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
     json: str | dict[str, Any] | None = None
     """A JSON schema; a dict becomes its text."""
     regex: str | None = None
-    """Of the whole answer, in the syntax of Rust's `regex`."""
+    """A regex that the whole answer matches, in the syntax of Rust's `regex`."""
     choice: Sequence[str] | None = None
     """The texts that the answer may be."""
     grammar: str | None = None
@@ -82,18 +82,16 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             _check_number(path, _count_chars(made), MAX_GRAMMAR_CHARS, "characters")
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise RequestValueError(
-                f"`structured_outputs` has {' and '.join(given) or 'no structure'}; give one of "
-                f"{', '.join(_KINDS)}",
-                param="structured_outputs",
+            raise RequestValueError.about(
+                "structured_outputs",
+                f"has {' and '.join(given) or 'no structure'}; give one of {', '.join(_KINDS)}",
             )
         _check_number("structured_outputs.choice", len(self.choice or ()), MAX_CHOICES, "texts")
         unread = [name for name in _JSON_OPTIONS if getattr(self, name)]
         if unread and not self.kind.startswith("json"):
-            raise RequestValueError(
-                f"`structured_outputs.{unread[0]}` is about JSON, and `{self.kind}` is not; leave "
-                "it out",
-                param=f"structured_outputs.{unread[0]}",
+            raise RequestValueError.about(
+                f"structured_outputs.{unread[0]}",
+                f"is about JSON, and `{self.kind}` is not; leave it out",
             )
 
     @property
@@ -156,7 +154,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name, to_type in _TYPES.items():
             msgspec.structs.force_setattr(self, name, to_type(name, getattr(self, name)))
         _check_ranges(self)
-        _check_together(self)
 
     @property
     def is_greedy(self) -> bool:
@@ -189,13 +186,13 @@ def _to_number(name: str, value: Any) -> float:
     if type(value) is float and math.isfinite(value):
         return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
-        raise RequestTypeError(f"`{name}` is {value!r}; give a number", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give a number")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestValueError(f"`{name}` is {value}; give a finite number", param=name)
+        raise RequestValueError.about(name, f"is {value}; give a finite number")
     return number
 
 
@@ -203,17 +200,13 @@ def _to_integer(name: str, value: Any) -> int:
     if type(value) is int:
         return value
     if isinstance(value, bool | np.bool_) or not isinstance(value, Integral):
-        raise RequestTypeError(f"`{name}` is {value!r}; give an integer", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give an integer")
     return operator.index(value)
-
-
-def _to_optional_integer(name: str, value: Any) -> int | None:
-    return None if value is None else _to_integer(name, value)
 
 
 def _to_bool(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise RequestTypeError(f"`{name}` is {value!r}; give True or False", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give True or False")
     return bool(value)
 
 
@@ -221,9 +214,9 @@ def _to_texts(name: str, value: Any) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else _to_tuple(name, value, "a string, or strings")
     for text in texts:
         if not isinstance(text, str):
-            raise RequestTypeError(f"`{name}` holds {text!r}; give strings", param=name)
+            raise RequestTypeError.about(name, f"holds {text!r}; give strings")
         if not text:
-            raise RequestValueError(f"`{name}` holds an empty string; remove it", param=name)
+            raise RequestValueError.about(name, "holds an empty string; remove it")
     return tuple(dict.fromkeys(texts))
 
 
@@ -232,13 +225,13 @@ def _to_choice(name: str, value: Any) -> tuple[str, ...] | None:
         return None
     texts = _to_texts(name, value)
     if not texts:
-        raise RequestValueError(f"`{name}` is empty; give texts to choose from", param=name)
+        raise RequestValueError.about(name, "is empty; give texts to choose from")
     return texts
 
 
 def _to_optional_text(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise RequestTypeError(f"`{name}` is {value!r}; give a string", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give a string")
     return value
 
 
@@ -246,26 +239,26 @@ def _to_schema(name: str, value: Any) -> str | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, Mapping):
-        raise RequestTypeError(
-            f"`{name}` is {value!r}; give a JSON schema, as a dict or its text", param=name
+        raise RequestTypeError.about(
+            name, f"is {value!r}; give a JSON schema, as a dict or its text"
         )
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise RequestTypeError(f"`{name}` is not valid JSON; give a schema", param=name) from None
+        raise RequestTypeError.about(name, "is not valid JSON; give a schema") from None
 
 
 def _to_biases(name: str, value: Any) -> dict[int, float] | None:
     if not value and (value is None or isinstance(value, Mapping)):
         return None
     if not isinstance(value, Mapping):
-        raise RequestTypeError(f"`{name}` is {value!r}; give a dict of token ids", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give a dict of token ids")
     _check_length(name, value, "entries")
     biases: dict[int, float] = {}
     for key, number in value.items():
         bias = _to_number(name, number)
         if not -100 <= bias <= 100:
-            raise RequestValueError(f"`{name}` holds {bias}; give [-100, 100]", param=name)
+            raise RequestValueError.about(name, f"holds {bias}; give [-100, 100]")
         biases[_to_token_id(name, key)] = bias
     return biases
 
@@ -282,15 +275,15 @@ def _to_allowed(name: str, value: Any) -> tuple[int, ...] | None:
         return None
     token_ids = tuple(sorted(set(_to_integers(name, value))))
     if not token_ids:
-        raise RequestValueError(
-            f"`{name}` is empty: no token could be sampled; name some, or leave it out", param=name
+        raise RequestValueError.about(
+            name, "is empty: no token could be sampled; name some, or leave it out"
         )
     return token_ids
 
 
 def _to_structure(name: str, value: Any) -> StructuredOutputsParams | None:
     if value is not None and not isinstance(value, StructuredOutputsParams):
-        raise RequestTypeError(f"`{name}` is {value!r}; give a StructuredOutputsParams", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give a StructuredOutputsParams")
     return value
 
 
@@ -298,7 +291,7 @@ def _to_integers(name: str, value: Any) -> tuple[int, ...]:
     integers = _to_tuple(name, value, "integers")
     for integer in integers:
         if isinstance(integer, bool | np.bool_) or not isinstance(integer, Integral):
-            raise RequestTypeError(f"`{name}` holds {integer!r}; give integers", param=name)
+            raise RequestTypeError.about(name, f"holds {integer!r}; give integers")
     return tuple(map(operator.index, integers))
 
 
@@ -306,35 +299,24 @@ def _to_tuple(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise RequestTypeError(f"`{name}` is {value!r}; give {wanted}", param=name)
+        raise RequestTypeError.about(name, f"is {value!r}; give {wanted}")
     return tuple(value)
 
 
-_TYPES: dict[str, Callable[[str, Any], Any]] = {
-    "n": _to_integer,
-    "presence_penalty": _to_number,
-    "frequency_penalty": _to_number,
-    "repetition_penalty": _to_number,
-    "temperature": _to_number,
-    "top_p": _to_number,
-    "top_k": _to_integer,
-    "min_p": _to_number,
-    "seed": _to_optional_integer,
-    "max_tokens": _to_optional_integer,
-    "min_tokens": _to_integer,
-    "stop": _to_texts,
-    "stop_token_ids": _to_integers,
-    "include_stop_str_in_output": _to_bool,
-    "ignore_eos": _to_bool,
-    "logprobs": _to_optional_integer,
-    "prompt_logprobs": _to_optional_integer,
-    "detokenize": _to_bool,
-    "skip_special_tokens": _to_bool,
-    "logit_bias": _to_biases,
-    "allowed_token_ids": _to_allowed,
-    "bad_words": _to_texts,
-    "structured_outputs": _to_structure,
-    "no_repeat_ngram_size": _to_integer,
+_TYPES_BY_ANNOTATION: dict[Any, Callable[[str, Any], Any]] = {
+    int: _to_integer,
+    int | None: lambda name, value: None if value is None else _to_integer(name, value),
+    float: _to_number,
+    bool: _to_bool,
+    Sequence[str]: _to_texts,
+    Sequence[int]: _to_integers,
+    Sequence[int] | None: _to_allowed,
+    Mapping[int, float] | None: _to_biases,
+    StructuredOutputsParams | None: _to_structure,
+}
+_TYPES = {
+    name: _TYPES_BY_ANNOTATION[annotation]
+    for name, annotation in get_type_hints(SamplingParams).items()
 }
 """Conversion of each field to its declared type, or an error."""
 
@@ -362,18 +344,19 @@ def _check_ranges(params: SamplingParams) -> None:
     for name, (low, high) in _RANGES.items():
         value = getattr(params, name)
         if value is not None and not low <= value <= high:
-            raise RequestValueError(
-                f"`{name}` is {value}; it must lie in [{low}, {high}]", param=name
-            )
+            raise RequestValueError.about(name, f"is {value}; it must lie in [{low}, {high}]")
     if params.top_p == 0.0:
-        raise RequestValueError(
-            "`top_p` is 0; it must be above 0 (use `temperature`=0 for greedy)", param="top_p"
+        raise RequestValueError.about(
+            "top_p", "is 0; it must be above 0 (use `temperature`=0 for greedy)"
         )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise RequestValueError(
-            f"`min_tokens` is {params.min_tokens}, above `max_tokens` ({params.max_tokens}); "
-            "lower it",
-            param="min_tokens",
+        raise RequestValueError.about(
+            "min_tokens",
+            f"is {params.min_tokens}, above `max_tokens` ({params.max_tokens}); lower it",
+        )
+    if params.stop and not params.detokenize:
+        raise RequestValueError.about(
+            "stop", "needs the text, and `detokenize` is False; leave one of them out"
         )
     _check_length("stop_token_ids", params.stop_token_ids, "ids")
     _check_length("bad_words", params.bad_words, "texts")
@@ -388,17 +371,10 @@ def _count_chars(value: Any) -> int:
     return sum(map(len, value)) if isinstance(value, tuple) else 0
 
 
-def _check_together(params: SamplingParams) -> None:
-    if params.stop and not params.detokenize:
-        raise RequestValueError(
-            "`stop` needs the text, and `detokenize` is False; leave one of them out", param="stop"
-        )
-
-
 def _check_length(name: str, values: Sequence[Any] | Mapping[Any, Any], things: str) -> None:
     _check_number(name, len(values), int(LIMITS[name]["max_length"]), things)
 
 
 def _check_number(name: str, number: int, limit: int, things: str) -> None:
     if number > limit:
-        raise RequestValueError(f"`{name}` has {number} {things}; give at most {limit}", param=name)
+        raise RequestValueError.about(name, f"has {number} {things}; give at most {limit}")

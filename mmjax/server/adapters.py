@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mmjax.config.lora_config import ADAPTER_NAME
-from mmjax.errors import RequestValueError
+from mmjax.errors import RequestError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.models.model_source import ADAPTER_FILES
 from mmjax.server.openai.errors import json_response
@@ -41,9 +41,8 @@ class AdapterService:
     async def load_lora_adapter(self, _: Request, body: LoadAdapterRequest) -> Response:
         """Serve /v1/load_lora_adapter."""
         if body.lora_name in self._client.input_processor.model_config.public_names:
-            raise RequestValueError(
-                "`lora_name` is a name of the model itself; give the adapter another one",
-                param="lora_name",
+            raise RequestValueError.about(
+                "lora_name", "is a name of the model itself; give the adapter another one"
             )
         await self._client.load_adapter(body.lora_name, self._resolve(body.lora_path))
         return json_response({"message": f"adapter `{body.lora_name}` is loaded"})
@@ -66,9 +65,8 @@ class AdapterService:
         return path
 
 
-def _refused() -> RequestValueError:
+def _refused() -> RequestError:
     # The same for all reasons: a client does not learn what is elsewhere.
-    return RequestValueError(
-        f"`lora_path` is no directory below `--lora-dir` that holds {' and '.join(ADAPTER_FILES)}",
-        param="lora_path",
+    return RequestValueError.about(
+        "lora_path", f"is no directory below `--lora-dir` that holds {' and '.join(ADAPTER_FILES)}"
     )

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,7 +25,6 @@ from mmjax.server.adapters import (
     LoadAdapterRequest,
     UnloadAdapterRequest,
 )
-from mmjax.server.api_page import api_page
 from mmjax.server.api_schema import describe, error_responses, stream_responses, takes
 from mmjax.server.metrics import CONTENT_TYPE, Metrics
 from mmjax.server.middleware import (
@@ -50,7 +50,7 @@ from mmjax.server.openai.tokenization import (
     TokenizationService,
     TokenizeRequest,
 )
-from mmjax.server.playground import PAGE_FILES, serve_page
+from mmjax.server.pages import PAGE_FILES, api_page, serve_page
 from mmjax.server.request_log import RequestLog
 
 _BODIES: tuple[type[BaseModel], ...] = (
@@ -115,7 +115,7 @@ def create_app(
         _add_adapter_routes(posts, AdapterService(client, lora.lora_dir))
     _add_state_routes(app, client)
     _add_operators_routes(app, client, config, metrics)
-    app.add_middleware(refuse, refusal=without_room(client.check_room, frozenset(posts.paths)))
+    app.add_middleware(refuse, refusal=without_room(client.check_room, posts.paths))
     _add_middleware(app, config, metrics, tracer)
     return app
 
@@ -152,30 +152,30 @@ def add_protection(app: FastAPI, config: ServerConfig) -> None:
     app.add_middleware(refuse, refusal=many)
 
 
+@dataclass(frozen=True, slots=True)
 class _Posts:
     """Adds routes that take a body, each named as the method that serves it.
 
     Bodies are read by `reader`: FastAPI would decode and validate them without limits.
     """
 
-    def __init__(self, app: FastAPI, reader: RequestReader) -> None:
-        self._app = app
-        self._reader = reader
-        self.paths: list[str] = []
+    app: FastAPI
+    reader: RequestReader
+    paths: set[str] = field(default_factory=set)
 
     def add(
         self,
         path: str,
         model: type[ModelT],
-        serve: Callable[[Request, ModelT], Awaitable[Response]],
+        serve: Callable[[Request, ModelT], Coroutine[Any, Any, Response]],
         *,
         may_stream: bool = False,
     ) -> None:
         async def endpoint(request: Request) -> Response:
-            return await serve(request, await self._reader.read(request, model))
+            return await serve(request, await self.reader.read(request, model))
 
-        self.paths.append(path)
-        self._app.add_api_route(
+        self.paths.add(path)
+        self.app.add_api_route(
             path,
             endpoint,
             methods=["POST"],

@@ -26,13 +26,7 @@ from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 
-_METAVARS: dict[Any, str] = {
-    int: "INTEGER",
-    float: "NUMBER",
-    str: "TEXT",
-    Path: "PATH",
-    Mapping: "JSON",
-}
+_METAVARS = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH", Mapping: "JSON"}
 _LIST_METAVARS = {"words": "TEXT", "commas": "TEXT,TEXT", "json": "JSON"}
 
 
@@ -74,6 +68,14 @@ def dump_config(argv: Sequence[str] | None = None, *, prog: str = "mmjax config"
     return _dump(_read(_build_parser(prog), argv)[0])
 
 
+def main(argv: Sequence[str], *, prog: str) -> int:
+    """Print the settings that `mmjax serve` with the same arguments would have."""
+    # `--dump` reads well, and is what the command does in any case.
+    arguments = [one for one in argv if one not in ("--dump", "--dump-config")]
+    print(dump_config(arguments, prog=prog), end="")
+    return 0
+
+
 def _read(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[dict[str, Given], bool]:
@@ -101,8 +103,7 @@ def _read(
             given |= _read_config_file(Path(config_file), known)
         for name, value in flags.items():
             one = known[name]
-            parse = one.parse_text if isinstance(value, str) else one.parse
-            given[name] = Given(parse(value, one.flag), f"flag {one.flag}")
+            given[name] = Given(one.parse_any(value, one.flag), f"flag {one.flag}")
     except ConfigError as error:
         parser.error(str(error))
     return given, must_dump
@@ -223,14 +224,46 @@ def _add_flag(group: Any, one: Setting) -> None:
 
 
 def _read_config_file(path: Path, known: Mapping[str, Setting]) -> dict[str, Given]:
-    # Imported here: the engine process imports this module, too, and reads no file.
-    from mmjax.server.yaml_file import read_yaml_mapping
-
     try:
-        values = _read_values(read_yaml_mapping(path), known)
+        values = _read_values(_read_yaml(path), known)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return {name: Given(value, f"file {path}") for name, value in values.items()}
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML file's mapping; a repeated key is an error."""
+    # Imported here: the engine process imports this module, too, and reads no file.
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """PyYAML's safe loader, which would silently take the last of repeated keys."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    again = f"`{key.value}` is given twice; give it once"
+                    raise yaml.constructor.ConstructorError(None, None, again, key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        content = yaml.load(path.expanduser().read_text(encoding="utf-8"), Loader=Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the file cannot be read ({error}); give a file of YAML") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"this is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the file holds {type(content).__name__}; expected a mapping, as `max-num-seqs: 8`"
+        )
+    for key in content:
+        if not isinstance(key, str):
+            raise ConfigError(f"the key {key!r} is no name; expected names, as `max-num-seqs: 8`")
+    return content
 
 
 def _read_values(values: Mapping[str, Any], known: Mapping[str, Setting]) -> dict[str, Any]:
@@ -244,9 +277,7 @@ def _read_values(values: Mapping[str, Any], known: Mapping[str, Setting]) -> dic
             _refuse_unknown(key, "setting")
         if name in found:
             raise ConfigError(f"`{key}` is given twice; give it once")
-        one = known[name]
-        parse = one.parse_text if isinstance(value, str) else one.parse
-        found[name] = parse(value, key)
+        found[name] = known[name].parse_any(value, key)
     return found
 
 

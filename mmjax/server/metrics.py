@@ -6,6 +6,7 @@ of one series.
 
 import asyncio
 import time
+from collections import Counter as TallyCounter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import get_args
@@ -28,7 +29,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from mmjax.cache import BaseMultiModalProcessorCache
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.request_stream import EndReason
@@ -47,15 +47,51 @@ _FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 _SHORT_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 _TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
-_LAGS = (0.001, 0.005, 0.02, 0.1, 1.0)
 _LAG_INTERVAL_S = 0.1
 
+_COUNTERS: Mapping[str, str] = {
+    "vllm:prompt_tokens": "Prompt tokens.",
+    "vllm:prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
+    "vllm:generation_tokens": "Generated tokens.",
+}
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("To the first token.", _SECONDS),
+    "vllm:inter_token_latency_seconds": ("Between two steps' tokens.", _SHORT_SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Per token.", _SHORT_SECONDS),
+    "vllm:e2e_request_latency_seconds": ("From arrival to end.", _SECONDS),
+    "vllm:request_queue_time_seconds": ("In queues.", _SECONDS),
+    "vllm:request_prefill_time_seconds": ("To compute prompts.", _SECONDS),
+    "vllm:request_decode_time_seconds": ("To generate.", _SECONDS),
+    "vllm:request_inference_time_seconds": ("Both of these.", _SECONDS),
+    "vllm:request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens of an answer.", _TOKENS),
+    "vllm:request_params_n": ("`n` of a request.", (1, 2, 4, 8, 16)),
+    "vllm:request_params_max_tokens": ("`max_tokens` of a request.", _TOKENS),
+    "mmjax:event_loop_lag_seconds": (
+        "How late the server's loop is.",
+        (0.001, 0.005, 0.02, 0.1, 1.0),
+    ),
+}
+"""Name -> what it is, and the bounds of its buckets."""
+
 _STAGES: Mapping[Stage, tuple[str, str]] = {
-    "fetch": ("image_fetch", "Seconds to get a request's images: downloads, or base64."),
-    "decode": ("image_decode", "Seconds to decode a request's images."),
-    "process": ("image_process", "Seconds to hash, resize and normalise a request's images."),
-    "encode": ("image_encode", "Seconds to encode a request's images that no cache had."),
-    "tokenize": ("request_tokenize", "Seconds to render a request's template, and to tokenize."),
+    "fetch": (
+        "mmjax:image_fetch_time_seconds",
+        "Seconds to get a request's images: downloads, or base64.",
+    ),
+    "decode": ("mmjax:image_decode_time_seconds", "Seconds to decode a request's images."),
+    "process": (
+        "mmjax:image_process_time_seconds",
+        "Seconds to hash, resize and normalise a request's images.",
+    ),
+    "encode": (
+        "mmjax:image_encode_time_seconds",
+        "Seconds to encode a request's images that no cache had.",
+    ),
+    "tokenize": (
+        "mmjax:request_tokenize_time_seconds",
+        "Seconds to render a request's template, and to tokenize.",
+    ),
 }
 """Stages that vLLM has no metric of."""
 
@@ -79,7 +115,7 @@ _TOTALS: Mapping[str, tuple[str, str]] = {
     "mmjax:encoder_cache_hits": ("encoder_cache_hits", "Items whose embeddings were found."),
     "mmjax:compilations": ("num_compilations", "Programs that a step had to wait for."),
 }
-"""The same of figures that only grow, over all engine processes."""
+"""Name -> field of figures that only grow, over all engine processes, and what it is."""
 
 
 class Metrics:
@@ -108,7 +144,8 @@ class Metrics:
         while True:
             start = time.monotonic()
             await asyncio.sleep(_LAG_INTERVAL_S)
-            self._lag.observe(max(0.0, time.monotonic() - start - _LAG_INTERVAL_S))
+            lag_s = time.monotonic() - start - _LAG_INTERVAL_S
+            self._observe("mmjax:event_loop_lag_seconds", max(0.0, lag_s))
 
     def count_response(self, status: int) -> None:
         """Count an HTTP response."""
@@ -118,26 +155,27 @@ class Metrics:
 
     def on_added(self, request: ProcessedRequest) -> None:
         """Observe what a request asks for."""
-        params = request.messages[0].sampling_params
-        self._prompt_tokens.inc(len(request.prompt_token_ids))
-        self._request_prompt_tokens.observe(len(request.prompt_token_ids))
-        self._params_n.observe(len(request.messages))
-        self._params_max_tokens.observe(params.max_tokens or 0)
+        num_tokens = len(request.prompt_token_ids)
+        self._counters["vllm:prompt_tokens"].inc(num_tokens)
+        self._observe("vllm:request_prompt_tokens", num_tokens)
+        self._observe("vllm:request_params_n", len(request.messages))
+        max_tokens = request.messages[0].sampling_params.max_tokens
+        self._observe("vllm:request_params_max_tokens", max_tokens or 0)
 
     def on_tokens(self, tokens: NewTokens) -> None:
         """Observe the time that a step's tokens took."""
-        self._generation_tokens.inc(tokens.num_tokens)
+        self._counters["vllm:generation_tokens"].inc(tokens.num_tokens)
         if not tokens.is_first:
-            self._inter_token.observe(tokens.interval_s)
+            self._observe("vllm:inter_token_latency_seconds", tokens.interval_s)
             return
-        self._ttft.observe(tokens.interval_s)
         times = tokens.request.times
-        self._queue.observe(times.queue)
-        self._prefill.observe(times.prefill + times.encode)
+        self._observe("vllm:time_to_first_token_seconds", tokens.interval_s)
+        self._observe("vllm:request_queue_time_seconds", times.queue)
+        self._observe("vllm:request_prefill_time_seconds", times.prefill + times.encode)
         for stage, seconds in times.by_stage().items():
             # A stage that did not occur has no time.
-            if stage in self._stages and seconds:
-                self._stages[stage].observe(seconds)
+            if stage in _STAGES and seconds:
+                self._observe(_STAGES[stage][0], seconds)
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Observe the times of a whole sequence."""
@@ -146,13 +184,16 @@ class Metrics:
         self._success[sequence.finish_reason].inc()
         # Once, as its prompt: the other sequences find what the first computed.
         if sequence.request_id == sequence.request.messages[0].request_id:
-            self._cached_tokens.inc(sequence.num_cached_tokens)
-        self._request_generation_tokens.observe(sequence.num_tokens)
-        self._e2e.observe(sequence.last_token_at - times.arrived_at)
-        self._decode.observe(decode_s)
-        self._inference.observe(times.prefill + times.encode + decode_s)
+            self._counters["vllm:prompt_tokens_cached"].inc(sequence.num_cached_tokens)
+        e2e_s = sequence.last_token_at - times.arrived_at
+        inference_s = times.prefill + times.encode + decode_s
+        self._observe("vllm:request_generation_tokens", sequence.num_tokens)
+        self._observe("vllm:e2e_request_latency_seconds", e2e_s)
+        self._observe("vllm:request_decode_time_seconds", decode_s)
+        self._observe("vllm:request_inference_time_seconds", inference_s)
         if sequence.num_tokens > 1:
-            self._tpot.observe(decode_s / (sequence.num_tokens - 1))
+            tpot_s = decode_s / (sequence.num_tokens - 1)
+            self._observe("vllm:request_time_per_output_token_seconds", tpot_s)
 
     def on_broken_off(self, request: ProcessedRequest, reason: EndReason) -> None:
         """Count a request that was aborted, or failed."""
@@ -161,20 +202,13 @@ class Metrics:
     # ---- parts ----------------------------------------------------------------------------------
 
     def _make_counters(self, model: str) -> None:
-        def make(name: str, text: str) -> Counter:
-            counter = Counter(name, text, ("model_name",), registry=self._registry)
-            return counter.labels(model)
-
-        self._prompt_tokens = make("vllm:prompt_tokens", "Prompt tokens.")
-        self._cached_tokens = make(
-            "vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache."
-        )
-        self._generation_tokens = make("vllm:generation_tokens", "Generated tokens.")
+        self._counters = {
+            name: Counter(name, text, ("model_name",), registry=self._registry).labels(model)
+            for name, text in _COUNTERS.items()
+        }
+        names = ("model_name", "finished_reason")
         ended = Counter(
-            "vllm:request_success",
-            "Ended sequences, by reason.",
-            ("model_name", "finished_reason"),
-            registry=self._registry,
+            "vllm:request_success", "Ended sequences, by reason.", names, registry=self._registry
         )
         self._success = {reason: ended.labels(model, reason) for reason in _FINISH_REASONS}
         responses = Counter(
@@ -184,40 +218,16 @@ class Metrics:
         self._responses[0] = responses.labels("other")
 
     def _make_histograms(self, model: str) -> None:
-        def make(name: str, text: str, buckets: Sequence[float | int]) -> Histogram:
-            histogram = Histogram(
+        stages = {name: (text, _SHORT_SECONDS) for name, text in _STAGES.values()}
+        self._histograms = {
+            name: Histogram(
                 name, text, ("model_name",), buckets=buckets, registry=self._registry
-            )
-            return histogram.labels(model)
-
-        of_request = "vllm:request_"
-        self._ttft = make("vllm:time_to_first_token_seconds", "To the first token.", _SECONDS)
-        self._inter_token = make(
-            "vllm:inter_token_latency_seconds", "Between two steps' tokens.", _SHORT_SECONDS
-        )
-        self._tpot = make(
-            f"{of_request}time_per_output_token_seconds", "Per token.", _SHORT_SECONDS
-        )
-        self._e2e = make("vllm:e2e_request_latency_seconds", "From arrival to end.", _SECONDS)
-        self._queue = make(f"{of_request}queue_time_seconds", "In queues.", _SECONDS)
-        self._prefill = make(f"{of_request}prefill_time_seconds", "To compute prompts.", _SECONDS)
-        self._decode = make(f"{of_request}decode_time_seconds", "To generate.", _SECONDS)
-        self._inference = make(f"{of_request}inference_time_seconds", "Both of these.", _SECONDS)
-        self._request_prompt_tokens = make(
-            f"{of_request}prompt_tokens", "Tokens of a prompt.", _TOKENS
-        )
-        self._request_generation_tokens = make(
-            f"{of_request}generation_tokens", "Tokens of an answer.", _TOKENS
-        )
-        self._params_n = make(f"{of_request}params_n", "`n` of a request.", (1, 2, 4, 8, 16))
-        self._params_max_tokens = make(
-            f"{of_request}params_max_tokens", "`max_tokens` of a request.", _TOKENS
-        )
-        self._stages: dict[Stage, Histogram] = {
-            stage: make(f"mmjax:{name}_time_seconds", text, _SHORT_SECONDS)
-            for stage, (name, text) in _STAGES.items()
+            ).labels(model)
+            for name, (text, buckets) in {**_HISTOGRAMS, **stages}.items()
         }
-        self._lag = make("mmjax:event_loop_lag_seconds", "How late the server's loop is.", _LAGS)
+
+    def _observe(self, name: str, value: float | int) -> None:
+        self._histograms[name].observe(value)
 
 
 class _EngineCollector(Collector):
@@ -238,12 +248,8 @@ class _EngineCollector(Collector):
         """Yield the current figures; P1's once it has sent some."""
         supervisor = self._client.supervisor
         yield self._gauge("mmjax:engine_up", "Whether it serves.", supervisor.is_healthy)
-        states = GaugeMetricFamily(
-            "mmjax:engine_state", "1 for the engine's state.", labels=("model_name", "state")
-        )
-        for state in get_args(EngineState):
-            states.add_metric((self._model, state), float(supervisor.state == state))
-        yield states
+        states = {(state,): supervisor.state == state for state in get_args(EngineState)}
+        yield self._gauges("mmjax:engine_state", "1 for the engine's state.", ("state",), states)
         restarts = supervisor.num_restarts
         yield self._counter("mmjax:engine_restarts", "Restarts of the engine process.", restarts)
         yield self._gauge(
@@ -253,14 +259,11 @@ class _EngineCollector(Collector):
         )
         cache = self._client.input_processor.cache
         if cache is not None:
-            yield from self._cache_metrics(cache)
+            info = cache.make_stats()
+            yield self._counter("vllm:mm_cache_queries", "Items looked up in it.", info.total)
+            yield self._counter("vllm:mm_cache_hits", "Items found in it.", info.hits)
+            yield self._gauge("mmjax:processor_cache_bytes", "Of its items.", cache.currsize)
         yield from self._engine_metrics(supervisor)
-
-    def _cache_metrics(self, cache: BaseMultiModalProcessorCache) -> Iterator[Metric]:
-        info = cache.make_stats()
-        yield self._counter("vllm:mm_cache_queries", "Items looked up in it.", info.total)
-        yield self._counter("vllm:mm_cache_hits", "Items found in it.", info.hits)
-        yield self._gauge("mmjax:processor_cache_bytes", "Of its items.", cache.currsize)
 
     def _engine_metrics(self, supervisor: EngineLink) -> Iterator[Metric]:
         ready, heartbeat = supervisor.ready, supervisor.heartbeat
@@ -288,30 +291,26 @@ class _EngineCollector(Collector):
         yield self._step_tokens(totals)
 
     def _memory(self, memory_bytes: Mapping[str, int]) -> Metric:
-        family = GaugeMetricFamily(
+        return self._gauges(
             "mmjax:engine_resident_memory_bytes",
             "Of the engine process, by cause; the sum is all of it.",
-            labels=("model_name", "cause"),
+            ("cause",),
+            {(cause,): memory_bytes.get(cause, 0) for cause in MEMORY_CAUSES},
         )
-        for cause in MEMORY_CAUSES:
-            family.add_metric((self._model, cause), float(memory_bytes.get(cause, 0)))
-        return family
 
     def _loras(self, heartbeat: Heartbeat) -> Metric:
         """Return one series, as vLLM has it: routers read which adapters are where."""
-        family = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters that requests run with, and wait with; the value is the time.",
-            labels=("model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
         running, waiting = (
             ",".join(sorted(names)) for names in (heartbeat.running_loras, heartbeat.waiting_loras)
         )
-        labels = (self._model, str(self._max_loras), running, waiting)
-        family.add_metric(labels, time.time())
-        return family
+        return self._gauges(
+            "vllm:lora_requests_info",
+            "Adapters that requests run with, and wait with; the value is the time.",
+            ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+            {(str(self._max_loras), running, waiting): time.time()},
+        )
 
-    def _step_tokens(self, totals: Mapping[str, float]) -> Metric:
+    def _step_tokens(self, totals: Mapping[str, int]) -> Metric:
         bounds = [*map(float, STEP_TOKEN_BOUNDS), float("inf")]
         counts = accumulate(totals[f"step_token_counts.{i}"] for i in range(len(bounds)))
         buckets = [
@@ -325,8 +324,19 @@ class _EngineCollector(Collector):
         return family
 
     def _gauge(self, name: str, text: str, value: float | int) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=("model_name",))
-        family.add_metric((self._model,), float(value))
+        return self._gauges(name, text, (), {(): value})
+
+    def _gauges(
+        self,
+        name: str,
+        text: str,
+        labels: tuple[str, ...],
+        values: Mapping[tuple[str, ...], float | int],
+    ) -> Metric:
+        """Return a value for each of some labels' values."""
+        family = GaugeMetricFamily(name, text, labels=("model_name", *labels))
+        for shown, value in values.items():
+            family.add_metric((self._model, *shown), float(value))
         return family
 
     def _counter(self, name: str, text: str, value: float | int) -> Metric:
@@ -339,30 +349,18 @@ class _Totals:
     """Sums of P1's figures over its restarts, each of which begins at 0."""
 
     def __init__(self) -> None:
-        self._of_earlier: dict[str, float] = dict.fromkeys(_figures(None), 0.0)
-        self._last = dict(self._of_earlier)
+        self._of_earlier, self._last = TallyCounter[str](), TallyCounter[str]()
         self._num_restarts = 0
 
-    def update(self, heartbeat: Heartbeat | None, num_restarts: int) -> dict[str, float]:
+    def update(self, heartbeat: Heartbeat | None, num_restarts: int) -> TallyCounter[str]:
         """Return the sums with the last heartbeat's."""
         if num_restarts != self._num_restarts:
             self._num_restarts = num_restarts
-            self._of_earlier = self._add(self._last)
-            self._last = dict.fromkeys(self._last, 0.0)
+            self._of_earlier += self._last
+            self._last.clear()
         if heartbeat is not None:
-            self._last = _figures(heartbeat)
-        return self._add(self._last)
-
-    def _add(self, figures: Mapping[str, float]) -> dict[str, float]:
-        return {name: self._of_earlier[name] + value for name, value in figures.items()}
-
-
-def _figures(heartbeat: Heartbeat | None) -> dict[str, float]:
-    """Return the figures that only grow; of None, all 0."""
-    fields = [field for field, _ in _TOTALS.values()] + ["num_step_tokens"]
-    figures = {field: float(getattr(heartbeat, field, 0)) for field in fields}
-    counts = getattr(heartbeat, "step_token_counts", ())
-    for number in range(len(STEP_TOKEN_BOUNDS) + 1):
-        count = counts[number] if number < len(counts) else 0
-        figures[f"step_token_counts.{number}"] = float(count)
-    return figures
+            fields = [field for field, _ in _TOTALS.values()] + ["num_step_tokens"]
+            self._last = TallyCounter({field: getattr(heartbeat, field) for field in fields})
+            for number, count in enumerate(heartbeat.step_token_counts):
+                self._last[f"step_token_counts.{number}"] = count
+        return self._of_earlier + self._last

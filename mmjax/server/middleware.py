@@ -24,7 +24,7 @@ from mmjax.server.openai.errors import (
     plain_error_response,
 )
 from mmjax.server.openai.request_body import API_KEY_STATE
-from mmjax.server.playground import PAGE_FILES
+from mmjax.server.pages import PAGE_FILES
 from mmjax.system.logger import REQUEST_ID, cut, get_logger
 
 logger = get_logger(__name__)
@@ -181,7 +181,6 @@ def above_headers(max_headers: int, max_bytes: int) -> Refusal:
             431,
             f"the request has more than {max_headers} headers, or more than {max_bytes} bytes of "
             "them; send fewer",
-            code="http_431",
             headers={"Connection": "close"},
         )
 
@@ -219,9 +218,7 @@ def limit_body(app: ASGIApp, max_bytes: int) -> ASGIApp:
             return
         headers = {"Connection": "close"}
         if (declared := _declared_length(scope)) > max_bytes:
-            response = plain_error_response(
-                413, explain(f"{declared}"), code="http_413", headers=headers
-            )
+            response = plain_error_response(413, explain(f"{declared}"), headers=headers)
             await response(scope, receive, send)
             return
         num_bytes = 0

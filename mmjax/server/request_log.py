@@ -1,16 +1,16 @@
 """`--enable-log-requests`: a line for each request, and one for each answer."""
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.frontend.engine_client.request_stream import EndReason
-from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
+from mmjax.frontend.engine_client.request_stream import EndReason, RequestObserver
+from mmjax.frontend.output.outputs import FinishedSequence
 from mmjax.frontend.requests.request import ProcessedRequest
 from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 
 
-class RequestLog:
-    """Logs requests as they come and end; a `RequestObserver`."""
+class RequestLog(RequestObserver):
+    """Logs requests as they come and end."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._max_chars = config.max_log_len
@@ -26,9 +26,6 @@ class RequestLog:
             request.messages[0].sampling_params,
             self._cut(request.prompt),
         )
-
-    def on_tokens(self, tokens: NewTokens) -> None:
-        """Log nothing."""
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Log what an answer took, and, if asked for, its text."""

@@ -80,10 +80,7 @@ def _connect(engine: EngineConfig, server: ServerConfig, supervisor: Any) -> Any
     engine = with_encoder_budget(replace(engine, model=with_model_class(engine.model)))
     cache = processor_cache_from_config(engine.model.mm)
     supervisor.configure(engine.with_mm(config_with_directory(engine.model.mm, cache)))
-    return _application(engine, server, supervisor, cache)
-
-
-def _application(engine: EngineConfig, server: ServerConfig, supervisor: Any, cache: Any) -> Any:
+    # P1 loads and compiles meanwhile.
     from mmjax.frontend.engine_client.client import AsyncEngineClient
     from mmjax.frontend.media.connector import MediaConnector
     from mmjax.frontend.prompt.chat import ChatParser

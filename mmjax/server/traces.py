@@ -17,8 +17,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmjax import __version__
-from mmjax.frontend.engine_client.request_stream import EndReason
-from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
+from mmjax.frontend.engine_client.request_stream import EndReason, RequestObserver
+from mmjax.frontend.output.outputs import FinishedSequence
 from mmjax.frontend.requests.request import ProcessedRequest
 
 _SPAN_NAME = "llm_request"
@@ -53,8 +53,8 @@ def join_trace(app: ASGIApp) -> ASGIApp:
     return call
 
 
-class RequestTracer:
-    """Makes a span for each request; a `RequestObserver`.
+class RequestTracer(RequestObserver):
+    """Makes a span for each request, when its times are known.
 
     It is a child of the client's span, if a `traceparent` header names one. Its own children are
     the stages, laid one behind the other: of those that take turns, only the sum is known.
@@ -72,12 +72,6 @@ class RequestTracer:
     def close(self) -> None:
         """Send what is left."""
         self._provider.shutdown()
-
-    def on_added(self, request: ProcessedRequest) -> None:
-        """Do nothing: a span is made when its times are known."""
-
-    def on_tokens(self, tokens: NewTokens) -> None:
-        """Do nothing."""
 
     def on_finished(self, sequence: FinishedSequence) -> None:
         """Make the span, with the request's last sequence."""

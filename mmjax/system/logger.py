@@ -16,7 +16,7 @@ LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 MAX_SILENCE_S = 2.5
-"""Of a start: three seconds without a line look like a fault."""
+"""Longest silence of a start: three seconds without a line look like a fault."""
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _ERASE_LINE = "\r\x1b[K"

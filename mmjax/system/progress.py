@@ -11,7 +11,7 @@ from tqdm import tqdm
 from mmjax.system.logger import MAX_SILENCE_S
 
 _SHARE = 0.1
-"""Of the work, between two lines."""
+"""Share of the work between two lines."""
 
 
 def has_bars() -> bool:

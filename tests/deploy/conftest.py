@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from mmjax.config.engine_config import SchedulerConfig, ServerConfig
+from mmjax.deploy.affinity import AffinityTable
 from mmjax.deploy.exchange import Patience
-from mmjax.deploy.front import create_front
 from mmjax.deploy.held import HeldAnswers
 from mmjax.deploy.replica import (
     ForwardedRequest,
@@ -24,7 +24,7 @@ from mmjax.deploy.replica import (
     ReplicaLostError,
     ResponseItem,
 )
-from mmjax.deploy.routing import AffinityTable
+from mmjax.deploy.router import create_router
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
@@ -175,7 +175,7 @@ def make_deployment(
                 held[name] = HeldAnswers(name, replica.respond, seconds=held_s, max_bytes=2**20)
             local = LocalReplicas(held)
             front, other_front = (
-                create_front(
+                create_router(
                     local,
                     server,
                     max_requests=max_requests,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.deploy.affinity_keys import MAX_KEYS, affinity_keys, session_key
+from mmjax.deploy.affinity import MAX_KEYS, affinity_keys, session_key
 
 
 def keys_of(body: Any, **headers: str) -> list[str]:

@@ -4,14 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
-
-CONFIG = ScalingConfig(target_num_waiting=4.0)
+from mmjax.deploy.autoscaling import ReplicaLoad, wanted_replicas
 
 
 def wanted(loads: list[tuple[int, int]], current: int) -> int:
     found = [ReplicaLoad(float(running), float(waiting)) for running, waiting in loads]
-    return wanted_replicas(found, current, CONFIG, max_num_running=8)
+    return wanted_replicas(found, current, target_num_waiting=4.0, max_num_running=8)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from mmjax.config.engine_config import SchedulerConfig
 from mmjax.deploy.exchange import MAX_LOST
-from mmjax.deploy.front import Room
+from mmjax.deploy.router import Room
 from mmjax.errors import CapacityError
 from tests.deploy.conftest import Deployment, MakeDeployment
 from tests.server.conftest import TOOLS_TEMPLATE

@@ -11,9 +11,9 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.deploy.front import create_front
-from mmjax.deploy.plain_errors import PlainErrorsMiddleware, ray_middlewares
+from mmjax.deploy.plain_errors import ray_middlewares, replace_plain_errors
 from mmjax.deploy.replica import ResponseEnd, ResponseHead, ResponsePart
+from mmjax.deploy.router import create_router
 from tests.deploy.test_exchange import EAGER, Scripted
 
 TEXT = (b"content-type", b"text/plain; charset=utf-8")
@@ -26,7 +26,7 @@ def proxy(*messages: Message) -> TestClient:
         for message in messages:
             await send(message)
 
-    return TestClient(PlainErrorsMiddleware(app), raise_server_exceptions=False)
+    return TestClient(replace_plain_errors(app), raise_server_exceptions=False)
 
 
 def text(status: int, *headers: tuple[bytes, bytes]) -> Sequence[Message]:
@@ -69,7 +69,7 @@ def test_ray_gets_what_it_asks_for() -> None:
     """A list of Starlette's middlewares, or it refuses to start."""
     found = ray_middlewares()
     assert all(isinstance(one, Middleware) for one in found)
-    assert [one.cls for one in found] == [PlainErrorsMiddleware]
+    assert [one.cls for one in found] == [replace_plain_errors]
 
 
 def test_the_requests_id_stays() -> None:
@@ -94,7 +94,7 @@ def test_a_front_answers_a_replicas_plain_text_as_its_own(status: int) -> None:
         ResponsePart(b"Internal Server Error", None),
         ResponseEnd(True),
     ]
-    front = create_front(Scripted([script]), ServerConfig(), max_requests=9, patience=EAGER)
+    front = create_router(Scripted([script]), ServerConfig(), max_requests=9, patience=EAGER)
     with TestClient(front) as http:
         response = http.post("/v1/chat/completions", json={})
         assert response.status_code == (500 if status == 500 else 503)
@@ -118,7 +118,7 @@ def test_openais_client_asks_again_where_its_front_has_died() -> None:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
 
-    http = cast(Any, TestClient(PlainErrorsMiddleware(app), base_url="http://front"))
+    http = cast(Any, TestClient(replace_plain_errors(app), base_url="http://front"))
     with openai.OpenAI(base_url="http://front/v1", api_key="k", http_client=http) as client:
         found = client.chat.completions.create(model="m", messages=[])
     assert found.id == "x"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmjax.deploy.routing import AffinityTable, RoutingConfig
+from mmjax.deploy.affinity import AffinityTable, RoutingConfig
 from mmjax.errors import ConfigError
 
 IDLE = {"a": 0, "b": 0, "c": 0}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from starlette.routing import Route
 
-from mmjax.server.playground import PAGE_FILES
+from mmjax.server.pages import PAGE_FILES
 from tests.server.conftest import MakeServer, Server
 
 OPEN = {"/health", "/ready", "/version", *PAGE_FILES}

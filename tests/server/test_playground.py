@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mmjax.server.playground import PAGE_FILES
+from mmjax.server.pages import PAGE_FILES
 from tests.server.conftest import MakeServer, Server
 
 

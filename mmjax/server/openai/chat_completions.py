@@ -51,7 +51,7 @@ MAX_WAITING = 16
 """Requests that wait for the rendering of their own chat templates."""
 
 _RENDERED_CHARS_FACTOR = 2
-"""Of a request's own template: what it may write, in texts of the longest prompt."""
+"""What a request's own template may write, in lengths of the longest prompt's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,9 +57,9 @@ class CompletionService:
             )
         tokenizer = self._client.input_processor.tokenizer
         choices = _TextChoices(body, choice_options(body, body.logprobs, tokenizer), echo)
-        run = Run(streams=streams, choices=choices.of)
-        if echo is not None:
-            run = replace(run, show=echo.apply, shown=partial(_echoed, echo=echo))
+        show = _show_all if echo is None else echo.apply
+        shown = partial(_one_by_one, show=show)
+        run = Run(streams=streams, choices=choices.of, show=show, shown=shown)
         return await self._generation.answer(request, body, run, answer_id, "text_completion")
 
     async def _prompt_echo(self, request: Request, body: CompletionRequest) -> "PromptEcho | None":
@@ -89,7 +89,7 @@ class _TextChoices:
         self._options = options
         self._echo = echo
         self._counters: dict[int, CharacterCounter] = {}
-        """By the choices that have begun."""
+        """Index of a choice that has begun -> where its next token begins in the text."""
 
     def of(self, number: int, output: RequestOutput) -> list[TextChoice]:
         return [self._make(number, output, item) for item in output.outputs]
@@ -108,11 +108,17 @@ class _TextChoices:
         return choice
 
 
-async def _echoed(outputs: Outputs, echo: "PromptEcho") -> Outputs:
+def _show_all(_: int, output: RequestOutput) -> RequestOutput:
+    return output
+
+
+async def _one_by_one(
+    outputs: Outputs, show: Callable[[int, RequestOutput], RequestOutput]
+) -> Outputs:
+    """Yield what is shown, so that an event tells of what one step added to one answer."""
     try:
         async for number, output in outputs:
-            shown = echo.apply(number, output)
-            # One by one, so that an event tells of one answer, and of what one step added to it.
+            shown = show(number, output)
             for item in shown.outputs:
                 yield number, replace(shown, outputs=[item])
             if not shown.outputs:

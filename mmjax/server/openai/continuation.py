@@ -1,6 +1,6 @@
 """A request that another server may go on with: which of its events the client has.
 
-A front (`mmjax.deploy.front`) gives a request to another replica if its first one dies. So that
+A router (`mmjax.deploy.router`) gives a request to another replica if its first one dies. So that
 the second one goes on where the first one ended, ids, times and seeds follow from the request's
 key, and every event of a stream has a mark with the tokens that it tells of. The second one's
 engine goes on after those tokens; its events begin with theirs, and those that the client has
@@ -23,7 +23,7 @@ Choice = tuple[int, int]
 
 BEFORE_OUTPUT: Choice = (-1, 0)
 AFTER_OUTPUT: Choice = (-2, 0)
-"""Of events that tell of no choice: before the first output, and after the last."""
+"""Stand for the choice in events that tell of none: before the first output, after the last."""
 
 
 class EventMark(NamedTuple):
@@ -31,15 +31,15 @@ class EventMark(NamedTuple):
 
     choice: Choice
     num_tokens: int
-    """Of the choice, with this event's."""
+    """Tokens of the choice, with this event's."""
     ordinal: int
     """Counts the events with the same two, from 1."""
     new_token_ids: list[int]
-    """Of the choice, since its last event."""
+    """Tokens of the choice since its last event."""
     new_logprobs: SampleLogprobs
-    """Of those tokens; empty if none were asked for."""
+    """Log-probabilities of those tokens; empty if none were asked for."""
     num_cached_tokens: int
-    """Of the choice's prompt."""
+    """Tokens of the choice's prompt that the prefix cache had."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class SentEvents:
     logprobs: dict[Choice, SampleLogprobs] = field(default_factory=dict)
     """The engine gives those of new tokens alone, and some last events tell of all."""
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
-    """By prompt: a request's usage is that of its first server."""
+    """Number of a prompt -> its cached tokens: a request's usage is that of its first server."""
 
     def add(self, mark: EventMark) -> None:
         """Note that the client has an event."""
@@ -171,7 +171,7 @@ class Continuation:
 
 
 CONTINUATION: ContextVar[Continuation | None] = ContextVar("continuation", default=None)
-"""Of the request that is being served; None without a front."""
+"""The continuation of the request that is being served; None without a router."""
 
 
 def new_hex() -> str:

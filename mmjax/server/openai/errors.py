@@ -63,22 +63,18 @@ def error_body(error: RequestError) -> ErrorBody:
     """Return the body of a request's error; an internal error's names the request's id."""
     if error.status == 500 and not isinstance(error, RequestQuarantinedError):
         return internal_error_body()
-    kind = _TYPE_BY_STATUS.get(error.status, "invalid_request_error")
-    return ErrorBody(
-        ErrorInfo(message=error.message, type=kind, param=error.param, code=error.code)
-    )
+    return _make_body(error.status, error.message, error.code, error.param)
 
 
 def internal_error_body() -> ErrorBody:
     """Return the body of an internal error: the details are in the log."""
-    return ErrorBody(
-        ErrorInfo(
-            message=f"the server failed on this request (id {REQUEST_ID.get()}); its log says why",
-            type="server_error",
-            param=None,
-            code="internal_error",
-        )
-    )
+    message = f"the server failed on this request (id {REQUEST_ID.get()}); its log says why"
+    return _make_body(500, message, "internal_error")
+
+
+def _make_body(status: int, message: str, code: str, param: str | None = None) -> ErrorBody:
+    kind = _TYPE_BY_STATUS.get(status, "invalid_request_error")
+    return ErrorBody(ErrorInfo(message=message, type=kind, param=param, code=code))
 
 
 def json_response(
@@ -127,9 +123,8 @@ class ErrorResponse(Response):
 def error_response(error: RequestError) -> ErrorResponse:
     """Return the response to a request's error."""
     headers = {}
-    retry_after_s: float | None = getattr(error, "retry_after_s", None)
-    if retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, round(retry_after_s)))
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     elif error.status == 503:
         headers["Retry-After"] = str(_RETRY_AFTER_S)
     elif error.status == 408 or isinstance(error, RequestQuarantinedError):
@@ -142,24 +137,15 @@ def error_response(error: RequestError) -> ErrorResponse:
 
 
 def plain_error_response(
-    status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str | None = None,
+    *,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> ErrorResponse:
-    """Return an error response without a RequestError."""
-    info = ErrorInfo(
-        message=message,
-        type=_TYPE_BY_STATUS.get(status, "invalid_request_error"),
-        param=None,
-        code=code,
-    )
-    return ErrorResponse(status, ErrorBody(info), headers)
-
-
-def http_error_response(
-    status: int, headers: Mapping[str, str] | None = None, *, message: str | None = None
-) -> ErrorResponse:
-    """Return the response to an error of which only the status is known, and perhaps a message."""
+    """Return the response to an error of which the status is known, and perhaps a message."""
     message = message or _HTTP_MESSAGES.get(status, "this request cannot be served")
-    return plain_error_response(status, message, code=f"http_{status}", headers=headers)
+    return ErrorResponse(status, _make_body(status, message, code or f"http_{status}"), headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -185,7 +171,7 @@ def install_error_handlers(app: FastAPI) -> None:
             headers["Allow"] = ", ".join(_methods_at(request))
         # Of a body that is too large the detail is ours.
         message = error.detail if error.status_code == 413 else None
-        return http_error_response(error.status_code, headers, message=message)
+        return plain_error_response(error.status_code, message, headers=headers)
 
 
 def client_address(scope: Scope) -> str:

@@ -79,23 +79,23 @@ class GenerationService:
         body.check_supported()
         for name in ("mm_processor_kwargs", "media_io_kwargs"):
             if getattr(body, name) and not self._are_mm_kwargs_trusted:
-                raise RequestValueError(
-                    f"`{name}` is not accepted from requests; leave it out, or start the "
-                    "server with `--trust-request-mm-kwargs`",
-                    param=name,
+                raise RequestValueError.about(
+                    name,
+                    "is not accepted from requests; leave it out, or start the server with "
+                    "`--trust-request-mm-kwargs`",
                 )
         if body.priority and self._client.scheduling_policy != "priority":
-            raise RequestValueError(
-                f"`priority` is {body.priority}, but this server serves in the order of arrival; "
-                "leave it out, or start the server with `--scheduling-policy priority`",
-                param="priority",
+            raise RequestValueError.about(
+                "priority",
+                f"is {body.priority}, but this server serves in the order of arrival; leave it "
+                "out, or start the server with `--scheduling-policy priority`",
             )
         for name in ("chat_template", "chat_template_kwargs"):
             if getattr(body, name, None) and not self._config.trust_request_chat_template:
-                raise RequestValueError(
-                    f"`{name}` is not accepted from requests; leave it out, or start the "
-                    "server with `--trust-request-chat-template`",
-                    param=name,
+                raise RequestValueError.about(
+                    name,
+                    "is not accepted from requests; leave it out, or start the server with "
+                    "`--trust-request-chat-template`",
                 )
         if self.hides_caches and not self._are_media_ids_trusted:
             # A salt per API key: cache hits, or their speed, would reveal others' prompts.
@@ -255,7 +255,7 @@ class Run:
     show: Callable[[int, RequestOutput], RequestOutput] = lambda number, output: output
     """Returns what is shown of an output."""
     shown: Callable[[Outputs], Outputs] = lambda outputs: outputs
-    """The same of a stream's outputs."""
+    """Returns what is shown of a stream's outputs."""
 
 
 def new_ids(prefix: str, body: GenerationRequest) -> tuple[str, str]:

@@ -7,7 +7,7 @@ one.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from pydantic import (
@@ -29,8 +29,6 @@ from mmjax.errors import RequestValueError
 from mmjax.requests.sampling_params import LIMITS, MAX_BAD_WORD_CHARS, SamplingParams
 from mmjax.server.openai.request_body import unknown_fields_error
 from mmjax.server.openai.structure import read_structure
-
-T = TypeVar("T")
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
@@ -235,7 +233,7 @@ class GenerationRequest(Strict):
     holds as well."""
     priority: Annotated[StrictInt, Field(ge=-(2**31), lt=2**31)] = 0
     truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None = None
-    """Of a prompt without media the last so many tokens are kept; -1: as many as fit."""
+    """How many of the last tokens are kept of a prompt without media; -1: as many as fit."""
     # Not supported: only the value without effect is allowed.
     length_penalty: StrictFloat | None = 1.0
     spaces_between_special_tokens: StrictBool = True
@@ -255,55 +253,44 @@ class GenerationRequest(Strict):
         for name, neutral in self.NEUTRAL.items():
             value = getattr(self, name)
             if not any(value == item and type(value) is type(item) for item in neutral):
-                raise RequestValueError(f"`{name}` is not supported yet; leave it out", param=name)
+                raise RequestValueError.about(name, "is not supported yet; leave it out")
         if self.stream_options is not None and not self.stream:
-            raise RequestValueError(
-                "`stream_options` needs `stream`: true; set it, or leave the options out",
-                param="stream_options",
+            raise RequestValueError.about(
+                "stream_options", "needs `stream`: true; set it, or leave the options out"
             )
         if self.truncate_prompt_tokens == 0:
-            raise RequestValueError(
-                "`truncate_prompt_tokens` is 0, which leaves no prompt; give a number, or -1",
-                param="truncate_prompt_tokens",
+            raise RequestValueError.about(
+                "truncate_prompt_tokens", "is 0, which leaves no prompt; give a number, or -1"
             )
         if self.prompt_logprobs is not None and self.stream:
-            raise RequestValueError(
-                "`prompt_logprobs` are not streamed; leave them or `stream` out",
-                param="prompt_logprobs",
+            raise RequestValueError.about(
+                "prompt_logprobs", "are not streamed; leave them or `stream` out"
             )
 
     def to_sampling_params(
         self, defaults: SamplingParams, *, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
         """Return the sampling parameters; fields that were not given take `defaults`."""
-        return SamplingParams(
-            n=self.n,
-            temperature=_or(self.temperature, defaults.temperature),
-            top_p=_or(self.top_p, defaults.top_p),
-            top_k=_or(self.top_k, defaults.top_k),
-            min_p=_or(self.min_p, defaults.min_p),
-            no_repeat_ngram_size=_or(self.no_repeat_ngram_size, defaults.no_repeat_ngram_size),
-            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
-            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
-            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
-            logit_bias=self.logit_bias,  # pyright: ignore[reportArgumentType]  # keys are texts
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words or (),
-            structured_outputs=read_structure(
-                self.structured_outputs,
-                None if self.response_format is None else self.response_format.model_dump(),
-            ),
-            prompt_logprobs=self.prompt_logprobs,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=() if self.stop is None else self.stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            skip_special_tokens=self.skip_special_tokens,
+        given = {name: value for name, value in self if name in _SHARED and value is not None}
+        structure = read_structure(
+            self.structured_outputs,
+            None if self.response_format is None else self.response_format.model_dump(),
         )
+        return msgspec.structs.replace(
+            defaults,
+            **given,
+            structured_outputs=structure,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+        )
+
+
+_SHARED = frozenset(SamplingParams.__struct_fields__) - {
+    "structured_outputs",
+    "max_tokens",
+    "logprobs",
+}
+"""Fields of a body that are those of SamplingParams, and need nothing else."""
 
 
 class ChatMessage(Strict):
@@ -316,7 +303,7 @@ class ChatMessage(Strict):
     refusal: Text | None = None
     tool_calls: Objects | None = None
     tool_call_id: Label | None = None
-    """Of a message of the role `tool`: the call that it answers."""
+    """The call that a message of the role `tool` answers."""
     function_call: None = None
     audio: None = None
     cache_control: Annotated[Object | None, Field(exclude=True)] = None
@@ -379,15 +366,14 @@ class ChatCompletionRequest(GenerationRequest):
         for index, message in enumerate(self.messages):
             _check_tool_fields(message, f"messages[{index}]")
         if self.continue_final_message and self.add_generation_prompt:
-            raise RequestValueError(
-                "`continue_final_message` and `add_generation_prompt` exclude each other; "
-                "set `add_generation_prompt` to false",
-                param="continue_final_message",
+            raise RequestValueError.about(
+                "continue_final_message",
+                "and `add_generation_prompt` exclude each other; set `add_generation_prompt` to "
+                "false",
             )
         if self.top_logprobs and not self.logprobs:
-            raise RequestValueError(
-                "`top_logprobs` needs `logprobs`: true; set it, or leave it out",
-                param="top_logprobs",
+            raise RequestValueError.about(
+                "top_logprobs", "needs `logprobs`: true; set it, or leave it out"
             )
 
     def sampling_params(self, defaults: SamplingParams) -> SamplingParams:
@@ -420,10 +406,9 @@ class CompletionRequest(GenerationRequest):
         """Refuse fields that mmjax does not support, and too many completions."""
         super().check_supported()
         if self.return_metrics and len(self.prompts()) > 1:
-            raise RequestValueError(
-                "`return_metrics` is about one prompt; send the prompts one by one, or leave it "
-                "out",
-                param="return_metrics",
+            raise RequestValueError.about(
+                "return_metrics",
+                "is about one prompt; send the prompts one by one, or leave it out",
             )
         if self.echo and self.truncate_prompt_tokens is not None:
             raise RequestValueError(
@@ -431,14 +416,12 @@ class CompletionRequest(GenerationRequest):
                 param="truncate_prompt_tokens",
             )
         if self.max_tokens == 0 and not self.echo:
-            raise RequestValueError(
-                "`max_tokens` is 0, which needs `echo`: true; set it, or ask for a token",
-                param="max_tokens",
+            raise RequestValueError.about(
+                "max_tokens", "is 0, which needs `echo`: true; set it, or ask for a token"
             )
         if len(self.prompts()) * self.n > (most := LIMITS["n"]["le"]):
-            raise RequestValueError(
-                f"`n` times the number of prompts is above {most}; send fewer at once",
-                param="n",
+            raise RequestValueError.about(
+                "n", f"times the number of prompts is above {most}; send fewer at once"
             )
 
     def prompts(self) -> list[str | list[int]]:
@@ -447,7 +430,7 @@ class CompletionRequest(GenerationRequest):
         if isinstance(prompt, str):
             return [prompt]
         if not prompt:
-            raise RequestValueError("`prompt` is empty; give at least one", param="prompt")
+            raise RequestValueError.about("prompt", "is empty; give at least one")
         # All elements were checked to be of one kind.
         if isinstance(prompt[0], int):
             return [cast(list[int], prompt)]
@@ -471,21 +454,14 @@ class CompletionRequest(GenerationRequest):
 def _check_tool_fields(message: ChatMessage, place: str) -> None:
     """Refuse tool calls of anybody but the assistant, and answers to no call."""
     if message.tool_calls and message.role != "assistant":
-        raise RequestValueError(
-            f"`{place}.tool_calls` is the assistant's alone; leave it out",
-            param=f"{place}.tool_calls",
+        raise RequestValueError.about(
+            f"{place}.tool_calls", "is the assistant's alone; leave it out"
         )
     if message.tool_call_id is not None and message.role != "tool":
-        raise RequestValueError(
-            f"`{place}.tool_call_id` belongs to messages of the role `tool`; leave it out",
-            param=f"{place}.tool_call_id",
+        raise RequestValueError.about(
+            f"{place}.tool_call_id", "belongs to messages of the role `tool`; leave it out"
         )
     if message.role == "tool" and message.tool_call_id is None:
-        raise RequestValueError(
-            f"`{place}.tool_call_id` is missing; give the id of the call that is answered",
-            param=f"{place}.tool_call_id",
+        raise RequestValueError.about(
+            f"{place}.tool_call_id", "is missing; give the id of the call that is answered"
         )
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value

@@ -34,16 +34,16 @@ MAX_ESCAPES = 2**21
 """Backslashes in strings, which are decoded one by one."""
 
 MAX_NON_ASCII_BYTES = 8 * 2**20
-"""Of all strings together; encoded media are ASCII."""
+"""Bytes that are not ASCII in all strings together; encoded media are ASCII."""
 
 MAX_TEXT_BYTES = 4 * 2**20
-"""Of one string that is not ASCII, which takes up to four bytes a character in memory."""
+"""Bytes of one string that is not ASCII, which takes up to four a character in memory."""
 
 MAX_STRUCTURE_BYTES = 4 * 2**20
 """Everything outside of strings: numbers, punctuation and spaces."""
 
 MAX_NUMBER_CHARS = 40
-"""Of one number: parsing it takes time quadratic in its length."""
+"""Characters of one number: parsing it takes time quadratic in its length."""
 
 _INLINE_BYTES = 16 * 2**10
 """Smaller bodies are parsed in the event loop, in less time than a thread takes to start."""
@@ -128,7 +128,9 @@ class RequestReader:
                     async for chunk in request.stream():
                         await self._count(scan, chunk)
                         body += chunk
-                        timeout.reschedule(_after(self._seconds_left()))
+                        seconds = self._seconds_left()
+                        now = asyncio.get_running_loop().time()
+                        timeout.reschedule(None if seconds is None else now + seconds)
                 finally:
                     self._open.discard(timeout)
         except TimeoutError:
@@ -278,10 +280,6 @@ def _is_json(content_type: str) -> bool:
     subtype = message.get_content_subtype()
     is_application = message.get_content_maintype() == "application"
     return is_application and (subtype == "json" or subtype.endswith("+json"))
-
-
-def _after(seconds: float | None) -> float | None:
-    return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
 
 # ---- fields -------------------------------------------------------------------------------------

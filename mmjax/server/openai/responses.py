@@ -148,20 +148,6 @@ class TextChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, Logprob] | None] | msgspec.UnsetType = msgspec.UNSET
 
 
-class ItemMetrics(msgspec.Struct, kw_only=True):
-    """One item of `metrics`: its placeholder, and which caches had it."""
-
-    modality: str
-    index: int
-    offset: int
-    length: int
-    num_embeds: int
-    processing: str
-    """processor_cache or computed; "hidden" where clients share the caches."""
-    encoding: str
-    """prefix_cache, encoder_cache or computed; or "hidden"."""
-
-
 class RequestMetrics(msgspec.Struct, kw_only=True):
     """`metrics`: vLLM's fields first, then a time for each further stage, and the caches."""
 
@@ -181,8 +167,9 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
     total_time_ms: float
     """From the request's arrival to the last token."""
     num_cached_tokens: int
-    """Of the prompt, from the prefix cache."""
-    items: list[ItemMetrics]
+    """Tokens of the prompt that the prefix cache had."""
+    items: list[ItemOutput]
+    """The placeholder of each, and which caches had it; "hidden" where clients share them."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -232,8 +219,29 @@ class UsageCounter:
     def metrics(self, *, n: int, hides_caches: bool) -> RequestMetrics:
         """Return the metrics of the only prompt, which had `n` completions."""
         (output,) = self._prompts.values()
+        times, items = output.times, output.items
+        # Without the first token of each.
         num_steps = self._num_completion_tokens - n
-        return request_metrics(output, num_steps=num_steps, hides_caches=hides_caches)
+        is_rated = num_steps > 0 and times.generate > 0
+        if hides_caches:
+            hidden: Any = {"processing": "hidden", "encoding": "hidden"}
+            items = [msgspec.structs.replace(item, **hidden) for item in items]
+        return RequestMetrics(
+            time_to_first_token_ms=_ms(times.encode + times.prefill),
+            generation_time_ms=_ms(times.generate),
+            queue_time_ms=_ms(times.queue),
+            mean_itl_ms=_ms(times.generate / num_steps) if is_rated else None,
+            tokens_per_second=round(num_steps / times.generate, 2) if is_rated else None,
+            fetch_time_ms=_ms(times.fetch),
+            tokenize_time_ms=_ms(times.tokenize),
+            decode_time_ms=_ms(times.decode),
+            process_time_ms=_ms(times.process),
+            encode_time_ms=_ms(times.encode),
+            prefill_time_ms=_ms(times.prefill),
+            total_time_ms=_ms(times.last_token_at - times.arrived_at),
+            num_cached_tokens=output.num_cached_tokens,
+            items=items,
+        )
 
     def add(self, output: RequestOutput) -> None:
         """Count what `output` adds."""
@@ -261,46 +269,6 @@ class UsageCounter:
         )
 
 
-def request_metrics(output: RequestOutput, *, num_steps: int, hides_caches: bool) -> RequestMetrics:
-    """Return the metrics of a finished request.
-
-    Args:
-        output: Its last output.
-        num_steps: Tokens of all its completions, without the first of each.
-        hides_caches: Whether the items' caches are not told.
-    """
-    times = output.times
-    is_rated = num_steps > 0 and times.generate > 0
-    return RequestMetrics(
-        time_to_first_token_ms=_ms(times.encode + times.prefill),
-        generation_time_ms=_ms(times.generate),
-        queue_time_ms=_ms(times.queue),
-        mean_itl_ms=_ms(times.generate / num_steps) if is_rated else None,
-        tokens_per_second=round(num_steps / times.generate, 2) if is_rated else None,
-        fetch_time_ms=_ms(times.fetch),
-        tokenize_time_ms=_ms(times.tokenize),
-        decode_time_ms=_ms(times.decode),
-        process_time_ms=_ms(times.process),
-        encode_time_ms=_ms(times.encode),
-        prefill_time_ms=_ms(times.prefill),
-        total_time_ms=_ms(times.last_token_at - times.arrived_at),
-        num_cached_tokens=output.num_cached_tokens,
-        items=[_item_metrics(item, hides_caches=hides_caches) for item in output.items],
-    )
-
-
-def _item_metrics(item: ItemOutput, *, hides_caches: bool) -> ItemMetrics:
-    return ItemMetrics(
-        modality=item.modality,
-        index=item.index,
-        offset=item.offset,
-        length=item.length,
-        num_embeds=item.num_embeds,
-        processing="hidden" if hides_caches else item.processing,
-        encoding="hidden" if hides_caches else item.encoding,
-    )
-
-
 def _ms(seconds: float) -> float:
     return round(seconds * 1000, 3)
 
@@ -313,7 +281,7 @@ class ChoiceOptions(NamedTuple):
     names_token_ids: bool = False
     """Whether logprobs name tokens by their ids."""
     role: str = "assistant"
-    """Of a chat's answers."""
+    """The role that a chat's answers have."""
     tokenizer: Any = None
     """HF's."""
 
@@ -399,14 +367,8 @@ def chat_logprobs(logprobs: SampleLogprobs | None, options: ChoiceOptions) -> Ch
     content: list[TokenLogprob] = []
     for position in logprobs:
         sampled = _top_logprob(next(iter(position.items())), options)
-        content.append(
-            TokenLogprob(
-                token=sampled.token,
-                logprob=sampled.logprob,
-                bytes=sampled.bytes,
-                top_logprobs=[_top_logprob(entry, options) for entry in _top_of(position, options)],
-            )
-        )
+        top = [_top_logprob(entry, options) for entry in _top_of(position, options)]
+        content.append(TokenLogprob(**msgspec.structs.asdict(sampled), top_logprobs=top))
     return ChatLogprobs(content=content)
 
 

@@ -1,7 +1,7 @@
 """Server-sent events: `data: {json}` lines, keep-alive comments, `[DONE]` at the end."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 from urllib.parse import quote
 
@@ -22,14 +22,14 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
-"""Of several streams, with each one's number."""
+"""The outputs of several streams, each with its stream's number."""
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 MEDIA_HASHES_HEADER = "x-media-hashes"
 MAX_HASHES = 64
-"""Of one response, so that its headers stay within what proxies take."""
+"""Hashes that a response names, so that its headers stay within what proxies take."""
 
 
 class Framing(NamedTuple):
@@ -56,10 +56,10 @@ def _named_error(body: ErrorBody) -> bytes:
 
 
 PLAIN_EVENTS = Framing(event=_data, error=_data, end=DONE)
-"""Of chat and completions."""
+"""The events of chat and completions."""
 
 NAMED_EVENTS = Framing(event=_named, error=_named_error, end=b"")
-"""Of responses: a line names each event's type, and the last type is the end."""
+"""The events of responses: a line names each one's type, and the last type is the end."""
 
 
 class EventStream(StreamingResponse):
@@ -224,12 +224,8 @@ async def begin(
     disconnect abort all: RequestCancelledError.
     """
     outputs = merge(streams)
-
-    async def read_first() -> tuple[int, RequestOutput]:
-        return await anext(outputs)
-
     try:
-        first = await while_connected(request, read_first())
+        first = await while_connected(request, anext(outputs))
     except BaseException:
         await outputs.aclose()
         raise
@@ -246,7 +242,7 @@ async def _join(first: tuple[int, RequestOutput], rest: Outputs) -> Outputs:
         await rest.aclose()
 
 
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Await `work`; on disconnect cancel it: RequestCancelledError.
 
     As `asyncio.timeout` does, in this task: a task of its own would be turns of the event loop.

@@ -1,7 +1,7 @@
 """`structured_outputs` and `response_format` of a body, as what its answer must match."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
@@ -33,9 +33,8 @@ def read_structure(
 def _read_format(response_format: Mapping[str, Any]) -> StructuredOutputsParams | None:
     kind, described = response_format.get("type"), response_format.get("json_schema")
     if described is not None and kind != "json_schema":
-        raise RequestValueError(
-            f"`response_format.json_schema` has no effect with the type {kind}; leave it out",
-            param="response_format.json_schema",
+        raise RequestValueError.about(
+            "response_format.json_schema", f"has no effect with the type {kind}; leave it out"
         )
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
@@ -43,31 +42,37 @@ def _read_format(response_format: Mapping[str, Any]) -> StructuredOutputsParams 
         return None
     path = "response_format.json_schema"
     if not isinstance(described, Mapping):
-        raise RequestTypeError(f"`{path}` is missing; give an object with a `schema`", param=path)
+        raise RequestTypeError.about(path, "is missing; give an object with a `schema`")
     _check_names(described, _SCHEMA_FIELDS, path)
     if not isinstance(described.get("schema"), Mapping):
-        raise RequestTypeError(f"`{_SCHEMA}` is missing; give a JSON schema", param=_SCHEMA)
+        raise RequestTypeError.about(_SCHEMA, "is missing; give a JSON schema")
     with errors_of_format(True):
         return StructuredOutputsParams(json=described["schema"])
 
 
-@contextmanager
-def errors_of_format(has_format: bool, /) -> Iterator[None]:
+def errors_of_format(has_format: bool, /) -> AbstractContextManager[None]:
     """Rename the field of errors from `structured_outputs`, if the body said it otherwise."""
+    return renamed({"structured_outputs": _SCHEMA} if has_format else {}, is_whole=True)
+
+
+@contextmanager
+def renamed(new_names: Mapping[str, str], *, is_whole: bool = False) -> Iterator[None]:
+    """Name, in errors about fields, those that the client gave; `is_whole`: without their parts."""
     try:
         yield
     except RequestError as error:
-        if has_format and (error.param or "").startswith("structured_outputs"):
-            error.message = error.message.replace(f"`{error.param}`", f"`{_SCHEMA}`")
-            error.param = _SCHEMA
+        old = error.param or ""
+        for name, new_name in new_names.items():
+            if old == name or old.startswith(f"{name}."):
+                error.param = new_name if is_whole else new_name + old.removeprefix(name)
+                error.message = error.message.replace(f"`{old}`", f"`{error.param}`")
         raise
 
 
 def _check_names(given: Mapping[str, Any], known: frozenset[str], path: str) -> None:
     unknown = next((name for name in given if name not in known), None)
     if unknown is not None:
-        raise RequestValueError(
-            f"`{path}.{unknown[:64]}` is not a field that mmjax knows; it has "
-            f"{', '.join(sorted(known))}",
-            param=f"{path}.{unknown[:64]}",
+        raise RequestValueError.about(
+            f"{path}.{unknown[:64]}",
+            f"is not a field that mmjax knows; it has {', '.join(sorted(known))}",
         )

@@ -109,8 +109,8 @@ class TokenizationService:
         self._generation.check_model(body.model)
         for name in _FIELDS_OF_CHATS:
             if getattr(body, name) is not None:
-                raise RequestValueError(
-                    f"`{name}` belongs to `messages`; leave it out, or send messages", param=name
+                raise RequestValueError.about(
+                    name, "belongs to `messages`; leave it out, or send messages"
                 )
         tokenizing = self._client.tokenize(
             body.prompt or "", add_special_tokens=body.add_special_tokens is not False

@@ -42,13 +42,13 @@ class ToolUse:
     """The tools of one request."""
 
     functions: Mapping[str, Mapping[str, Any]]
-    """By name."""
+    """Name -> function, as OpenAI's `tools` have it."""
     choice: str
     """"auto", "required", or a function's name."""
     is_parallel: bool
     """Whether an answer may hold several calls."""
     format: ToolCallFormat | None
-    """Of "auto"; None: of JSON that the sampling enforces."""
+    """The format of the calls for "auto"; None: JSON that the sampling enforces."""
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one answer."""
@@ -64,10 +64,9 @@ class ToolUse:
             skips = params.skip_special_tokens and not self.format.keeps_special_tokens
             return msgspec.structs.replace(params, skip_special_tokens=skips)
         if params.structured_outputs is not None:
-            raise RequestValueError(
-                "`tool_choice` asks for a call, and a structure of the answer is given too; leave "
-                "one out",
-                param="tool_choice",
+            raise RequestValueError.about(
+                "tool_choice",
+                "asks for a call, and a structure of the answer is given too; leave one out",
             )
         wanted = StructuredOutputsParams(json=json.dumps(self._schema()))
         return msgspec.structs.replace(params, structured_outputs=wanted)
@@ -115,10 +114,9 @@ def plan_tool_use(
     name = _read_choice(choice)
     if not tools:
         if name not in (None, "none", "auto"):
-            raise RequestValueError(
-                "`tool_choice` asks for a call, but `tools` is empty; give functions, or leave "
-                "`tool_choice` out",
-                param="tool_choice",
+            raise RequestValueError.about(
+                "tool_choice",
+                "asks for a call, but `tools` is empty; give functions, or leave `tool_choice` out",
             )
         return None
     functions = {one["function"]["name"]: one["function"] for one in read_tools(tools)}
@@ -126,8 +124,8 @@ def plan_tool_use(
     if name == "none":
         return None
     if name not in _NAMELESS and name not in functions:
-        raise RequestValueError(
-            f"`tool_choice` names `{name[:64]}`, which is none of `tools`", param="tool_choice"
+        raise RequestValueError.about(
+            "tool_choice", f"names `{name[:64]}`, which is none of `tools`"
         )
     return ToolUse(
         functions=functions,
@@ -155,20 +153,20 @@ def _read_choice(choice: Any) -> str | None:
 
 def _format(config: ServerConfig, template: ChatTemplate) -> ToolCallFormat:
     if not config.enable_auto_tool_choice:
-        raise RequestValueError(
-            "`tool_choice` is `auto`, which this server does not offer; name a function, ask with "
-            "`required`, or start the server with `--enable-auto-tool-choice`",
-            param="tool_choice",
+        raise RequestValueError.about(
+            "tool_choice",
+            "is `auto`, which this server does not offer; name a function, ask with `required`, "
+            "or start the server with `--enable-auto-tool-choice`",
         )
     source = template.source or ""
     found = config.tool_call_parser or next(
         (name for mark, name in _MARKS.items() if mark in source), None
     )
     if found is None:
-        raise RequestValueError(
-            "`tool_choice` is `auto`, but nothing says how this model writes calls; start the "
-            "server with `--tool-call-parser`, or ask with `required`",
-            param="tool_choice",
+        raise RequestValueError.about(
+            "tool_choice",
+            "is `auto`, but nothing says how this model writes calls; start the server with "
+            "`--tool-call-parser`, or ask with `required`",
         )
     return TOOL_CALL_FORMATS[found]
 
@@ -182,7 +180,7 @@ class CallPiece:
 
     index: int
     id: str | None
-    """In the call's first piece alone, as the name."""
+    """Is in the call's first piece alone, as the name is."""
     name: str | None
     arguments: str
 

@@ -1,5 +1,6 @@
 """The items of a response's input as messages of a chat, and back."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ _ROLES = ("assistant", "developer", "system", "user")
 _TEXT_PART_FIELDS = ("type", "text", "refusal")
 _IMAGE_PART_FIELDS = ("type", "image_url", "detail", "uuid")
 _EMPTY_PART_FIELDS = frozenset({"annotations", "logprobs", "file_id", "prompt_cache_breakpoint"})
-"""Of parts that came from an answer; they say nothing to a model."""
+"""Fields of parts that came from an answer; they say nothing to a model."""
 _ITEM_FIELDS: Mapping[str, frozenset[str]] = {
     "message": frozenset({"type", "role", "content", "id", "status"}),
     "function_call": frozenset({"type", "call_id", "name", "arguments", "id", "status"}),
@@ -40,7 +41,7 @@ class Conversation:
             self._add({"role": "user", "content": given}, "input")
             return
         if not given:
-            raise RequestValueError("`input` is empty; give at least one item", param="input")
+            raise RequestValueError.about("input", "is empty; give at least one item")
         for index, item in enumerate(given):
             self._add_item(item, f"input[{index}]")
 
@@ -50,11 +51,11 @@ class Conversation:
         try:
             yield
         except RequestError as error:
-            index, rest = _message_index(error.param or "")
-            if index is not None and index < len(self._places):
-                place = self._places[index]
-                error.message = error.message.replace(f"messages[{index}]", place)
-                error.param = place + rest
+            found = re.fullmatch(r"(messages\[(\d+)\])(.*)", error.param or "")
+            if found is not None and int(found[2]) < len(self._places):
+                place = self._places[int(found[2])]
+                error.message = error.message.replace(found[1], place)
+                error.param = place + found[3]
             elif error.param == "messages":
                 error.param = "input"
             raise
@@ -67,23 +68,28 @@ class Conversation:
         kind = item.get("type", "message")
         known = _ITEM_FIELDS.get(kind) if isinstance(kind, str) else None
         if known is None:
-            raise RequestValueError(
-                f"`{place}.type` is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}",
-                param=f"{place}.type",
+            raise RequestValueError.about(
+                f"{place}.type", f"is no item that mmjax reads; it reads {', '.join(_ITEM_FIELDS)}"
             )
         other = next((str(name) for name in item if name not in known), None)
         if other is not None and item[other] is not None:
-            raise RequestValueError(
-                f"`{place}.{other[:64]}` is not a field that mmjax knows; remove it",
-                param=f"{place}.{other[:64]}",
+            raise RequestValueError.about(
+                f"{place}.{other[:64]}", "is not a field that mmjax knows; remove it"
             )
         match kind:
             case "message":
-                self._add(_read_message(item, place), place)
+                role, content = item.get("role"), item.get("content")
+                if role not in _ROLES:
+                    text = f"must be one of {', '.join(_ROLES)}"
+                    raise RequestValueError.about(f"{place}.role", text)
+                content = _read_content(content, f"{place}.content")
+                self._add({"role": role, "content": content}, place)
             case "function_call":
                 self._add_call(item, place)
             case _:
-                self._add(_read_output(item, place), place)
+                call_id = _text(item, "call_id", place)
+                content = _read_content(item.get("output"), f"{place}.output")
+                self._add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
 
     def _add_call(self, item: Mapping[str, Any], place: str) -> None:
         """Append a call to the assistant's message before it, if there is one."""
@@ -104,40 +110,22 @@ class Conversation:
             self._add({"role": "assistant", "content": None, "tool_calls": [call]}, place)
 
 
-def _read_message(item: Mapping[str, Any], place: str) -> Message:
-    role = item.get("role")
-    if role not in _ROLES:
-        raise RequestValueError(
-            f"`{place}.role` must be one of {', '.join(_ROLES)}", param=f"{place}.role"
-        )
-    return {"role": role, "content": _read_content(item.get("content"), f"{place}.content")}
-
-
-def _read_output(item: Mapping[str, Any], place: str) -> Message:
-    return {
-        "role": "tool",
-        "tool_call_id": _text(item, "call_id", place),
-        "content": _read_content(item.get("output"), f"{place}.output"),
-    }
-
-
 def _read_content(content: Any, place: str) -> Any:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestTypeError(f"`{place}` must be a text or a list of parts", param=place)
+        raise RequestTypeError.about(place, "must be a text or a list of parts")
     return [_read_part(part, f"{place}[{index}]") for index, part in enumerate(content)]
 
 
 def _read_part(part: Any, place: str) -> Any:
     """Return a part without what is empty; chat's reader checks the rest."""
     if not isinstance(part, Mapping):
-        raise RequestTypeError(f"`{place}` must be an object", param=place)
+        raise RequestTypeError.about(place, "must be an object")
     if part.get("file_id") is not None:
-        raise RequestValueError(
-            f"`{place}.file_id` is not supported: this server keeps no files; send the image as "
-            "`image_url`",
-            param=f"{place}.file_id",
+        raise RequestValueError.about(
+            f"{place}.file_id",
+            "is not supported: this server keeps no files; send the image as `image_url`",
         )
     is_image = part.get("type") == "input_image"
     fields = _IMAGE_PART_FIELDS if is_image else _TEXT_PART_FIELDS
@@ -151,16 +139,8 @@ def _read_part(part: Any, place: str) -> Any:
 def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestTypeError(f"`{place}.{name}` must be a text", param=f"{place}.{name}")
+        raise RequestTypeError.about(f"{place}.{name}", "must be a text")
     return value
-
-
-def _message_index(param: str) -> tuple[int | None, str]:
-    """Return the index in `messages[3].content`, and what follows it."""
-    if not param.startswith("messages["):
-        return None, ""
-    digits, _, rest = param.removeprefix("messages[").partition("]")
-    return (int(digits), rest) if digits.isdecimal() else (None, "")
 
 
 def to_chat_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:

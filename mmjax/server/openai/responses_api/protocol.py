@@ -74,6 +74,14 @@ class Reasoning(Strict):
     context: Label | None = None
 
 
+class ItemsQuery(Strict):
+    """The query of GET /v1/responses/{id}/input_items."""
+
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
@@ -130,16 +138,6 @@ class ResponsesRequest(Strict):
     moderation: Any = None
     prompt: Any = None
 
-    CHAT_FIELDS: ClassVar[tuple[str, ...]] = (
-        *("model", "user", "safety_identifier", "prompt_cache_key", "stream"),
-        *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"),
-        *("min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-        *("structured_outputs", "cache_salt", "priority", "timeout", "mm_processor_kwargs"),
-        *("chat_template_kwargs", "parallel_tool_calls", "top_logprobs"),
-    )
-    """Fields that go to chat as they are."""
-
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "background": (None, False),
         "conversation": (None,),
@@ -153,12 +151,12 @@ class ResponsesRequest(Strict):
         """Refuse fields that mmjax does not support."""
         for name, neutral in self.NEUTRAL.items():
             if getattr(self, name) not in neutral:
-                raise RequestValueError(f"`{name}` is not supported; leave it out", param=name)
+                raise RequestValueError.about(name, "is not supported; leave it out")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
-            raise RequestValueError(
-                "`stream_options.continuous_usage_stats` has no place in the events of a response, "
-                "of which the last has its usage; leave it out",
-                param="stream_options.continuous_usage_stats",
+            raise RequestValueError.about(
+                "stream_options.continuous_usage_stats",
+                "has no place in the events of a response, of which the last has its usage; leave "
+                "it out",
             )
 
     @property

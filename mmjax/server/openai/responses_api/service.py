@@ -1,8 +1,7 @@
 """/v1/responses: a chat whose conversation the server may keep."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
@@ -16,9 +15,8 @@ from mmjax.server.openai.chat_completions import ChatRun, ChatService
 from mmjax.server.openai.continuation import created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import GenerationService
-from mmjax.server.openai.protocol import ChatCompletionRequest
-from mmjax.server.openai.request_body import API_KEY_STATE, validated
-from mmjax.server.openai.responses_api.builder import Event, ResponseBuilder
+from mmjax.server.openai.protocol import ChatCompletionRequest, Strict
+from mmjax.server.openai.request_body import API_KEY_STATE, ModelT, validated
 from mmjax.server.openai.responses_api.conversation import (
     Conversation,
     Message,
@@ -26,17 +24,20 @@ from mmjax.server.openai.responses_api.conversation import (
     to_chat_tool_choice,
     to_chat_tools,
 )
-from mmjax.server.openai.responses_api.objects import (
+from mmjax.server.openai.responses_api.protocol import ItemsQuery, ResponsesRequest
+from mmjax.server.openai.responses_api.response import (
+    Event,
     FunctionCallItem,
     MessageItem,
+    ResponseBuilder,
     ResponseObject,
 )
-from mmjax.server.openai.responses_api.protocol import ResponsesRequest
 from mmjax.server.openai.responses_api.store import ResponseStore, StoredResponse
 from mmjax.server.openai.streaming import NAMED_EVENTS, begin, collect, media_headers
+from mmjax.server.openai.structure import renamed
 
-_DEFAULT_PAGE = 20
-_MAX_PAGE = 100
+_OWN_FIELDS = frozenset({"stream_options"})
+"""Fields that chat has, too, and that do not go to it as they are."""
 
 _FIELD_OF_CHAT_FIELD: Mapping[str, str] = {
     "max_completion_tokens": "max_output_tokens",
@@ -60,7 +61,7 @@ class ResponsesService:
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         """Serve POST /v1/responses."""
         conversation = self._conversation(request, body)
-        with _naming_fields(), conversation.naming_items():
+        with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             run = await self._chats.open_chat(request, chat, f"resp_{new_hex()}")
             builder = ResponseBuilder(self._new_response(body, run), run.options)
@@ -79,7 +80,7 @@ class ResponsesService:
     async def input_tokens(self, request: Request, body: ResponsesRequest) -> Response:
         """Serve POST /v1/responses/input_tokens."""
         conversation = self._conversation(request, body)
-        with _naming_fields(), conversation.naming_items():
+        with renamed(_FIELD_OF_CHAT_FIELD), conversation.naming_items():
             chat = await asyncio.to_thread(_to_chat, body, conversation)
             explained = await self._chats.explain_chat(request, chat, is_bounded=False)
         num_tokens = len(explained.prompt_token_ids)
@@ -87,24 +88,20 @@ class ResponsesService:
 
     def response(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}."""
-        _refuse_query(request, ())
+        _read_query(request, Strict)
         return json_response(self._store.get(response_id, _owner(request)).response)
 
     def input_items(self, request: Request, response_id: str) -> Response:
         """Serve GET /v1/responses/{id}/input_items."""
-        _refuse_query(request, ("limit", "order", "after"))
+        query = _read_query(request, ItemsQuery)
         items = self._store.get(response_id, _owner(request)).input_items
-        query = request.query_params
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise RequestValueError("`order` must be `asc` or `desc`", param="order")
-        items = items if order == "asc" else items[::-1]
-        if "after" in query:
+        items = items if query.order == "asc" else items[::-1]
+        if query.after is not None:
             ids = [item["id"] for item in items]
-            if query["after"] not in ids:
-                raise RequestValueError("`after` is no item of this response", param="after")
-            items = items[ids.index(query["after"]) + 1 :]
-        page = items[: _page_size(query.get("limit"))]
+            if query.after not in ids:
+                raise RequestValueError.about("after", "is no item of this response")
+            items = items[ids.index(query.after) + 1 :]
+        page = items[: query.limit]
         return json_response(
             {
                 "object": "list",
@@ -222,10 +219,9 @@ class ResponsesService:
 def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompletionRequest:
     """Return the chat that a response is; RequestError names chat's fields."""
     messages = conversation.with_instructions(body.instructions)
+    shared = ChatCompletionRequest.model_fields.keys() - _OWN_FIELDS
     fields: dict[str, Any] = {
-        name: value
-        for name in ResponsesRequest.CHAT_FIELDS
-        if (value := getattr(body, name)) is not None
+        name: value for name, value in body if name in shared and value is not None
     }
     fields |= {
         "messages": messages,
@@ -237,19 +233,6 @@ def _to_chat(body: ResponsesRequest, conversation: Conversation) -> ChatCompleti
         "response_format": to_chat_format(None if body.text is None else body.text.format),
     }
     return validated(ChatCompletionRequest, fields)
-
-
-@contextmanager
-def _naming_fields() -> Iterator[None]:
-    """Name, in errors about chat's fields, those of a response."""
-    try:
-        yield
-    except RequestError as error:
-        for old, new in _FIELD_OF_CHAT_FIELD.items():
-            if error.param == old or (error.param or "").startswith(f"{old}."):
-                error.message = error.message.replace(f"`{old}", f"`{new}")
-                error.param = new + (error.param or "").removeprefix(old)
-        raise
 
 
 def _new_stored(
@@ -302,17 +285,5 @@ def _owner(request: Request) -> str:
     return getattr(request.state, API_KEY_STATE, "")
 
 
-def _page_size(limit: str | None) -> int:
-    if limit is None:
-        return _DEFAULT_PAGE
-    if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _MAX_PAGE:
-        raise RequestValueError(f"`limit` must be 1 to {_MAX_PAGE}", param="limit")
-    return int(limit[:4])
-
-
-def _refuse_query(request: Request, known: tuple[str, ...]) -> None:
-    other = next((name for name in request.query_params if name not in known), None)
-    if other is not None:
-        raise RequestValueError(
-            f"`{other[:64]}` is not supported here; leave it out", param=other[:64]
-        )
+def _read_query(request: Request, model: type[ModelT]) -> ModelT:
+    return validated(model, dict(request.query_params))

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmjax.errors import ResponseNotFoundError
 from mmjax.server.openai.responses_api.conversation import Message
-from mmjax.server.openai.responses_api.objects import ResponseObject
+from mmjax.server.openai.responses_api.response import ResponseObject
 
 _BYTES_PER_OBJECT = 64
 

@@ -1,4 +1,6 @@
-"""A front before several replicas: one HTTP address, at which no request is lost with a replica.
+"""The router before several replicas: one address, at which no request is lost with a replica.
+
+The setting `mode` calls it `front`.
 
 Loads no model: it reads bodies, and forwards them (`mmjax.deploy.exchange`).
 """
@@ -8,16 +10,18 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mmjax.config.engine_config import ServerConfig
-from mmjax.deploy.affinity_keys import affinity_keys
+from mmjax.deploy.affinity import affinity_keys
 from mmjax.deploy.exchange import Exchange, Patience
 from mmjax.deploy.held import held_key
-from mmjax.deploy.plain_errors import PlainErrorsMiddleware
+from mmjax.deploy.plain_errors import replace_plain_errors
 from mmjax.deploy.replica import ForwardedRequest, Replicas
 from mmjax.errors import CapacityError, RequestValueError
 from mmjax.server.app import add_protection
@@ -35,7 +39,7 @@ _NOT_FORWARDED = frozenset(
 )
 
 
-def create_front(
+def create_router(
     replicas: Replicas,
     config: ServerConfig,
     *,
@@ -53,20 +57,22 @@ def create_front(
         patience: For how long requests wait for replicas.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    reader = RequestReader(config.request_body_timeout_s)
-    # One body of the largest size always has room.
-    room = Room(max_requests, max(max_body_bytes, config.max_request_bytes))
     install_error_handlers(app)
 
     @app.get("/health")
     async def health() -> Response:
         return json_response({"status": "ready"})
 
-    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def forward(request: Request) -> Response:
-        return _Forwarding(replicas, config, reader, room, patience or Patience())
-
-    app.add_middleware(PlainErrorsMiddleware)
+    forwarding = _Forwarding(
+        replicas=replicas,
+        config=config,
+        reader=RequestReader(config.request_body_timeout_s),
+        # One body of the largest size always has room.
+        room=Room(max_requests, max(max_body_bytes, config.max_request_bytes)),
+        patience=patience or Patience(),
+    )
+    app.add_route("/{path:path}", cast(Any, forwarding), methods=["GET", "POST", "DELETE"])
+    app.add_middleware(replace_plain_errors)
     add_protection(app, config)
     app.add_middleware(set_request_id)
     return app
@@ -109,40 +115,32 @@ class Room:
             self._num_bytes -= num_bytes
 
 
-class _Forwarding(Response):
-    """The response to a request, by whichever replicas."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forwarding:
+    """The ASGI application that has requests answered by whichever replicas."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        config: ServerConfig,
-        reader: RequestReader,
-        room: Room,
-        patience: Patience,
-    ) -> None:
-        super().__init__()
-        self._replicas = replicas
-        self._config = config
-        self._reader = reader
-        self._room = room
-        self._patience = patience
+    replicas: Replicas
+    config: ServerConfig
+    reader: RequestReader
+    room: Room
+    patience: Patience
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the request, and forward it until a replica has answered it."""
-        with self._room.taken(receive) as counted:
+        with self.room.taken(receive) as counted:
             request = Request(scope, counted)
-            forwarded = _to_forward(request, bytes(await self._reader.receive(request)))
+            forwarded = _to_forward(request, bytes(await self.reader.receive(request)))
             last_event = _last_event(request)
             forwarded, keys = await _with_keys(forwarded)
             exchange = Exchange(
-                self._replicas,
+                self.replicas,
                 forwarded,
                 keys,
                 send,
                 last_event=last_event,
-                timeout_s=self._config.request_timeout_s,
-                keep_alive_s=self._config.sse_keep_alive_interval_s,
-                patience=self._patience,
+                timeout_s=self.config.request_timeout_s,
+                keep_alive_s=self.config.sse_keep_alive_interval_s,
+                patience=self.patience,
             )
             # The body was read before: what is received next is the disconnect.
             await while_connected(Request(scope, receive), exchange.run())
@@ -168,8 +166,8 @@ def _last_event(request: Request) -> int:
     if given is None or not request.headers.get("idempotency-key"):
         return 0
     if not given.isdecimal() or len(given) > _MAX_EVENT_DIGITS:
-        raise RequestValueError(
-            "`Last-Event-ID` must be the `id` of an event of this answer", param="Last-Event-ID"
+        raise RequestValueError.about(
+            "Last-Event-ID", "must be the `id` of an event of this answer"
         )
     return int(given)
 

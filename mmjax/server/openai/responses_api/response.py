@@ -1,8 +1,8 @@
-"""A response as it grows: its items, and OpenAI's events about them."""
+"""OpenAI's response object: its items, how it grows, and the events about that."""
 
 import time
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -10,21 +10,138 @@ from mmjax.errors import RequestError
 from mmjax.frontend.output.outputs import CompletionOutput
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import error_body
-from mmjax.server.openai.responses import ChoiceOptions, UsageCounter, chat_logprobs
-from mmjax.server.openai.responses_api.objects import (
-    FunctionCallItem,
-    IncompleteDetails,
-    MessageItem,
-    OutputItem,
-    OutputText,
-    ResponseError,
-    ResponseObject,
-    ResponseUsage,
-    Status,
+from mmjax.server.openai.responses import (
+    ChoiceOptions,
+    TokenLogprob,
+    UsageCounter,
+    chat_logprobs,
 )
 from mmjax.server.openai.tool_use import AnswerPiece, CallPiece
 
 Event = dict[str, Any]
+
+Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class MessageItem(msgspec.Struct, kw_only=True):
+    """What the model says."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    status: Status = "in_progress"
+    content: list[OutputText] = []
+    parsed: Mapping[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """Boxes and labels, where the model's answers hold such; not OpenAI's."""
+
+
+class FunctionCallItem(msgspec.Struct, kw_only=True):
+    """A function that the model calls."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    type: Literal["function_call"] = "function_call"
+    status: Status = "in_progress"
+
+
+OutputItem = MessageItem | FunctionCallItem
+
+
+class InputTokensDetails(msgspec.Struct, kw_only=True):
+    """`usage.input_tokens_details`."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    """Those that cost extra: none."""
+    image_tokens: int = 0
+    video_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct, kw_only=True):
+    """`usage.output_tokens_details`."""
+
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct, kw_only=True):
+    """`usage` of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, counter: UsageCounter) -> "ResponseUsage":
+        """Return the count so far."""
+        usage = counter.usage()
+        details = usage.prompt_tokens_details
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(
+                cached_tokens=details.cached_tokens,
+                image_tokens=details.image_tokens,
+                video_tokens=details.video_tokens,
+            ),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(),
+            total_tokens=usage.total_tokens,
+        )
+
+
+class ResponseError(msgspec.Struct, kw_only=True):
+    """`error` of a failed response."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct, kw_only=True):
+    """Why a response is incomplete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response, with what was asked for."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Status = "in_progress"
+    background: bool = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool = True
+    previous_response_id: str | None = None
+    store: bool = True
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
 
 
 class ResponseBuilder:
@@ -36,7 +153,7 @@ class ResponseBuilder:
         self._options = options
         self._num_events = 0
         self._index_of_call: dict[int, int] = {}
-        """Of a call among the answer's calls -> of its item."""
+        """Index of a call among the answer's calls -> index of its item."""
 
     @property
     def is_finished(self) -> bool:

@@ -15,8 +15,8 @@ import pytest
 
 from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.config import read_deployment, settings_of_process
-from mmjax.deploy.gang import Follower, Gang
 from mmjax.deploy.replica import Replica
+from mmjax.deploy.workers import WorkerGroup, WorkerProcess
 from mmjax.frontend.engine_client.supervisor import EngineState
 from mmjax.server.flags import to_engine_config
 
@@ -39,7 +39,7 @@ class Leader:
 
 @dataclass
 class Fake:
-    """A follower that only counts."""
+    """A worker that only counts."""
 
     num_starts: int = 0
     is_there: bool = True
@@ -68,28 +68,28 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 def watched(
-    body: Callable[[Leader, list[Fake], Gang], Coroutine[Any, Any, None]],
+    body: Callable[[Leader, list[Fake], WorkerGroup], Coroutine[Any, Any, None]],
     *,
     unreachable_s: float = 60.0,
 ) -> None:
-    """Run `body` while a gang of three is watched."""
+    """Run `body` while a group of three is watched."""
     leader, members = Leader(), [Fake(), Fake()]
 
     async def run() -> None:
-        gang = Gang(leader, members, interval_s=0.001, unreachable_s=unreachable_s)
-        gang.open()
+        group = WorkerGroup(leader, members, interval_s=0.001, unreachable_s=unreachable_s)
+        group.open()
         try:
             await until(lambda: all(one.num_starts == 1 for one in members))
-            await body(leader, members, gang)
+            await body(leader, members, group)
         finally:
-            await gang.close()
+            await group.close()
         assert all(one.has_ended for one in members)
 
     asyncio.run(run())
 
 
 def test_followers_start_again_with_every_p1() -> None:
-    async def body(leader: Leader, members: list[Fake], gang: Gang) -> None:
+    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
         for number in (2, 3):
             leader.restart()
             await until(lambda number=number: all(one.num_starts == number for one in members))
@@ -98,7 +98,7 @@ def test_followers_start_again_with_every_p1() -> None:
 
 
 def test_p1_ends_with_a_follower_and_all_meet_again() -> None:
-    async def body(leader: Leader, members: list[Fake], gang: Gang) -> None:
+    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
         leader.state = "ready"
         members[1].is_there = False
         await until(lambda: leader.reason != "")
@@ -113,7 +113,7 @@ def test_p1_ends_with_a_follower_and_all_meet_again() -> None:
 def test_p1_that_starts_says_itself_what_is_wrong() -> None:
     """Ended by a signal it would start again and again, whatever its settings."""
 
-    async def body(leader: Leader, members: list[Fake], gang: Gang) -> None:
+    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
         members[0].is_there = False
         await asyncio.sleep(0.05)
         assert leader.reason == ""
@@ -122,17 +122,17 @@ def test_p1_that_starts_says_itself_what_is_wrong() -> None:
 
 
 def test_a_lost_host_makes_the_replica_unhealthy() -> None:
-    async def body(leader: Leader, members: list[Fake], gang: Gang) -> None:
+    async def body(leader: Leader, members: list[Fake], group: WorkerGroup) -> None:
         leader.state = "ready"
         members[0].is_reached = False
         await asyncio.sleep(0.01)
-        gang.check()
+        group.check()
         await asyncio.sleep(0.2)
         with pytest.raises(RuntimeError, match="cannot be reached"):
-            gang.check()
+            group.check()
         members[0].is_reached = True
         await asyncio.sleep(0.05)
-        gang.check()
+        group.check()
 
     watched(body, unreachable_s=0.1)
 
@@ -140,10 +140,10 @@ def test_a_lost_host_makes_the_replica_unhealthy() -> None:
 # ---- with real processes ------------------------------------------------------------------------
 
 
-class LocalMember:
-    """A follower on this host."""
+class LocalWorker:
+    """A worker on this host."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: WorkerProcess) -> None:
         self.follower = follower
 
     async def restart(self) -> None:
@@ -172,7 +172,7 @@ BODIES = [
 @asynccontextmanager
 async def replica_of(
     checkpoint: Path, num_processes: int
-) -> AsyncIterator[tuple[Replica, list[Follower], httpx2.AsyncClient]]:
+) -> AsyncIterator[tuple[Replica, list[WorkerProcess], httpx2.AsyncClient]]:
     """Start a replica of so many processes; yield it, its followers and a client."""
     args = {
         "model": str(checkpoint),
@@ -187,8 +187,8 @@ async def replica_of(
         to_engine_config(settings_of_process(server, coordinator=place, process_id=number))
         for number in range(num_processes)
     ]
-    followers = [await asyncio.to_thread(Follower, config) for config in configs[1:]]
-    members = [LocalMember(follower) for follower in followers]
+    followers = [await asyncio.to_thread(WorkerProcess, config) for config in configs[1:]]
+    members = [LocalWorker(follower) for follower in followers]
     settings = ServerConfig(enable_standby_engine=False)
     replica = await Replica.start("one", configs[0], settings, members)
     try:
