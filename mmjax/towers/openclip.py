@@ -6,9 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from mmjax.layers.interpolate import resize_square
 from mmjax.layers.norm import LayerNorm
-from mmjax.layers.vision import PatchEmbedding, VisionConfig, build_vision_encoder
+from mmjax.layers.vision import PatchEmbedding, VisionConfig, build_vision_encoder, resize_square
 
 NUM_POSITIONS = 256
 """Rows of the table of positions, whatever the image's size: it is resized to the patches."""

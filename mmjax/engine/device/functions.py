@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.engine.device.batch_layout import (
+from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     Layout,
     add_padding_row,
@@ -15,8 +15,7 @@ from mmjax.engine.device.batch_layout import (
     unpack_step,
 )
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.device.sample_tables import SampleTables
-from mmjax.engine.device.sampler import SampleOutput, sample_full
+from mmjax.engine.device.sampler import SampleOutput, SampleTables, sample_full
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params

@@ -180,7 +180,7 @@ class Request:
         self.seed = sampling_params.seed or 0
         self.priority, self.cache_salt, self.lora_request = priority, cache_salt, lora_request
         self.logit_rules = logit_rules or LogitRules(sampling_params)
-        if sampling_params.ignore_eos and self.logit_rules.grammar is None:
+        if sampling_params.ignore_eos and not self.logit_rules.has_grammar:
             eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
