@@ -5,7 +5,7 @@ Only shardings are declared here: XLA inserts the collectives.
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum, IntFlag
 from functools import partial
@@ -127,10 +127,6 @@ class Placement:
         """Wait for the leader's next call and its integers."""
         call, first, second = np.asarray(self.put(np.zeros(3, np.int32))).tolist()
         return Call(call), first, second
-
-    def make(self, build: Callable[[], Any], shardings: Any) -> Any:
-        """Run `build` under jit with the outputs sharded: no device ever holds all of them."""
-        return jax.jit(build, out_shardings=shardings)()
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """Replicate `x`, under jit, after computing it sharded along `axis` if that divides evenly.

@@ -193,7 +193,8 @@ class Programs:
 
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
         """Allocate everything, zeroed."""
-        return self.placement.make(partial(self._zeros, num_blocks), self._shardings)
+        # No device ever holds all of a sharded array.
+        return jax.jit(partial(self._zeros, num_blocks), out_shardings=self._shardings)()
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
         """Return shapes, dtypes and shardings of `make_arrays`."""
@@ -244,7 +245,7 @@ class Programs:
         def zeros() -> AdapterArrays:
             return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
 
-        return self.placement.make(zeros, self._adapter_shardings)
+        return jax.jit(zeros, out_shardings=self._adapter_shardings)()
 
     def describe_adapters(self) -> Mapping[str, Any] | None:
         """Return shapes, dtypes and shardings of `make_adapters`."""
