@@ -103,7 +103,7 @@ class EngineCore:
         self._open_outputs: list[SchedulerOutput | None] = []
         """What was scheduled and is not read yet; None: what is being scheduled."""
         self._failure: Exception | None = None
-        """Of the step on the device; the next call raises it, after all tokens that were read."""
+        """Why the step on the device failed; the next call raises it, once all tokens are read."""
         self._read_at = 0.0
         """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0

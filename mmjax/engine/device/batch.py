@@ -68,7 +68,7 @@ class SampleBatch(NamedTuple):
     prompt_lengths: Int[Array, " R"]
     """Tokens that repetition penalties count, and presence and frequency penalties do not."""
     repetition_penalty: Float[Array, " R"]
-    """Of rows without penalties 0, which leaves all as it is, as that of the other two."""
+    """0 for rows without penalties, as the other two: it leaves the logits as they are."""
     presence_penalty: Float[Array, " R"]
     frequency_penalty: Float[Array, " R"]
     reports_masked: Int[Array, " R"]

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 _STACK_BYTES = 64 * 2**20
-"""Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
+"""The stack of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
 _ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """Leaves only products to XLA's CPU library (YNNPACK). By default it also computes sums of 4,096

@@ -37,7 +37,7 @@ class ModelShape(NamedTuple):
     """Ids that have a logit."""
     hidden_size: int
     dtype: Any
-    """Of hidden states, encoder outputs and the KV cache."""
+    """The dtype of hidden states, encoder outputs and the KV cache."""
 
     @classmethod
     def of(cls, graphdef: Any, params: Params) -> "ModelShape":
@@ -62,7 +62,7 @@ class AdaptedModel(NamedTuple):
 
     graphdef: Any
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Of its `AdapterArrays`."""
+    """The shapes of its `AdapterArrays`."""
     has_towers: bool
     """Whether towers and connectors have room, too."""
 

@@ -33,7 +33,7 @@ class DeviceMemory:
     """Memory after the weights are loaded."""
 
     total: int
-    """Of the device, or of the host within a container's limit."""
+    """All memory of the device, or of the host within a container's limit."""
     free: int
     """What may still be allocated, within `gpu_memory_utilization`."""
     is_shared: bool

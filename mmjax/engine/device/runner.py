@@ -51,7 +51,7 @@ class InFlight(NamedTuple):
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
     tables: SampleTables | None = None
-    """Of a step that is not sampled yet: some of its masks are awaited."""
+    """The tables of a step that is not sampled yet, since some of its masks are awaited."""
     late: Collection[str] = ()
     """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
 
@@ -106,7 +106,7 @@ class ModelRunner:
         }
         """For samples that need none; they stay on the device."""
         self._padding: Counter[tuple[StepBucket, str]] = Counter()
-        """Of each bucket the number of "steps", and of the "tokens" in them."""
+        """The number of "steps" of each bucket, and of the "tokens" in them."""
         self._encoded: Array | None = None
         """Ready once the last encoder call has run."""
         self._is_leading = False

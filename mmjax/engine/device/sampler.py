@@ -33,7 +33,7 @@ class SampleOutput(NamedTuple):
 
     token_ids: Int[Array, " R"]
     logprobs: Float[Array, " R"]
-    """Of the sampled tokens, or those asked for; from the raw logits, but for a grammar's mask."""
+    """Those of the sampled or reported tokens; from raw logits, or from what a grammar allows."""
     ranks: Int[Array, " R"]
     """Ranks of these tokens by probability, from 1."""
     top_token_ids: Int[Array, "R W"]

@@ -90,7 +90,7 @@ class Buckets:
     """All buckets of one engine."""
 
     decode: tuple[StepBucket, ...]
-    """Of steps that compute one token of each request."""
+    """Steps that compute one token of each request."""
     mixed: tuple[StepBucket, ...]
     """Sorted by tokens, then by requests."""
     sample: tuple[int, ...]

@@ -46,7 +46,7 @@ class EncoderItem:
     identifier: str
     """Equal identifiers share one encoder output."""
     mm_hash: str | None = None
-    """Of its content, which P0 knows it by; None: its identifier."""
+    """The hash of its content, by which the API server knows it; None: its identifier."""
     mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
@@ -190,10 +190,10 @@ class Request:
         self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        """Of the prompt's tokens as far as they are known; the first is None."""
+        """Those of the prompt's tokens that are known; the first token has none."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
-        """Of the full blocks of `token_ids`; empty without prefix caching."""
+        """Hashes of the full blocks of `token_ids`; empty without prefix caching."""
         self._block_hasher = block_hasher
         self._hash_new_blocks()
 
