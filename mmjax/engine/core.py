@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.config import CacheConfig, EngineConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
@@ -31,10 +31,10 @@ from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPro
 from mmjax.engine.start import start_engine
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
-from mmjax.logger import get_logger
 from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
     EngineCoreRequest,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.config import Quantization
+from mmjax.config.engine_config import Quantization
 from mmjax.engine.device import functions
 from mmjax.engine.device.batch import BatchBuilder, step_layout
 from mmjax.engine.device.encoder import EncoderCalls, EncoderRows, PromptCalls
@@ -35,8 +35,8 @@ from mmjax.models.interface import AdapterSizes, build_model
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.rounding import cdiv, round_up
-from mmjax.sampling_params import SamplingParams
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
 from mmjax.weights.load import load_params
 

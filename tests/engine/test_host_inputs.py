@@ -25,7 +25,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.packed import (
     PackedForConditionalGeneration,

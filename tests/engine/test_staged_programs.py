@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from mmjax.config import ParallelConfig
+from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device import compilation
 from mmjax.engine.device.compilation import CompiledPrograms, Program

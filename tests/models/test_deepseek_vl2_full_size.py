@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from mmjax.layers.module import bind, build_abstract, flatten_params
-from mmjax.model_source import load_model_config
 from mmjax.models.deepseek_vl2.host_inputs import DeepseekVLV2HostInputs
 from mmjax.models.deepseek_vl2.model import DeepseekVLV2ForCausalLM
 from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.model_source import load_model_config
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
 from mmjax.weights.safetensors import StoredTensor, open_safetensors

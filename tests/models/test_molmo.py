@@ -8,7 +8,7 @@ import pytest
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import bind, build_abstract
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import Sample, make_sample
 from mmjax.processing import MultiModalInputs

@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.rounding import cdiv
-from mmjax.sampling_params import (
+from mmjax.requests.sampling_params import (
     MAX_BAD_WORD_SEQUENCES,
     MAX_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
 )
+from mmjax.rounding import cdiv
 
 _GROUP = 64
 """Token ids per group in the argmax's first stage, if it divides the vocabulary."""

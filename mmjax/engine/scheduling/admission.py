@@ -19,8 +19,8 @@ from mmjax.errors import (
 )
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
+from mmjax.requests.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.transport.messages import EngineCoreRequest
 
 

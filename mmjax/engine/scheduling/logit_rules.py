@@ -17,10 +17,10 @@ import numpy as np
 
 from mmjax.cache.lru import LRUCache
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.requests.structured_outputs import STACK_BYTES, make_limits, shorten
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import SamplingParams
-from mmjax.structured_outputs import STACK_BYTES, make_limits, shorten
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 
