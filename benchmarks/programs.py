@@ -21,7 +21,7 @@ import transformers
 
 from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.device.compilation import Program
-from mmjax.engine.device.encoder import choose_patches, count_units
+from mmjax.engine.device.encoder import choose_sizes
 from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.mesh import make_placement
 from mmjax.engine.device.programs import Programs
@@ -294,8 +294,7 @@ def make_programs(config: Any, architecture: str) -> Programs:
     buckets = Buckets.create(
         max_num_seqs=4,
         max_num_batched_tokens=128,
-        max_units=count_units(spec, rows),
-        patches=choose_patches(spec, rows, rows),
+        **choose_sizes(spec, rows, rows),
         span_variants=span_variants(cache_type, has_spans=model.has_bidirectional_spans),
         max_encoder_len=encoder_len,
     )

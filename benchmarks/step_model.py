@@ -110,7 +110,7 @@ def make_engine(
         use_tqdm=False,
     )
     params = unflatten_params(leaves)
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
 
 def make_request(number: int, num_prompt_tokens: int, num_tokens: int) -> EngineCoreRequest:

@@ -20,8 +20,8 @@ import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.config.engine_config import EngineConfig, MultiModalConfig
-from mmjax.engine.scheduling.deadlines import Deadlines
-from mmjax.engine.scheduling.features import resolve_features
+from mmjax.engine.scheduling.admission import resolve_features
+from mmjax.engine.scheduling.queues import Deadlines
 from mmjax.errors import (
     ConfigError,
     MultiModalCacheMissError,

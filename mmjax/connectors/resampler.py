@@ -7,9 +7,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.interpolate import resize_square
 from mmjax.layers.linear import Linear
 from mmjax.layers.norm import LayerNorm
+from mmjax.layers.vision import resize_square
 
 HEAD_DIM = 128
 """Width of a head; no key of the config."""

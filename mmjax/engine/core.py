@@ -4,11 +4,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax import nnx
+import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
@@ -16,21 +16,24 @@ from mmjax.config.engine_config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
-from mmjax.engine.encoder_inputs import EncoderInputs
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
-from mmjax.engine.scheduling.admission import check_is_served
-from mmjax.engine.scheduling.deadlines import Deadlines
-from mmjax.engine.scheduling.features import check_places, check_shapes, resolve_features
-from mmjax.engine.scheduling.grammar import Grammars
-from mmjax.engine.scheduling.logit_rules import LogitRules
+from mmjax.engine.scheduling.admission import (
+    check_is_served,
+    check_places,
+    check_shapes,
+    resolve_features,
+)
+from mmjax.engine.scheduling.buckets import Buckets
+from mmjax.engine.scheduling.logit_rules import Grammars, LogitRules
 from mmjax.engine.scheduling.outputs import SchedulerOutput
-from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
-from mmjax.engine.start import EngineStart
+from mmjax.engine.scheduling.queues import Deadlines
+from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, EncoderPrompt, Request
+from mmjax.engine.start import start_engine
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
 from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
-from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, PlaceholderRange
 from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
@@ -77,19 +80,18 @@ class EngineCore:
         `model_class` and `params` replace the registry's class and the checkpoint's weights.
         """
         self.config = config
-        parts = EngineStart(config, model_class).start(params)
-        self._host_inputs = parts.host_inputs
-        self._precomputed = parts.precomputed
-        self._placement = parts.placement
+        parts = start_engine(config, model_class=model_class, params=params)
+        self._host_inputs = parts.programs.host_inputs
+        self._precomputed = parts.programs.precomputed
+        self._placement = parts.programs.placement
         self._limits = parts.limits
         self._scheduler = parts.scheduler
         self._runner = parts.runner
         self._adapters = parts.adapters
         self.num_kv_blocks = parts.limits.num_blocks
-        self._programs = parts.programs
-        self._limits_of = parts.limits_of
-        self._host_bytes = parts.host_bytes
-        self.num_programs = parts.programs.num_programs
+        self._programs = parts.compiled
+        self._host_bytes = parts.programs.host_bytes(self.num_kv_blocks)
+        self.num_programs = parts.compiled.num_programs
         """Programs, compiled or to come: `encode`, `step` and `sample` over all buckets."""
         self.device_threads = parts.device_threads
         self.startup_seconds = parts.seconds
@@ -101,7 +103,7 @@ class EngineCore:
         self._open_outputs: list[SchedulerOutput | None] = []
         """What was scheduled and is not read yet; None: what is being scheduled."""
         self._failure: Exception | None = None
-        """Of the step on the device; the next call raises it, after all tokens that were read."""
+        """Why the step on the device failed; the next call raises it, once all tokens are read."""
         self._read_at = 0.0
         """When the last step was read, in `time.monotonic()` seconds."""
         self.num_preemptions = 0
@@ -110,65 +112,73 @@ class EngineCore:
             if self._placement.is_leader
             else None
         )
-        self._encoder_inputs = None
-        self._block_hasher = _make_block_hasher(config.cache)
-        if parts.limits.max_encoder_len:
-            self._encoder_inputs = EncoderInputs(parts.limits)
-            # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
-            self._block_hasher = None
+        self._encoder_numbers = count()
+        # A decoder's blocks depend on all that its encoder read, which no hash of them covers.
+        has_encoder = bool(parts.limits.max_encoder_len)
+        self._block_hasher = None if has_encoder else _make_block_hasher(config.cache)
         self._counter = CompilationCounter()
         self._has_priorities = config.scheduler.scheduling_policy == "priority"
         self._deadlines = Deadlines()
         self._grammars = Grammars(
             partial(MULTIMODAL_REGISTRY.load_tokenizer, config.model), parts.limits.vocab_size
         )
-        if self._runner.ready != self._runner.buckets:
-            self._scheduler.limit_steps(self._limits_of(self._runner.ready))
-
-    @classmethod
-    def from_model(
-        cls, model_class: type[nnx.Module], params: Params, config: EngineConfig
-    ) -> "EngineCore":
-        """Serve `params`, which are in memory, with `model_class` over `config.model.hf_config`."""
-        return cls(config, model_class=model_class, params=params)
+        self._ready: Buckets | None = None
+        """The buckets that steps are scheduled for."""
+        self._use_compiled()
 
     # ---- serving -------------------------------------------------------------------------------
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request; raise `RequestError`, without a change, if it cannot be served.
+        """Queue a request; raise `RequestError` if it cannot be served.
+
+        A refused one changes nothing but the receiver cache.
 
         Everything that may fail on a client's data fails here, not in a step, which computes many
         requests. Raises MultiModalCacheMissError for items without tensors that are not cached.
         """
         # Before any check: P0's sender cache has recorded these items, refused or not.
         features = resolve_features(message.mm_features, self._receiver_cache)
-        check_is_served(
-            message,
-            has_encoder=self._encoder_inputs is not None,
-            has_adapters=self.config.lora.enable_lora,
-        )
-        check_places(features)
-        adapter = None if message.lora_name is None else self._adapters.use(message.lora_name)
-        encoder, rotary = None, None
-        if self._encoder_inputs is None:
-            items = [self._to_item(feature, adapter) for feature in features]
-            rotary = self._find_positions(len(message.prompt_token_ids), features)
-        else:
-            encoder_ids = self._encoder_inputs.check(message.encoder_prompt_token_ids, features)
-            encoder_items = [self._to_item(feature, adapter) for feature in features]
-            items, encoder = [], self._encoder_inputs.make(encoder_ids, encoder_items)
-        self._limits.check_prompt(message.prompt_token_ids, items)
-        self._limits.check_sampling(message)
-        params = message.sampling_params
-        grammar = None
+        request = self._make_request(message, features)
+        self._limits.check_request(request)
+        # The last check, behind which nothing is refused.
+        self._scheduler.add_request(request)
+        if request.lora_request is not None:
+            self._adapters.use(request.lora_request)
         if message.grammar is not None:
-            grammar = self._grammars.start(
+            request.logit_rules.grammar = self._grammars.start(
                 message.grammar,
                 message.eos_token_ids,
                 message.output_token_ids,
-                allowed_token_ids=params.allowed_token_ids,
+                allowed_token_ids=message.sampling_params.allowed_token_ids,
             )
-        request = Request(
+        logger.debug(
+            "request %s waits: %d prompt tokens, %d items",
+            *(message.request_id, request.num_prompt_tokens, len(features)),
+        )
+        self._deadlines.set(message.request_id, message.deadline)
+
+    def _make_request(
+        self, message: EngineCoreRequest, features: Sequence[MultiModalFeatureSpec]
+    ) -> Request:
+        """Return a request that was checked by itself; changes nothing."""
+        limits, params = self._limits, message.sampling_params
+        check_is_served(
+            message,
+            has_encoder=bool(limits.max_encoder_len),
+            has_adapters=self.config.lora.enable_lora,
+        )
+        check_places(features)
+        adapter = None if message.lora_name is None else self._adapters.find(message.lora_name)
+        items = [self._to_item(feature, adapter) for feature in features]
+        encoder, rotary = None, None
+        if limits.max_encoder_len:
+            encoder = self._make_encoder(message, features, items)
+            items = []
+        else:
+            rotary = self._find_positions(len(message.prompt_token_ids), features)
+        limits.check_prompt(message.prompt_token_ids, items)
+        limits.check_sampling(message)
+        return Request(
             request_id=message.request_id,
             prompt_token_ids=message.prompt_token_ids,
             output_token_ids=message.output_token_ids,
@@ -185,18 +195,26 @@ class EngineCore:
             block_hasher=self._block_hasher if params.prompt_logprobs is None else None,
             logit_rules=LogitRules(
                 params,
-                vocab_size=self._limits.vocab_size,
+                vocab_size=limits.vocab_size,
                 bad_words_token_ids=message.bad_words_token_ids,
-                grammar=grammar,
+                has_grammar=message.grammar is not None,
             ),
         )
-        self._limits.check_request(request)
-        self._scheduler.add_request(request)
-        logger.debug(
-            "request %s waits: %d prompt tokens, %d items",
-            *(message.request_id, request.num_prompt_tokens, len(features)),
+
+    def _make_encoder(
+        self,
+        message: EngineCoreRequest,
+        features: Sequence[MultiModalFeatureSpec],
+        items: Sequence[EncoderItem],
+    ) -> EncoderItem:
+        """Return an encoder's hidden states as one item, which depend on its prompt and items."""
+        token_ids = self._limits.check_encoder_prompt(message.encoder_prompt_token_ids, features)
+        return EncoderItem(
+            # Request ids may repeat.
+            identifier=f"encoder of request {next(self._encoder_numbers)}",
+            mm_position=PlaceholderRange(offset=0, length=len(token_ids)),
+            prompt=EncoderPrompt(token_ids=np.array(token_ids, np.int32), items=items),
         )
-        self._deadlines.set(message.request_id, message.deadline)
 
     def expire(self, now: float | None = None) -> list[str]:
         """Abort the requests whose deadline has passed; return their ids."""
@@ -316,10 +334,12 @@ class EngineCore:
         return deltas
 
     def _use_compiled(self) -> None:
-        """Use the programs that were compiled since the last step."""
-        if self._programs.ready != self._runner.ready:
-            self._runner.ready = self._programs.ready
-            self._scheduler.limit_steps(self._limits_of(self._runner.ready))
+        """Schedule for the programs that were compiled since the last step, too."""
+        ready = self._programs.ready
+        if ready is not self._ready:
+            self._ready = ready
+            is_partial = ready != self._runner.buckets
+            self._scheduler.limit_steps(ready if is_partial else None)
 
     def _dispatch(self) -> _Dispatched | None:
         self._open_outputs.append(None)

@@ -1,4 +1,7 @@
-"""The main of P1, the engine process: messages in, steps, messages out. Only P1 uses devices."""
+"""The engine process (P1): messages of the API server (P0) in, steps, messages out.
+
+Only the engine process uses devices.
+"""
 
 import threading
 import time

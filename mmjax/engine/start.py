@@ -1,8 +1,8 @@
 """Start an engine from a configuration: weights, memory, programs."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,26 +14,25 @@ import numpy as np
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.config.engine_config import EngineConfig
+from mmjax.engine.device.compilation import CompiledPrograms
 from mmjax.engine.device.compile_cache import enable_persistent_cache
-from mmjax.engine.device.encoder import choose_patches, count_units, largest_items
+from mmjax.engine.device.encoder import choose_sizes, largest_items
 from mmjax.engine.device.functions import AdaptedModel, ModelShape
-from mmjax.engine.device.memory import KVDemand, fit_kv_cache
+from mmjax.engine.device.memory import fit_kv_cache
 from mmjax.engine.device.mesh import Placement, join_processes, make_placement, shard_bytes
-from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.device.programs import Programs
 from mmjax.engine.device.runner import ModelRunner
-from mmjax.engine.device.staged_programs import ProgramsWhenNeeded, Stage, StagedPrograms
 from mmjax.engine.device.threads import DeviceThreads, open_devices
 from mmjax.engine.scheduling.adapters import Adapters
 from mmjax.engine.scheduling.admission import AdmissionLimits
-from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets
-from mmjax.engine.scheduling.scheduler import Scheduler, StepLimits
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
+from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CheckpointError, ConfigError, SnapshotDamagedError
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
-from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
+from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
 from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
@@ -51,363 +50,173 @@ logger = get_logger(__name__)
 class EngineParts(NamedTuple):
     """The parts of a started engine."""
 
-    host_inputs: HostInputs
-    precomputed: PrecomputedEmbeds
-    placement: Placement
+    programs: Programs
+    compiled: CompiledPrograms
     limits: AdmissionLimits
     scheduler: Scheduler
     runner: ModelRunner
     adapters: Adapters
-    programs: StagedPrograms
-    limits_of: Callable[[Buckets], StepLimits]
-    """What a step may hold that has no other buckets."""
-    host_bytes: dict[str, int]
-    """Bytes of the device's arrays in the host's memory, by cause."""
     device_threads: DeviceThreads
     seconds: dict[str, float]
     """Seconds that the start took, by phase."""
 
 
-class EngineStart:
-    """Starts one engine."""
+class _Model(NamedTuple):
+    """A model that is loaded."""
 
-    def __init__(self, config: EngineConfig, model_class: Any = None) -> None:
-        """`model_class` replaces the registry's class."""
-        _check_config(config)
-        self.config = config
-        self._precompile = config.precompile or "none"
-        self.seconds: dict[str, float] = {}
-        enable_persistent_cache(config.compilation_cache_dir)
-        # Before any other use of JAX, which opens the devices.
-        join_processes(config)
-        self._model_class = model_class or load_model_class(
-            config.model.architecture, config.model.model_class
-        )
+    model_class: Any
+    graphdef: Any
+    params: Params
+    placement: Placement
+    adapted: AdaptedModel | None
+    """None without `enable_lora`."""
+    left_out: tuple[str, ...]
+    """Attributes that are not loaded, since no media are allowed."""
 
-    def start(self, params: Params | None = None) -> EngineParts:
-        """Load the weights (unless `params` are given), allocate, and compile programs."""
-        config = self.config
-        with self._timed("open_devices"), reporting(logger, lambda: "opening the devices"):
-            device_threads = open_devices()
-        device = jax.local_devices()[0]
-        dtype = resolve_dtype(
-            config.model.dtype,
-            device.platform,
-            stored_dtype(config.model.hf_config),
-            cpu_has_bfloat16=has_bfloat16(),
-        )
-        with self._timed("load_weights"), reporting(logger, lambda: "loading the weights"):
-            graphdef, params = self._load(params, dtype)
-        model = bind(graphdef, params)
-        self._host_inputs: HostInputs = self._model_class.host_inputs(config.model.hf_config)
-        self._encoder_spec = self._host_inputs.encoder_spec
-        self._plan(model)
-        programs = self._make_programs(graphdef, params)
-        with self._timed("measure"):
-            self.num_kv_blocks = self._fit_kv_cache(programs, params)
-        with self._timed("allocate"), reporting(logger, lambda: "allocating the caches"):
-            self._allocate(programs, params)
-        self._adapters = self._open_adapters(params)
-        staged = self._stage(programs)
-        with self._timed("compile"):
-            staged.compile_first()
-        with self._timed("warm_up"), reporting(logger, lambda: "running the first programs"):
-            self._runner.ready = staged.ready
-            self._warm_up(programs.buckets)
-        self._runner.lead()
-        staged.start_others()
-        logger.info(
-            "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, "
-            "%d encoder rows; %s",
-            device.device_kind,
-            jnp.dtype(dtype).name,
-            staged.num_programs - staged.num_left,
-            staged.num_left,
-            self.num_kv_blocks,
-            config.cache.block_size,
-            self._encoder_cache.cache_size,
-            ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items()),
-        )
-        return EngineParts(
-            self._host_inputs,
-            programs.precomputed,
-            self._placement,
-            self._limits,
-            self._scheduler,
-            self._runner,
-            self._adapters,
-            staged,
-            self._limits_of,
-            programs.host_bytes(self.num_kv_blocks),
-            device_threads,
-            self.seconds,
-        )
 
-    def _stage(self, programs: Programs) -> StagedPrograms:
-        """Return what is compiled before the first request, and what meanwhile."""
-        make = partial(programs.all, self.num_kv_blocks)
-        options = {"num_threads": self.config.compile_threads, "use_tqdm": self.config.use_tqdm}
-        every = programs.buckets
-        if self._precompile == "none":
-            programs_when_needed = ProgramsWhenNeeded(every, make, **options)
-            self._runner.prepare = programs_when_needed.compile
-            return programs_when_needed
-        stages, before = [], NO_SIZES
-        is_staged = self._precompile == "smallest"
-        for buckets in every.stages(least_tokens=self._least_tokens) if is_staged else [every]:
-            stages.append(Stage(buckets, make(buckets.sizes.but_not(before))))
-            before = buckets.sizes
-        return StagedPrograms(stages, **options)
+class _MediaPlan(NamedTuple):
+    """What items take of a step, and of the encoder cache; it does not depend on memory."""
 
-    def _warm_up(self, buckets: Buckets) -> None:
-        """Run the smallest programs, which shows that each function runs.
+    host_inputs: HostInputs
+    has_tower: bool
+    takes_embeds: bool
+    has_spans: bool
+    keeps_runs_whole: bool
+    largest_item: int
+    """Embeddings that are encoded at once, at most; 0: none are."""
+    encoder_budget: int
+    """Embeddings that a step may encode."""
+    num_encoder_rows: int
+    """Embeddings that are kept."""
+    max_encoder_len: int
 
-        With other processes all of them: what sends a call's arrays is compiled as it runs.
-        """
-        if self._precompile == "none":
-            return
-        if not self._placement.is_shared:
-            buckets = buckets.stages(least_tokens=self._least_tokens)[0]
-        self._runner.warm_up(buckets)
 
-    @property
-    def _least_tokens(self) -> int:
-        """Tokens of an image that cannot be divided."""
-        return self._largest_item if self._keeps_runs_whole else 1
+def start_engine(
+    config: EngineConfig, *, model_class: Any = None, params: Params | None = None
+) -> EngineParts:
+    """Load the weights, allocate the caches, and compile programs.
 
-    def _limits_of(self, buckets: Buckets) -> StepLimits:
-        spec, num_embeds = self._encoder_spec, self._encoder_budget
-        if isinstance(spec, PackedEncoderSpec) and buckets.encode:
-            # An item is not divided over calls.
-            num_embeds = buckets.encode[-1] // spec.patches_per_token
-        return StepLimits(buckets.max_num_seqs, buckets.max_num_batched_tokens, num_embeds)
-
-    def _load(self, params: Params | None, dtype: Any) -> tuple[Any, Params]:
-        """Return the model's graphdef, and its sharded parameters."""
-        config = self.config
-        parts = (config.model.hf_config, config.model.mm, config.model.quantization)
-        graphdef, abstract = build_abstract(build_model, self._model_class, *parts, dtype=dtype)
-        model = bind(graphdef, abstract)
-        self._adapted = self._make_room(model, parts, dtype)
-        self._left_out = left_out_names(model, config.model.mm)
-        self._has_tower = not self._left_out
-        if self._left_out:
-            logger.info("no media are allowed: left out are %s", ", ".join(self._left_out))
-        self._placement = make_placement(
-            config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads
-        )
-        if params is None:
-            params = self._read(abstract)
-        elif config.model.quantization is not None:
-            params = quantize_params(params, abstract)
-        given = {name: part for name, part in params.items() if name not in self._left_out}
-        return graphdef, self._placement.place_params(given)
-
-    def _make_room(self, model: Any, parts: Any, dtype: Any) -> AdaptedModel | None:
-        """Return the model with room for adapters; None without `enable_lora`."""
-        lora = self.config.lora
-        if not lora.enable_lora:
-            return None
-        if model.max_encoder_len:
-            raise ConfigError(
-                f"`enable_lora` is set, but `{self._model_class.__name__}` is an encoder-decoder "
-                "model, whose adapters mmjax does not serve; leave it out"
-            )
-        own = dtype if lora.lora_dtype == "auto" else jnp.dtype(lora.lora_dtype)
-        has_towers = lora.enable_tower_connector_lora
-        sizes = AdapterSizes(lora.max_loras, lora.max_lora_rank, own, has_towers)
-        graphdef, abstract = build_abstract(
-            build_model, self._model_class, *parts, sizes, dtype=dtype
-        )
-        return AdaptedModel.of(graphdef, abstract, has_towers=has_towers)
-
-    def _open_adapters(self, params: Params) -> Adapters:
-        """Return the adapters, those of `lora_modules` loaded."""
-        lora, adapted = self.config.lora, self._adapted
-        leaves = flatten_params(params)
-
-        def read_base(name: str) -> np.ndarray | None:
-            return np.asarray(leaves[name]) if name in leaves else None
-
-        shapes = {} if adapted is None else adapted.shapes
-        reader = AdapterReader(
-            rules=self._model_class.rules(self.config.model.hf_config),
-            shapes={name: leaf.shape for name, leaf in shapes.items()},
-            dtype=next((leaf.dtype for leaf in shapes.values()), None),
-            max_rank=lora.max_lora_rank,
-            read_base=read_base,
-            has_towers=lora.enable_tower_connector_lora,
-            left_out=self._left_out,
-        )
-        adapters = Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
-        if lora.modules:
-            with self._timed("load_adapters"), reporting(logger, lambda: "loading the adapters"):
-                self._load_adapters(adapters)
-        return adapters
-
-    def _load_adapters(self, adapters: Adapters) -> None:
-        for name, path in self.config.lora.modules:
-            adapters.load(name, Path(path))
-        while adapters.wait(1.0):
-            pass
-        for name, error in adapters.pop_loaded():
-            if error is not None:
-                raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")
-
-    def _read(self, abstract: Params) -> Params:
-        config, mesh = self.config, self._placement.mesh
-        path, left_out = config.model.path, self._left_out
-        if is_snapshot(path):
-            agree = self._placement.agree
-            try:
-                return load_snapshot(path, abstract, mesh=mesh, left_out=left_out, agree=agree)
-            except SnapshotDamagedError as error:
-                path = _find_source(error, config.model.download_dir)
-        return load_params(
-            path,
-            abstract,
-            self._model_class.rules(config.model.hf_config),
-            mesh=mesh,
-            left_out=left_out,
-            use_tqdm=config.use_tqdm,
-        )
-
-    def _plan(self, model: Any) -> None:
-        """Set limits and buckets, which do not depend on memory."""
-        schedule = self.config.scheduler
-        self._max_encoder_len = model.max_encoder_len
-        self._takes_embeds = self.config.model.mm.enable_mm_embeds
-        has_items = self._has_tower or self._takes_embeds
-        self._has_spans = has_items and model.has_bidirectional_spans
-        self._keeps_runs_whole = self._has_spans or schedule.disable_chunked_mm_input
-        if self._has_spans and not schedule.disable_chunked_mm_input:
-            logger.info("a picture's embeddings go in one step: they see each other both ways")
-        largest: dict[str, int] = {}
-        if has_items:
-            largest |= largest_items(
-                self._encoder_spec,
-                self.config.max_embeds_per_item,
-                self.config.model.max_model_len,
-            )
-        self._largest_item = max(largest.values(), default=0)
-        if self._max_encoder_len:
-            # The items have no positions in the decoder's prompt, which alone has chunks.
-            self._keeps_runs_whole = False
-            # A request starts in one step: with the encoder's hidden states, and, of the items in
-            # its prompt, at most an embedding at each place.
-            largest = {"encoder": 2 * self._max_encoder_len}
-        self._encoder_budget, encoder_rows = compute_mm_encoder_budget(
-            schedule,
-            largest,
-            encoder_cache_size=self.config.cache.encoder_cache_size,
-            disable_chunked_mm_input=self._keeps_runs_whole,
-        )
-        self._encoder_cache = EncoderCacheManager(max(1, encoder_rows))
-
-    def _make_programs(self, graphdef: Any, params: Params) -> Programs:
-        schedule, block_size = self.config.scheduler, self.config.cache.block_size
-        shape = ModelShape.of(graphdef, params)
-        spec = bind(graphdef, params).kv_cache_spec
-        placement = self._placement
-        cache_type = choose_cache_type(
-            placement.platform, spec, shape.dtype, num_shards=placement.num_kv_shards
-        )
-        budget = self._encoder_budget if self._has_tower else 0
-        buckets = Buckets.create(
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_units=count_units(self._encoder_spec, budget),
-            patches=choose_patches(self._encoder_spec, budget, self._largest_item)
-            if self._has_tower
-            else (),
-            max_written=self._encoder_budget if self._takes_embeds else 0,
-            span_variants=span_variants(cache_type, has_spans=self._has_spans),
-            max_encoder_len=self._max_encoder_len,
-            has_adapters=self._adapted is not None,
-        )
-        return Programs(
-            shape,
-            params,
-            cache_type=cache_type,
-            buckets=buckets,
-            placement=self._placement,
-            host_inputs=self._host_inputs,
-            num_encoder_rows=self._encoder_cache.cache_size,
-            block_size=block_size,
-            max_blocks=cdiv(self.config.model.max_model_len, block_size),
-            max_encoder_len=self._max_encoder_len,
-            adapted=self._adapted,
-        )
-
-    def _fit_kv_cache(self, programs: Programs, params: Params) -> int:
-        schedule = self.config.scheduler
-        demand = KVDemand(
-            bytes_per_block=programs.bytes_per_block,
-            block_size=self.config.cache.block_size,
-            max_model_len=self.config.model.max_model_len,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_encoder_len=self._max_encoder_len,
-        )
-        return fit_kv_cache(
-            programs,
-            demand,
-            self.config.cache,
-            self._placement,
-            weights=shard_bytes(params),
-            max_loras=self.config.lora.max_loras,
-            num_threads=self.config.compile_threads,
-            is_hurried=self._precompile != "all",
-        )
-
-    def _allocate(self, programs: Programs, params: Params) -> None:
-        schedule, cache = self.config.scheduler, self.config.cache
-        max_model_len = self.config.model.max_model_len
-        self._limits = AdmissionLimits(
-            max_model_len=max_model_len,
-            num_token_ids=programs.num_token_ids,
-            vocab_size=programs.vocab_size,
-            num_blocks=self.num_kv_blocks,
-            block_size=cache.block_size,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            encoder_budget=min(self._encoder_budget, self._encoder_cache.cache_size),
-            keeps_runs_whole=self._keeps_runs_whole,
-            enable_chunked_prefill=schedule.enable_chunked_prefill,
-            max_encoder_len=self._max_encoder_len,
-        )
-        self._scheduler = Scheduler(
-            kv_cache=KVCacheManager(
-                num_blocks=self.num_kv_blocks,
-                block_size=cache.block_size,
-                max_model_len=max_model_len,
-                max_encoder_len=self._max_encoder_len,
-            ),
-            encoder_cache=self._encoder_cache,
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            max_num_encoder_input_tokens=self._encoder_budget,
-            max_num_queued_reqs=schedule.max_num_queued_reqs,
-            max_num_encoder_states=programs.buckets.num_states,
-            keeps_runs_whole=self._keeps_runs_whole,
-            enable_chunked_prefill=schedule.enable_chunked_prefill,
-            max_loras=self.config.lora.max_loras if self._adapted is not None else 0,
-        )
-        self._runner = ModelRunner(
-            programs,
-            params,
-            num_blocks=self.num_kv_blocks,
-            block_size=cache.block_size,
-            max_blocks=cdiv(max_model_len, cache.block_size),
-            has_spans=self._has_spans,
-            placement=self._placement,
-            max_encoder_blocks=cdiv(self._max_encoder_len, cache.block_size),
-        )
+    `model_class` and `params` replace the registry's class and the checkpoint's weights.
+    """
+    _check_config(config)
+    enable_persistent_cache(config.compilation_cache_dir)
+    # Before any other use of JAX, which opens the devices.
+    join_processes(config)
+    seconds: dict[str, float] = {}
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(name: str, doing: str | None = None) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
+        with nullcontext() if doing is None else reporting(logger, lambda: doing):
+            yield
+        seconds[name] = time.perf_counter() - start
+
+    with timed("open_devices", "opening the devices"):
+        device_threads = open_devices()
+    with timed("load_weights", "loading the weights"):
+        model = _load_model(config, model_class, params)
+    plan = _plan_media(config, model)
+    programs = _make_programs(config, model, plan)
+    with timed("measure"):
+        num_blocks = fit_kv_cache(config, programs, weights=shard_bytes(model.params))
+    compiled, warm_up_keys = _order_programs(config, plan, programs, num_blocks)
+    with timed("allocate", "allocating the caches"):
+        limits, scheduler = _make_scheduler(config, plan, programs, num_blocks)
+        runner = ModelRunner(
+            programs, compiled, model.params, num_blocks=num_blocks, has_spans=plan.has_spans
+        )
+    adapters = _open_adapters(config, model)
+    if config.lora.modules:
+        with timed("load_adapters", "loading the adapters"):
+            _load_adapters(config, adapters)
+    with timed("compile"):
+        compiled.compile_first()
+    with timed("warm_up", "running the first programs"):
+        runner.warm_up(warm_up_keys)
+    runner.lead()
+    compiled.start_others()
+    logger.info(
+        "ready on %s in %s: %d programs, %d to come, %d KV blocks of %d slots, %d encoder rows; %s",
+        jax.local_devices()[0].device_kind,
+        jnp.dtype(programs.dtype).name,
+        compiled.num_programs - compiled.num_left,
+        compiled.num_left,
+        num_blocks,
+        config.cache.block_size,
+        programs.num_encoder_rows,
+        ", ".join(f"{name} {elapsed:.1f} s" for name, elapsed in seconds.items()),
+    )
+    made = (programs, compiled, limits, scheduler, runner, adapters)
+    return EngineParts(*made, device_threads, seconds)
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _load_model(config: EngineConfig, model_class: Any, params: Params | None) -> _Model:
+    """Return the model with its sharded parameters; `params` None: those of the checkpoint."""
+    model_class = model_class or load_model_class(
+        config.model.architecture, config.model.model_class
+    )
+    dtype = resolve_dtype(
+        config.model.dtype,
+        jax.local_devices()[0].platform,
+        stored_dtype(config.model.hf_config),
+        cpu_has_bfloat16=has_bfloat16(),
+    )
+    parts = (model_class, config.model.hf_config, config.model.mm, config.model.quantization)
+    graphdef, abstract = build_abstract(build_model, *parts, dtype=dtype)
+    model = bind(graphdef, abstract)
+    adapted = _make_room(config, model, parts, dtype)
+    left_out = tuple(left_out_names(model, config.model.mm))
+    if left_out:
+        logger.info("no media are allowed: left out are %s", ", ".join(left_out))
+    placement = make_placement(config.parallel, num_kv_heads=model.kv_cache_spec.num_kv_heads)
+    if params is None:
+        params = _read(config, model_class, abstract, placement, left_out)
+    elif config.model.quantization is not None:
+        params = quantize_params(params, abstract)
+    given = {name: part for name, part in params.items() if name not in left_out}
+    placed = placement.place_params(given)
+    return _Model(model_class, graphdef, placed, placement, adapted, left_out)
+
+
+def _make_room(config: EngineConfig, model: Any, parts: Any, dtype: Any) -> AdaptedModel | None:
+    """Return the model with room for adapters; None without `enable_lora`."""
+    lora, model_class = config.lora, parts[0]
+    if not lora.enable_lora:
+        return None
+    if model.max_encoder_len:
+        raise ConfigError(
+            f"`enable_lora` is set, but `{model_class.__name__}` is an encoder-decoder "
+            "model, whose adapters mmjax does not serve; leave it out"
+        )
+    own = dtype if lora.lora_dtype == "auto" else jnp.dtype(lora.lora_dtype)
+    has_towers = lora.enable_tower_connector_lora
+    sizes = AdapterSizes(lora.max_loras, lora.max_lora_rank, own, has_towers)
+    graphdef, abstract = build_abstract(build_model, *parts, sizes, dtype=dtype)
+    return AdaptedModel.of(graphdef, abstract, has_towers=has_towers)
+
+
+def _read(
+    config: EngineConfig,
+    model_class: Any,
+    abstract: Params,
+    placement: Placement,
+    left_out: Sequence[str],
+) -> Params:
+    """Read the checkpoint's weights."""
+    path, mesh = config.model.path, placement.mesh
+    if is_snapshot(path):
+        try:
+            return load_snapshot(
+                path, abstract, mesh=mesh, left_out=left_out, agree=placement.agree
+            )
+        except SnapshotDamagedError as error:
+            path = _find_source(error, config.model.download_dir)
+    rules = model_class.rules(config.model.hf_config)
+    use_tqdm = config.use_tqdm
+    return load_params(path, abstract, rules, mesh=mesh, left_out=left_out, use_tqdm=use_tqdm)
 
 
 def _find_source(damage: SnapshotDamagedError, download_dir: Path | None) -> Path:
@@ -439,6 +248,178 @@ def resolve_dtype(name: str, platform: str, stored: str | None, *, cpu_has_bfloa
             stored or "no named dtype",
         )
     return jnp.dtype(name)
+
+
+# ---- adapters ------------------------------------------------------------------------------------
+
+
+def _open_adapters(config: EngineConfig, model: _Model) -> Adapters:
+    """Return the adapters, of which none is loaded."""
+    lora, leaves = config.lora, flatten_params(model.params)
+    shapes = {} if model.adapted is None else model.adapted.shapes
+    reader = AdapterReader(
+        rules=model.model_class.rules(config.model.hf_config),
+        shapes={name: leaf.shape for name, leaf in shapes.items()},
+        dtype=next((leaf.dtype for leaf in shapes.values()), None),
+        max_rank=lora.max_lora_rank,
+        read_base=lambda name: np.asarray(leaves[name]) if name in leaves else None,
+        has_towers=lora.enable_tower_connector_lora,
+        left_out=model.left_out,
+    )
+    return Adapters(reader.read, max_cpu_loras=lora.max_cpu_loras or 2 * lora.max_loras)
+
+
+def _load_adapters(config: EngineConfig, adapters: Adapters) -> None:
+    for name, path in config.lora.modules:
+        adapters.load(name, Path(path))
+    while adapters.wait(1.0):
+        pass
+    for name, error in adapters.pop_loaded():
+        if error is not None:
+            raise ConfigError(f"`lora_modules` gives `{name}`, which cannot be loaded: {error}")
+
+
+# ---- sizes, memory and programs ------------------------------------------------------------------
+
+
+def _plan_media(config: EngineConfig, model: _Model) -> _MediaPlan:
+    schedule, module = config.scheduler, bind(model.graphdef, model.params)
+    host_inputs: HostInputs = model.model_class.host_inputs(config.model.hf_config)
+    has_tower, takes_embeds = not model.left_out, config.model.mm.enable_mm_embeds
+    has_spans = (has_tower or takes_embeds) and module.has_bidirectional_spans
+    keeps_runs_whole = has_spans or schedule.disable_chunked_mm_input
+    if has_spans and not schedule.disable_chunked_mm_input:
+        logger.info("a picture's embeddings go in one step: they see each other both ways")
+    largest: Mapping[str, int] = {}
+    if has_tower or takes_embeds:
+        largest = largest_items(
+            host_inputs.encoder_spec, config.max_embeds_per_item, config.model.max_model_len
+        )
+    largest_item = max(largest.values(), default=0)
+    if module.max_encoder_len:
+        # The items have no positions in the decoder's prompt, which alone has chunks.
+        keeps_runs_whole = False
+        # A request starts in one step: with the encoder's hidden states, and, of the items in
+        # its prompt, at most an embedding at each place.
+        largest = {"encoder": 2 * module.max_encoder_len}
+    encoder_budget, encoder_rows = compute_mm_encoder_budget(
+        schedule,
+        largest,
+        encoder_cache_size=config.cache.encoder_cache_size,
+        disable_chunked_mm_input=keeps_runs_whole,
+    )
+    return _MediaPlan(
+        host_inputs=host_inputs,
+        has_tower=has_tower,
+        takes_embeds=takes_embeds,
+        has_spans=has_spans,
+        keeps_runs_whole=keeps_runs_whole,
+        largest_item=largest_item,
+        encoder_budget=encoder_budget,
+        num_encoder_rows=max(1, encoder_rows),
+        max_encoder_len=module.max_encoder_len,
+    )
+
+
+def _make_programs(config: EngineConfig, model: _Model, plan: _MediaPlan) -> Programs:
+    schedule, placement = config.scheduler, model.placement
+    shape = ModelShape.of(model.graphdef, model.params)
+    cache_type = choose_cache_type(
+        placement.platform,
+        bind(model.graphdef, model.params).kv_cache_spec,
+        shape.dtype,
+        num_shards=placement.num_kv_shards,
+    )
+    spec, budget = plan.host_inputs.encoder_spec, plan.encoder_budget
+    no_tower: dict[str, Any] = {"max_units": 0}
+    buckets = Buckets.create(
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        **(choose_sizes(spec, budget, plan.largest_item) if plan.has_tower else no_tower),
+        max_written=budget if plan.takes_embeds else 0,
+        span_variants=span_variants(cache_type, has_spans=plan.has_spans),
+        max_encoder_len=plan.max_encoder_len,
+        has_adapters=model.adapted is not None,
+    )
+    return Programs(
+        shape,
+        model.params,
+        cache_type=cache_type,
+        buckets=buckets,
+        placement=placement,
+        host_inputs=plan.host_inputs,
+        num_encoder_rows=plan.num_encoder_rows,
+        block_size=config.cache.block_size,
+        max_blocks=cdiv(config.model.max_model_len, config.cache.block_size),
+        max_encoder_len=plan.max_encoder_len,
+        adapted=model.adapted,
+    )
+
+
+def _order_programs(
+    config: EngineConfig, plan: _MediaPlan, programs: Programs, num_blocks: int
+) -> tuple[CompiledPrograms, Sequence[ProgramKey]]:
+    """Return the programs, and which of them run before the first request.
+
+    The smallest, which shows that each function runs. With other processes all of them: what sends
+    a call's arrays is compiled as it runs.
+    """
+    buckets = programs.buckets
+    least_tokens = plan.largest_item if plan.keeps_runs_whole else 1
+    order, num_first = buckets.compile_order(least_tokens=least_tokens)
+    warm_up_keys = order[:num_first]
+    if config.precompile == "all":
+        order, num_first = buckets.keys, buckets.num_programs
+    elif config.precompile != "smallest":
+        order, num_first, warm_up_keys = [], 0, []
+    compiled = CompiledPrograms(
+        buckets,
+        partial(programs.make, num_blocks),
+        order,
+        num_first,
+        num_threads=config.compile_threads,
+        use_tqdm=config.use_tqdm,
+    )
+    is_alone = not programs.placement.is_shared
+    return compiled, warm_up_keys if is_alone else order[:num_first]
+
+
+def _make_scheduler(
+    config: EngineConfig, plan: _MediaPlan, programs: Programs, num_blocks: int
+) -> tuple[AdmissionLimits, Scheduler]:
+    schedule, cache = config.scheduler, config.cache
+    max_model_len, spec = config.model.max_model_len, plan.host_inputs.encoder_spec
+    limits = AdmissionLimits(
+        max_model_len=max_model_len,
+        num_token_ids=programs.num_token_ids,
+        vocab_size=programs.vocab_size,
+        num_blocks=num_blocks,
+        block_size=cache.block_size,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        encoder_budget=min(plan.encoder_budget, plan.num_encoder_rows),
+        keeps_runs_whole=plan.keeps_runs_whole,
+        enable_chunked_prefill=schedule.enable_chunked_prefill,
+        max_encoder_len=plan.max_encoder_len,
+    )
+    scheduler = Scheduler(
+        kv_cache=KVCacheManager(
+            num_blocks=num_blocks,
+            block_size=cache.block_size,
+            max_model_len=max_model_len,
+            max_encoder_len=plan.max_encoder_len,
+        ),
+        encoder_cache=EncoderCacheManager(plan.num_encoder_rows),
+        max_num_seqs=schedule.max_num_seqs,
+        max_num_batched_tokens=schedule.max_num_batched_tokens,
+        max_num_encoder_input_tokens=plan.encoder_budget,
+        max_num_queued_reqs=schedule.max_num_queued_reqs,
+        max_num_encoder_states=programs.buckets.num_states,
+        patches_per_token=0 if isinstance(spec, EncoderSpec) else spec.patches_per_token,
+        keeps_runs_whole=plan.keeps_runs_whole,
+        enable_chunked_prefill=schedule.enable_chunked_prefill,
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+    )
+    return limits, scheduler
 
 
 def _check_config(config: EngineConfig) -> None:

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerCache
+from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import Angles, Decoder, GroupedQueryAttention
-from mmjax.layers.embed import soft_cap
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import GemmaRMSNorm
 from mmjax.layers.rope import text_angles
@@ -146,4 +146,5 @@ class GemmaTextModel(Decoder):
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32, soft-capped where the config says so."""
-        return soft_cap(super().compute_logits(hidden_states), self.config.final_logit_softcapping)
+        logits = super().compute_logits(hidden_states)
+        return apply_soft_cap(logits, self.config.final_logit_softcapping)

@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
         self.norm = norm
         self.lm_head = None if is_tied else Embed(vocab_size, hidden_size, dtype=dtype)
         self.lora: LoRA | None = None
-        """Of the head, tied or not."""
+        """The adapters of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:

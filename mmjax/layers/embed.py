@@ -26,11 +26,6 @@ class Embed(nnx.Module):
         return rows if self.lora is None else rows + self.lora(known, rows.dtype)
 
 
-def soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
-    """Bound `logits` to (-cap, cap), as Gemma 2 (arXiv 2408.00118, section 2); None: no bound."""
-    return logits if cap is None else jnp.tanh(logits / cap) * cap
-
-
 def project_logits(
     hidden_states: Float[Array, "R D"], weight: Float[Array, "V D"]
 ) -> Float[Array, "R V"]:

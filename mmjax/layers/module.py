@@ -25,12 +25,28 @@ def build_abstract(build: Callable[..., nnx.Module], *args: Any, **kwargs: Any) 
     return graphdef, nnx.to_pure_dict(state)
 
 
+_see_module: ContextVar[Callable[[nnx.Module], None] | None] = ContextVar("see", default=None)
+
+
 def bind(graphdef: Any, params: Params) -> Any:
     """Return the module of `graphdef` with `params`; call it under jit."""
-    return nnx.merge(graphdef, params)
+    module = nnx.merge(graphdef, params)
+    if (see := _see_module.get()) is not None:
+        see(module)
+    return module
 
 
-_traces_every_block = ContextVar("traces_every_block", default=False)
+@contextmanager
+def seeing_modules(see: Callable[[nnx.Module], None]) -> Iterator[None]:
+    """Let `see` look into every module that is bound.
+
+    `call_block` then calls the blocks themselves, which are traced one by one.
+    """
+    token = _see_module.set(see)
+    try:
+        yield
+    finally:
+        _see_module.reset(token)
 
 
 def call_block(block: nnx.Module, *args: Any) -> Any:
@@ -39,7 +55,7 @@ def call_block(block: nnx.Module, *args: Any) -> Any:
     Tracing a block takes as long as loading its compiled code. XLA inlines the calls: what it
     compiles is the same. Arguments are pytrees of arrays.
     """
-    if _traces_every_block.get():
+    if _see_module.get() is not None:
         return block(*args)
     graphdef, state = nnx.split(block)
     return _call_block(graphdef, nnx.to_pure_dict(state), *args)
@@ -48,16 +64,6 @@ def call_block(block: nnx.Module, *args: Any) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _call_block(graphdef: Any, params: Params, *args: Any) -> Any:
     return bind(graphdef, params)(*args)
-
-
-@contextmanager
-def tracing_every_block() -> Iterator[None]:
-    """Let `call_block` call the blocks themselves, as what looks into them needs."""
-    token = _traces_every_block.set(True)
-    try:
-        yield
-    finally:
-        _traces_every_block.reset(token)
 
 
 def flatten_params(params: Params) -> dict[str, Any]:

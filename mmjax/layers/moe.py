@@ -39,7 +39,7 @@ class RouterConfig:
     has_correction_bias: bool
     """Whether a learned bias is added to the scores in choosing, and not in weighting."""
     num_groups: int = 1
-    """Of the experts, in order; of equal size."""
+    """Groups of equal size that the experts form, in order."""
     num_chosen_groups: int = 1
     """Groups that a token's experts may be of."""
     is_normalized: bool = False

@@ -19,7 +19,7 @@ from mmjax.layers.module import Params, flatten_params, unflatten_params
 
 MAX_INT8 = 127
 _LEAST_SCALE = np.finfo(np.float32).tiny
-"""Of rows of zeros, or of numbers so small that a quotient by their scale would overflow."""
+"""The scale of rows of zeros, or of numbers so small that a quotient by theirs would overflow."""
 _SCALE = "_scale"
 """What the name of a parameter's scales has behind the parameter's own."""
 

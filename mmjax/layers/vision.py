@@ -1,12 +1,23 @@
-"""Patches of images, for the towers of images of one size."""
+"""What vision towers share: patches, convolutions, positions."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.linear import linear
+
+
+Padding = Sequence[tuple[int, int]]
+"""Zeros before and behind: of the rows, of the columns."""
+
+_CUBIC = -0.75
+"""The parameter of the bicubic kernel in torch, OpenCV and Pillow's older versions (Keys: -0.5)."""
 
 
 class PatchEmbedding(nnx.Module):
@@ -36,3 +47,104 @@ class PatchEmbedding(nnx.Module):
         return linear(
             patches.astype(weight.dtype), weight, None if self.bias is None else self.bias[...]
         )
+
+
+class Conv2d(nnx.Module):
+    """`torch.nn.Conv2d`: parameters `weight[out, in, rows, columns]` and `bias[out]`."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        stride: int = 1,
+        padding: Padding = ((0, 0), (0, 0)),
+        is_channels_last: bool = False,
+        dtype: Any,
+    ) -> None:
+        """`is_channels_last`: images are `[I, rows, columns, C]`, else `[I, C, rows, columns]`."""
+        shape = (out_channels, in_channels, kernel_size, kernel_size)
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros((out_channels,), dtype))
+        self.stride = stride
+        self.padding = tuple(padding)
+        self.is_channels_last = is_channels_last
+
+    def __call__(self, x: Float[Array, "I _ _ _"]) -> Float[Array, "I _ _ _"]:
+        """Convolve each image."""
+        layout = "NHWC" if self.is_channels_last else "NCHW"
+        out = jax.lax.conv_general_dilated(
+            x,
+            self.weight[...],
+            window_strides=(self.stride, self.stride),
+            padding=self.padding,
+            dimension_numbers=(layout, "OIHW", layout),
+        )
+        shape = (1, 1, 1, -1) if self.is_channels_last else (1, -1, 1, 1)
+        return out + self.bias[...].reshape(shape)
+
+
+class DepthwiseConv2d(nnx.Module):
+    """A convolution of each channel by itself, of the same size out as in.
+
+    As `torch.nn.Conv2d(groups=channels)`: parameters `weight[channels, 1, size, size]` and
+    `bias[channels]`; `size` is odd.
+    """
+
+    def __init__(self, num_channels: int, kernel_size: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_channels, 1, kernel_size, kernel_size), dtype))
+        self.bias = nnx.Param(jnp.zeros((num_channels,), dtype))
+
+    def __call__(self, x: Float[Array, "I Y X C"]) -> Float[Array, "I Y X C"]:
+        """Convolve images, padded with zeros on every side."""
+        # Sums of shifted images: XLA's CPU backend has no fast program for grouped convolutions.
+        weight = self.weight[...].astype(jnp.float32)
+        size, (_, height, width, _) = weight.shape[-1], x.shape
+        edge = size // 2
+        padded = jnp.pad(x, ((0, 0), (edge, edge), (edge, edge), (0, 0))).astype(jnp.float32)
+        out = self.bias[...].astype(jnp.float32)[None, None, None, :]
+        for row in range(size):
+            for column in range(size):
+                shifted = padded[:, row : row + height, column : column + width]
+                out = out + shifted * weight[:, 0, row, column][None, None, None, :]
+        return out.astype(x.dtype)
+
+
+class PositionTable(nnx.Module):
+    """One learned vector a patch: parameter `weight[P, D]`."""
+
+    def __init__(self, num_positions: int, dim: int, *, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((num_positions, dim), dtype))
+
+
+def bicubic_matrix(size: int, new_size: int) -> Float[np.ndarray, "_new _old"]:
+    """Return what a row of `size` values is multiplied by to have `new_size` of them.
+
+    As torch's `interpolate`: half-pixel centres (`align_corners=False`), edges repeated, no
+    antialiasing.
+    """
+    places = (np.arange(new_size) + 0.5) * size / new_size - 0.5
+    first = np.floor(places).astype(int)
+    matrix = np.zeros((new_size, size))
+    for tap in range(-1, 3):
+        weights = _cubic(np.abs(places - (first + tap)))
+        np.add.at(matrix, (np.arange(new_size), np.clip(first + tap, 0, size - 1)), weights)
+    return matrix.astype(np.float32)
+
+
+def resize_square(table: Float[Array, "_old D"], side: int) -> Float[Array, "_new D"]:
+    """Resize a square table of positions, row by row, to `side` rows and columns."""
+    old = round(table.shape[0] ** 0.5)
+    if side == old:
+        return table
+    matrix = jnp.asarray(bicubic_matrix(old, side))
+    grid = table.astype(jnp.float32).reshape(old, old, -1)
+    grid = jnp.einsum("yi,xj,ijd->yxd", matrix, matrix, grid)
+    return grid.reshape(side * side, -1).astype(table.dtype)
+
+
+def _cubic(distance: np.ndarray) -> np.ndarray:
+    near = ((_CUBIC + 2) * distance - (_CUBIC + 3)) * distance**2 + 1
+    far = ((distance - 5) * distance + 8) * distance * _CUBIC - 4 * _CUBIC
+    return np.where(distance <= 1, near, np.where(distance < 2, far, 0.0))

@@ -1,7 +1,7 @@
-"""Run the model as the engine does (paged, tiled), recording every block's output."""
+"""Run a model by the engine's functions, one request at a time, recording every block's output."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,26 +13,29 @@ import numpy as np
 from flax import nnx
 
 from mmjax.config.engine_config import Quantization
-from mmjax.engine.device.functions import AdaptedModel
-from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
-from mmjax.layers.attention.kv_cache import KVCache, allocate
+from mmjax.engine.device import functions
+from mmjax.engine.device.batch import BatchBuilder, step_layout
+from mmjax.engine.device.encoder import EncoderCalls, EncoderRows, PromptCalls
+from mmjax.engine.device.functions import AdaptedModel, StepState
+from mmjax.engine.device.mesh import Placement
+from mmjax.engine.scheduling.buckets import StepBucket
+from mmjax.engine.scheduling.outputs import ScheduledRequest
+from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
+from mmjax.layers.attention.kv_cache import allocate
 from mmjax.layers.module import (
     Params,
     bind,
     build_abstract,
     flatten_params,
-    tracing_every_block,
+    seeing_modules,
     unflatten_params,
 )
-from mmjax.models.host_inputs import (
-    HostInputs,
-    PackedEncoderSpec,
-    PromptItem,
-    RotaryPositions,
-)
-from mmjax.models.interface import AdapterSizes, build_model, embed_units
+from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem
+from mmjax.models.interface import AdapterSizes, build_model
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
+from mmjax.processing.tensors.inputs import PlaceholderRange
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.rounding import cdiv, round_up
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
 from mmjax.weights.load import load_params
@@ -118,16 +121,39 @@ class PagedModel:
         self.host_inputs: HostInputs = self.model_class.host_inputs(hf_config)
         self.params = params
         self.cache_spec = structure.kv_cache_spec
-        self.num_blocks = cdiv(max_len, BLOCK_SIZE)
+        self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
-        self.num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
-        self.width = abstract["language_model"]["embed_tokens"]["weight"].shape[1]
+        self._num_blocks = self.max_len // BLOCK_SIZE
+        self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
+        self._rows = EncoderRows(
+            self.max_len + 2 * self.max_encoder_len, self.host_inputs.num_extra_rows
+        )
+        self.width = functions.ModelShape.of(self.graphdef, params).hidden_size
+        self._placement = Placement()
+        num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
+        self._calls = EncoderCalls(self.host_inputs.encoder_spec, self._placement, num_rows)
+        self._prompt_calls = PromptCalls(max_len=self.max_encoder_len, num_rows=num_rows)
+        self._builder = BatchBuilder(
+            num_blocks=self._num_blocks + self._num_encoder_blocks,
+            block_size=BLOCK_SIZE,
+            max_blocks=self._num_blocks,
+            max_num_seqs=1,
+            rows_of=self._rows.get,
+            has_spans=self.model_class.has_bidirectional_spans,
+            max_encoder_blocks=self._num_encoder_blocks,
+        )
         self._jit()
 
     def _jit(self) -> None:
-        self._encode = jax.jit(partial(_encode, self.graphdef))
-        self._encode_prompt = jax.jit(partial(_encode_prompt, self.graphdef))
-        self._step = jax.jit(partial(_step, self.graphdef), static_argnames="is_probed")
+        graphdef = self.graphdef
+        encode = partial(functions.encode, graphdef, None, self._calls.gather)
+        self._encode = jax.jit(partial(_recorded, encode))
+        encode_prompts = partial(functions.encode_prompts, graphdef, self._placement.gather)
+        self._encode_prompts = jax.jit(partial(_recorded, encode_prompts))
+        step = partial(functions.step, graphdef, None, False)
+        self._prefill = jax.jit(partial(_recorded, step), static_argnames="layout")
+        self._decode = jax.jit(step, static_argnames="layout")
+        self._logits = jax.jit(lambda params, x: bind(graphdef, params).compute_logits(x))
 
     @classmethod
     def from_directory(
@@ -153,16 +179,12 @@ class PagedModel:
         graphdef, abstract = build_abstract(build_model, *self._parts, sizes, dtype=self.dtype)
         shapes = AdaptedModel.of(graphdef, abstract, has_towers=True).shapes
         leaves = flatten_params(self.params)
-
-        def read_base(name: str) -> np.ndarray | None:
-            return np.asarray(leaves[name]) if name in leaves else None
-
         reader = AdapterReader(
             rules=self.model_class.rules(self._parts[1]),
             shapes={name: leaf.shape for name, leaf in shapes.items()},
             dtype=jnp.dtype(self.dtype),
             max_rank=rank,
-            read_base=read_base,
+            read_base=lambda name: np.asarray(leaves[name]) if name in leaves else None,
         )
         arrays = reader.read(path).arrays
         for name, leaf in shapes.items():
@@ -175,10 +197,12 @@ class PagedModel:
 
     def run(self, sample: Sample) -> dict[str, np.ndarray]:
         """Return every probed module's output and the logits at every prompt position."""
-        encoded = self._run_encoder(sample)
-        rows = encoded.pop("", None)
-        step, _ = self._prefill(sample, rows, self._new_cache(), self._positions(sample))
-        return encoded | {name: value[: sample.num_tokens] for name, value in step.items()}
+        request = self._make_request(sample, max_tokens=1)
+        with jax.default_matmul_precision("highest"):
+            pool, encoded = self._run_encoder(request)
+            _, logits, outputs = self._run_step(request, pool, self._new_state())
+        cut = {name: value[: sample.num_tokens] for name, value in outputs.items()}
+        return encoded | cut | {LOGITS: logits}
 
     def generate(self, sample: Sample, max_tokens: int) -> tuple[int, ...]:
         """Return `max_tokens` greedy tokens, ignoring EOS."""
@@ -186,254 +210,154 @@ class PagedModel:
 
     def decode(self, sample: Sample, max_tokens: int) -> np.ndarray:
         """Return float32[max_tokens, V]: the logits that each greedy token was chosen by."""
-        rows = self._run_encoder(sample).pop("", None)
-        rotary = self._positions(sample)
-        outputs, cache = self._prefill(sample, rows, self._new_cache(), rotary)
-        logits = [outputs[LOGITS][sample.num_tokens - 1]]
-        while len(logits) < max_tokens:
-            place = sample.num_tokens + len(logits) - 1
-            metadata = self._metadata(place, np.array([place + 1], np.int32), padded=1, tile=1)
-            metadata = self._add_cross(metadata, sample, rows, is_first=False)
-            positions = rotary.between(place, place + 1)
-            token = np.array([logits[-1].argmax()], np.int32)
-            outputs, cache = self._call(token, None, cache, metadata, positions)
-            logits.append(outputs[LOGITS][0])
-        return np.stack(logits)
+        request, state = self._make_request(sample, max(max_tokens, 1)), self._new_state()
+        chosen: list[np.ndarray] = []
+        with jax.default_matmul_precision("highest"):
+            pool, _ = self._run_encoder(request)
+            while len(chosen) < request.max_tokens:
+                state, logits, _ = self._run_step(request, pool, state)
+                chosen.append(logits[-1])
+                request.append_token(int(logits[-1].argmax()))
+        return np.stack(chosen)
 
     def embed(self, sample: Sample) -> np.ndarray:
         """Return float32[rows, D]: the embeddings of all items, in the order of the prompt."""
-        return self._run_encoder(sample)[""]
+        request = self._make_request(sample, max_tokens=1)
+        with jax.default_matmul_precision("highest"):
+            pool, _ = self._run_encoder(request)
+        rows = [self._rows.get(item.identifier) for item in request.media_items]
+        return np.asarray(pool[np.concatenate(rows)])
 
-    def _new_cache(self) -> KVCache:
-        return allocate(
-            self.cache_spec,
-            num_blocks=self.num_blocks + self.num_encoder_blocks,
-            block_size=BLOCK_SIZE,
-            dtype=self.dtype,
+    def _make_request(self, sample: Sample, max_tokens: int) -> Request:
+        items = [
+            EncoderItem(
+                identifier=f"item {number}",
+                mm_position=position,
+                units=self.host_inputs.encoder_inputs(tensors),
+                rows=self.host_inputs.embed_rows(tensors),
+            )
+            for number, (position, tensors) in enumerate(sample.items)
+        ]
+        encoder, ids = None, sample.encoder_token_ids
+        if ids is not None:
+            encoder = EncoderItem(
+                identifier="encoder",
+                mm_position=PlaceholderRange(offset=0, length=len(ids)),
+                prompt=EncoderPrompt(token_ids=ids, items=items),
+            )
+        return Request(
+            request_id="",
+            prompt_token_ids=sample.token_ids.tolist(),
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+            max_model_len=sample.num_tokens + max_tokens,
+            items=items if encoder is None else (),
+            encoder=encoder,
+            rotary=self.host_inputs.rotary_positions(sample.num_tokens, sample.items),
         )
 
-    def _positions(self, sample: Sample) -> RotaryPositions:
-        indices = np.tile(np.arange(sample.num_tokens, dtype=np.int32), (3, 1))
-        found = self.host_inputs.rotary_positions(sample.num_tokens, sample.items)
-        return found or RotaryPositions(indices, 0)
+    def _new_state(self) -> StepState:
+        num_blocks = self._num_blocks + self._num_encoder_blocks
+        kv_cache = allocate(
+            self.cache_spec, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=self.dtype
+        )
+        num_rows = round_up(self.max_len, TILE)
+        return StepState(kv_cache, jnp.zeros((num_rows, self.width), self.dtype))
 
-    def _run_encoder(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Run towers and, of an encoder-decoder, the encoder.
-
-        What the decoder takes is under the empty name: embeddings, or the hidden states.
-        """
-        outputs = self._run_towers(sample)
-        if sample.encoder_token_ids is None:
-            return outputs
-        return outputs | self._run_prompt_encoder(sample.encoder_token_ids, sample, outputs)
-
-    def _run_towers(self, sample: Sample) -> dict[str, np.ndarray]:
-        """Encode item by item; all items' embeddings are under the empty name."""
-        calls: list[dict[str, np.ndarray]] = []
-        embeds: list[np.ndarray] = []
-        with jax.default_matmul_precision("highest"):
-            for _, tensors in sample.items:
-                own = [jax.device_get(self._encode(self.params, u)) for u in self._units(tensors)]
-                rows = np.concatenate([call.pop("").reshape(-1, self.width) for call in own])
-                calls += own
-                embeds.append(self._choose(rows, self.host_inputs.embed_rows(tensors)))
-        if not calls:
-            return {}
-        outputs = {name: np.concatenate([call[name] for call in calls]) for name in calls[0]}
-        return outputs | {"": np.concatenate(embeds)}
-
-    def _run_prompt_encoder(
-        self, token_ids: np.ndarray, sample: Sample, encoded: Mapping[str, np.ndarray]
-    ) -> dict[str, np.ndarray]:
-        """Run an encoder-decoder's encoder over its prompt, padded to the longest."""
-        count = len(token_ids)
-        is_embed = find_embeds(count, sample.items)
-        embeds = np.zeros((self.max_encoder_len, self.width), self.dtype)
-        if is_embed.any():
-            embeds[:count][is_embed] = encoded[""]
-        pad = (0, self.max_encoder_len - count)
-        ids = np.pad(np.where(is_embed, 0, token_ids), pad, constant_values=-1)[None]
-        is_embed = np.pad(is_embed, pad)[None]
-        with jax.default_matmul_precision("highest"):
-            outputs = jax.device_get(self._encode_prompt(self.params, ids, is_embed, embeds[None]))
-        # Hidden states are padded, as the prompt is.
-        cut = {name: value[:, :count] for name, value in outputs.items()}
-        return cut | {"": cut[""][0]}
-
-    def _units(self, tensors: Mapping[str, np.ndarray]) -> Iterator[Mapping[str, np.ndarray]]:
-        """Yield what each call of the encoder gets: a unit, or a pack of one item."""
-        spec = self.host_inputs.encoder_spec
-        units = self.host_inputs.encoder_inputs(tensors)
-        count = len(next(iter(units.values())))
-        if isinstance(spec, PackedEncoderSpec):
-            yield units | {"segment_ids": np.zeros(count, np.int32)}
-            return
-        for i in range(count):
-            yield {name: value[i : i + 1] for name, value in units.items()}
-
-    def _choose(self, rows: np.ndarray, embed_rows: np.ndarray | None) -> np.ndarray:
-        """Return an item's embeddings, of the encoder's rows and the model's learned ones."""
-        if embed_rows is None:
-            return rows
+    def _run_encoder(self, request: Request) -> tuple[Any, dict[str, np.ndarray]]:
+        """Encode items one by one, and an encoder-decoder's prompt, into a pool; return both."""
+        self._rows.reset()
+        num_rows = self._rows.num_rows + self.host_inputs.num_extra_rows
+        pool = jnp.zeros((num_rows, self.width), self.dtype)
         if self.host_inputs.num_extra_rows:
-            extra = jax.device_get(bind(self.graphdef, self.params).extra_embeds())
-            rows = np.concatenate([rows, extra[::-1]])
-        return rows[embed_rows]
+            pool = functions.write_extra(self.graphdef, self.params, pool)
+        recorded: list[dict[str, np.ndarray]] = []
+        for item in request.media_items:
+            places = self._calls.allocate(item, self._rows)
+            is_unit = isinstance(self.host_inputs.encoder_spec, EncoderSpec)
+            size = 1 if is_unit else len(next(iter(item.units.values())))
+            for call in self._calls.fill([item], [places], [size]):
+                arrays = {"inputs": call.inputs, "dst_rows": call.dst_rows}
+                (pool, _), outputs = self._encode(params=self.params, pool=pool, **arrays)
+                recorded.append(jax.device_get(outputs))
+        names = recorded[0] if recorded else ()
+        encoded = {name: np.concatenate([one[name] for one in recorded]) for name in names}
+        if request.encoder is not None:
+            self._rows.allocate(request.encoder.identifier, request.encoder_len)
+            (call,) = self._prompt_calls.fill([request.encoder], self._rows.get, [1])
+            arguments = {"params": self.params, "pool": pool, **call._asdict()}
+            (pool, _), outputs = self._encode_prompts(**arguments)
+            # Hidden states are padded, as the prompt is.
+            cut = {name: value[:, : request.encoder_len] for name, value in outputs.items()}
+            encoded |= jax.device_get(cut)
+        return pool, encoded
 
-    def _prefill(
-        self,
-        sample: Sample,
-        rows: np.ndarray | None,
-        cache: KVCache,
-        rotary: RotaryPositions,
-    ) -> tuple[dict[str, np.ndarray], KVCache]:
-        padded = round_up(sample.num_tokens, TILE)
-        token_ids = np.zeros(padded, np.int32)
-        token_ids[: sample.num_tokens] = sample.token_ids
-        embeds = None
-        if rows is not None and sample.encoder_token_ids is None:
-            is_embed = np.zeros(padded, bool)
-            is_embed[: sample.num_tokens] = sample.is_embed
-            embeds = np.zeros((padded, rows.shape[-1]), rows.dtype)
-            embeds[is_embed] = rows
-            embeds = (is_embed, embeds)
-        span_end = sample.span_end(is_bidirectional=self.model_class.has_bidirectional_spans)
-        metadata = self._metadata(0, span_end, padded=padded, tile=TILE)
-        metadata = self._add_cross(metadata, sample, rows, is_first=True)
-        positions = rotary.between(0, sample.num_tokens)
-        positions = np.pad(positions, ((0, 0), (0, padded - sample.num_tokens)))
-        return self._call(token_ids, embeds, cache, metadata, positions)
+    def _run_step(
+        self, request: Request, pool: Any, state: StepState
+    ) -> tuple[StepState, np.ndarray, dict[str, np.ndarray]]:
+        """Compute what is not computed: the prompt, or the last token.
 
-    def _call(
-        self,
-        token_ids: np.ndarray,
-        embeds: tuple[np.ndarray, np.ndarray] | None,
-        cache: KVCache,
-        metadata: PagedAttentionMetadata,
-        positions: np.ndarray,
-    ) -> tuple[dict[str, np.ndarray], KVCache]:
-        with jax.default_matmul_precision("highest"):
-            outputs, cache = self._step(
-                self.params,
-                token_ids,
-                embeds,
-                cache,
-                metadata=metadata,
-                positions=positions,
-                is_probed=len(token_ids) > 1,
-            )
-        return jax.device_get(outputs), cache
-
-    def _metadata(
-        self, start: int, span_end: np.ndarray, *, padded: int, tile: int
-    ) -> PagedAttentionMetadata:
-        """Return the metadata of one request's tokens from `start` on; block ids are in order."""
-        count = len(span_end)
-        places = np.arange(start, start + count)
-
-        def pad(values: np.ndarray, fill: int) -> np.ndarray:
-            return np.pad(values, (0, padded - count), constant_values=fill).astype(np.int32)
-
-        rows = np.arange(padded)
-        fields: dict[str, Any] = {
-            "slot_block": pad(places // BLOCK_SIZE, self.num_blocks + self.num_encoder_blocks),
-            "slot_offset": pad(places % BLOCK_SIZE, 0),
-            "token_index": pad(places, 0),
-            "span_end": pad(span_end, 0),
-            "tile_rows": np.where(rows < count, rows, padded).reshape(-1, tile).astype(np.int32),
-            "tile_request": np.zeros(padded // tile, np.int32),
-            "row_slot": pad(np.arange(count), 0),
-            "block_tables": np.arange(self.num_blocks, dtype=np.int32)[None],
-        }
-        return PagedAttentionMetadata(**fields)
-
-    def _add_cross(
-        self,
-        metadata: PagedAttentionMetadata,
-        sample: Sample,
-        states: np.ndarray | None,
-        *,
-        is_first: bool,
-    ) -> PagedAttentionMetadata:
-        """Return the metadata with that of cross-attention to an encoder's hidden states.
-
-        Its blocks are behind the decoder's; the first step writes the states, padded to the longest
-        prompt, later ones none.
+        Returns the logits of each token, and of a prompt what every probed module gave.
         """
-        if sample.encoder_token_ids is None:
-            return metadata
-        assert states is not None
-        size, count = (self.max_encoder_len, len(states)) if is_first else (0, 0)
-        places, end = np.arange(size), self.num_blocks + self.num_encoder_blocks
-        slots = np.where(places < count, self.num_blocks + places // BLOCK_SIZE, end)
-        fields: dict[str, Any] = {
-            "slot_block": slots.astype(np.int32),
-            "slot_offset": (places % BLOCK_SIZE).astype(np.int32),
-            "lengths": np.array([len(states)], np.int32),
-            "block_tables": np.arange(self.num_blocks, end, dtype=np.int32)[None],
-            "encoder_hidden_states": np.pad(states[:count], ((0, size - count), (0, 0))),
-        }
-        return metadata._replace(cross=CrossAttentionMetadata(**fields))
+        start, end = request.num_computed_tokens, request.num_tokens
+        is_prompt = start == 0
+        bucket = StepBucket(
+            round_up(end, TILE) if is_prompt else 1,
+            1,
+            TILE if is_prompt else 1,
+            num_states=self.max_encoder_len if is_prompt else 0,
+        )
+        blocks = np.arange(self._num_blocks + self._num_encoder_blocks, dtype=np.int32)
+        table, encoder_table = np.split(blocks, [self._num_blocks])
+        window = ScheduledRequest(
+            request, start, end - start, table, samples=True, encoder_table=encoder_table
+        )
+        packed, _ = self._builder.build_step([window], bucket)
+        run = self._prefill if is_prompt else self._decode
+        found = run(
+            layout=step_layout(bucket, self._num_blocks, self._num_encoder_blocks),
+            params=self.params,
+            state=state,
+            pool=pool,
+            previous=jnp.zeros(1, jnp.int32),
+            packed=packed,
+        )
+        (state, _), outputs = found if is_prompt else (found, {})
+        request.num_computed_tokens = end
+        logits = self._logits(self.params, state.hidden[: bucket.num_tokens])
+        return state, np.asarray(logits)[: end - start], jax.device_get(outputs)
 
 
-def _encode(graphdef: Any, params: Params, unit: Mapping[str, Any]) -> dict[str, Any]:
-    module = bind(graphdef, params)
-    with record(module) as outputs:
-        embeds = embed_units(module, unit)
-    return outputs | {"": embeds}
-
-
-def _encode_prompt(
-    graphdef: Any, params: Params, token_ids: Any, is_embed: Any, embeds: Any
-) -> dict[str, Any]:
-    module = bind(graphdef, params)
-    text = module.embed_input_ids(jnp.maximum(token_ids, 0).reshape(-1))
-    merged = jnp.where(is_embed[:, :, None], embeds, text.reshape(embeds.shape))
-    with record(module) as outputs:
-        states = module.encode_prompts(merged, token_ids >= 0)
-    return outputs | {"": states}
-
-
-def _step(
-    graphdef: Any,
-    params: Params,
-    token_ids: Any,
-    embeds: tuple[Any, Any] | None,
-    cache: KVCache,
-    *,
-    metadata: PagedAttentionMetadata,
-    positions: Any,
-    is_probed: bool,
-) -> tuple[dict[str, Any], KVCache | None]:
-    """Return the logits, and of a prompt what every probed module gave."""
-    module = bind(graphdef, params)
-    hidden = module.embed_input_ids(token_ids)
-    if embeds is not None:
-        is_embed, rows = embeds
-        hidden = jnp.where(is_embed[:, None], rows, hidden)
-    with record(module) if is_probed else nullcontext({}) as outputs:
-        hidden, cache = module(hidden, positions, cache, metadata)
-    return outputs | {LOGITS: module.compute_logits(hidden)}, cache
+def _recorded(function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
+    """Return what a function gives, and the outputs of the modules that it binds."""
+    with record() as outputs:
+        result = function(*args, **arguments)
+    return result, outputs
 
 
 @contextmanager
-def record(module: nnx.Module) -> Iterator[dict[str, Any]]:
+def record(module: nnx.Module | None = None) -> Iterator[dict[str, Any]]:
     """Record the outputs of all probed modules while the body traces; yield `{name: output}`.
 
-    Wraps `__call__` of their classes meanwhile, so that models need no debug outputs.
+    Of `module`, and of those that the body binds. Wraps `__call__` of their classes meanwhile, so
+    that models need no debug outputs.
     """
     outputs: dict[str, Any] = {}
-    names = {}
-    for path, child in nnx.iter_modules(module):
-        name = ".".join(str(part) for part in path)
-        if PROBED.search(name):
-            names[id(child)] = (name, child)
-    classes = {type(child) for _, child in names.values()}
-    originals = {cls: cls.__call__ for cls in classes}
-    for cls, original in originals.items():
-        cls.__call__ = _recording(original, names, outputs)
+    names: dict[int, tuple[str, nnx.Module]] = {}
+    originals: dict[type, Any] = {}
+
+    def see(bound: nnx.Module) -> None:
+        for path, child in nnx.iter_modules(bound):
+            name, cls = ".".join(str(part) for part in path), type(child)
+            if PROBED.search(name):
+                names[id(child)] = (name, child)
+                if cls not in originals:
+                    originals[cls] = cls.__call__
+                    cls.__call__ = _recording(cls.__call__, names, outputs)
+
+    if module is not None:
+        see(module)
     try:
-        with tracing_every_block():
+        with seeing_modules(see):
             yield outputs
     finally:
         for cls, original in originals.items():

@@ -24,9 +24,9 @@ class RoundedReport:
 
     name: str
     ours: Difference
-    """Of mmjax's logits at all prompt positions, from its float32 run."""
+    """How far mmjax's logits at all prompt positions are from its float32 run."""
     reference: Difference
-    """Of HF's, from its float32 run."""
+    """How far HF's are from its float32 run."""
     num_sure: int
     """Greedy tokens of the float32 run before the first whose gap is below `SURE_GAP`."""
     num_same: int

@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.conv import Conv2d
 from mmjax.layers.embed import Embed
 from mmjax.layers.norm import GroupNorm
+from mmjax.layers.vision import Conv2d
 
 DTYPE = jnp.float32
 NUM_GROUPS, EPS = 32, 1e-6

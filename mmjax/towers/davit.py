@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.conv import Conv2d, DepthwiseConv2d
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm
+from mmjax.layers.vision import Conv2d, DepthwiseConv2d
 
 _EPS = 1e-5
 """Of every norm; no key of the config."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.interpolate import resize_square
+from mmjax.layers.vision import resize_square
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP
 from mmjax.layers.module import call_block

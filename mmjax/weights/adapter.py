@@ -99,7 +99,7 @@ class Adapter:
     arrays: Mapping[str, np.ndarray]
     """Name in the tree -> its values without the axis of slots, of the adapter's own rank."""
     digest: bytes
-    """Of its files."""
+    """The digest of its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class AdapterReader:
     rules: Sequence[RuleTypes]
     """From names in the checkpoint's files to names in the tree."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the tree's arrays for adapters, with the axis of slots, by name (`layers/lora.py`)."""
+    """Shapes of the tree's arrays for adapters, with the axis of slots (`layers/lora.py`)."""
     dtype: Any
     max_rank: int
     read_base: Callable[[str], np.ndarray | None]

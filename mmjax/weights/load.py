@@ -4,7 +4,7 @@ Validates before reading: one error lists all missing, unexpected and misshapen 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,70 +169,54 @@ def _map_tensors(
                 yield name, _cut(tensor, part), None
 
 
-class _CutRows:
-    """Reads one part of a fused tensor as if it were a tensor of its own."""
+class _View:
+    """Reads slices as if a tensor of the file were another one."""
 
-    def __init__(self, tensor: StoredTensor, part: Part) -> None:
-        self._tensor = tensor
-        self._part = part
+    def __init__(self, read: Callable[..., np.ndarray]) -> None:
+        """`read` is given the slice of each axis."""
+        self._read = read
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, *rest = index
-        return self._part.apply(self._tensor.read((slice(None), *rest)))[rows]
+        return self._read(*index)
 
 
 def _cut(tensor: StoredTensor, part: Part) -> StoredTensor:
-    rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
-    return replace(tensor, shape=(rows, *tensor.shape[1:]), slices=_CutRows(tensor, part))
+    """Return one part of a fused tensor."""
 
+    def read(rows: slice, *rest: slice) -> np.ndarray:
+        return part.apply(tensor.read((slice(None), *rest)))[rows]
 
-class _TransposedRows:
-    """Reads a matrix as if the file had it transposed."""
-
-    def __init__(self, tensor: StoredTensor) -> None:
-        self._tensor = tensor
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        rows, columns = index
-        return Transposition().apply(self._tensor.read((columns, rows)))
+    num_rows = tensor.shape[0] // part.group_size * (part.stop - part.start)
+    return replace(tensor, shape=(num_rows, *tensor.shape[1:]), slices=_View(read))
 
 
 def _transpose(tensor: StoredTensor) -> StoredTensor:
-    rows, columns = tensor.shape
-    return replace(tensor, shape=(columns, rows), slices=_TransposedRows(tensor))
+    """Return a matrix as if the file had it transposed."""
 
+    def read(rows: slice, columns: slice) -> np.ndarray:
+        return Transposition().apply(tensor.read((columns, rows)))
 
-class _SqueezedRows:
-    """Reads a tensor without its first axes."""
-
-    def __init__(self, tensor: StoredTensor, change: Squeeze) -> None:
-        self._tensor = tensor
-        self._change = change
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        whole = (slice(None),) * self._change.num_axes
-        return self._change.apply(self._tensor.read((*whole, *index)))
+    return replace(tensor, shape=tensor.shape[::-1], slices=_View(read))
 
 
 def _squeeze(tensor: StoredTensor, change: Squeeze) -> StoredTensor:
-    shape = tensor.shape[change.num_axes :]
-    return replace(tensor, shape=shape, slices=_SqueezedRows(tensor, change))
+    """Return a tensor as if the file had it without its first axes."""
+    whole = (slice(None),) * change.num_axes
 
+    def read(*index: slice) -> np.ndarray:
+        return change.apply(tensor.read((*whole, *index)))
 
-class _StackedRows:
-    """Reads tensors of one shape as if they were one, along a new first axis."""
-
-    def __init__(self, tensors: Sequence[StoredTensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        which, *rest = index
-        return np.stack([tensor.read(tuple(rest)) for tensor in self._tensors[which]])
+    return replace(tensor, shape=tensor.shape[change.num_axes :], slices=_View(read))
 
 
 def _stack(tensors: Sequence[StoredTensor]) -> StoredTensor:
+    """Return tensors of one shape as if they were one, along a new first axis."""
+
+    def read(which: slice, *rest: slice) -> np.ndarray:
+        return np.stack([tensor.read(rest) for tensor in tensors[which]])
+
     first = tensors[0]
-    return replace(first, shape=(len(tensors), *first.shape), slices=_StackedRows(tensors))
+    return replace(first, shape=(len(tensors), *first.shape), slices=_View(read))
 
 
 def _find_stack_problems(

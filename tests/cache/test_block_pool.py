@@ -70,7 +70,7 @@ class PoolMachine(RuleBasedStateMachine):
         in_use = {block_id for block_ids in self.held for block_id in block_ids}
         assert len(in_use) + self.pool.num_free_blocks == self.SIZE
         assert self.pool.usage == pytest.approx(len(in_use) / self.SIZE)
-        assert self.pool.num_cached_blocks == len(self.content)
+        assert len(self.pool._by_hash) == len(self.content)
 
     def teardown(self) -> None:
         for block_ids in self.held:
@@ -121,7 +121,7 @@ def test_a_reused_block_is_found_no_more() -> None:
     assert len(pool.find_prefix([b"0", b"1"])) == 1
     pool.allocate(1)
     assert pool.find_prefix([b"0", b"1"]) == []
-    assert pool.num_cached_blocks == 0
+    assert len(pool._by_hash) == 0
 
 
 def test_of_two_equal_blocks_the_first_one_is_found() -> None:

@@ -189,8 +189,6 @@ class Bench:
             encoder_budget=min(encoder_rows, budget),
             keeps_runs_whole=not is_causal,
         )
-        if core._encoder_inputs is not None:
-            core._encoder_inputs._limits = core._limits
         runner.rows.reset()
         runner._builder.has_spans = not is_causal
 

@@ -38,14 +38,14 @@ class DenseOracle:
 
     def _answer(self, parts: Parts, max_tokens: int, is_causal: bool) -> Answer:
         sample = self._model.draw_sample(parts)
-        rows = self._paged._run_encoder(sample).pop("", None)
+        rows = self._paged.embed(sample) if sample.items else None
         answer = Answer([], [])
         for _ in range(max_tokens):
             ids = np.append(sample.token_ids, answer.token_ids).astype(np.int32)
             if sample.encoder_token_ids is None:
                 logits = self._dense(sample, ids, rows, is_causal)
             else:
-                logits = self._over_blocks(sample, ids, rows)
+                logits = self._over_blocks(sample, ids)
             second, first = np.partition(logits, -2)[-2:]
             answer.token_ids.append(int(logits.argmax()))
             answer.gaps.append(float(first - second))
@@ -64,18 +64,18 @@ class DenseOracle:
             embeds[is_embed] = rows
         end = np.arange(DENSE_LENGTH, dtype=np.int32) + 1
         end[:prompt] = sample.span_end(is_bidirectional=not is_causal)
-        positions = self._paged._positions(sample).between(0, DENSE_LENGTH)
+        rotary = self._paged.host_inputs.rotary_positions(sample.num_tokens, sample.items)
+        indices = np.tile(np.arange(DENSE_LENGTH, dtype=np.int32), (3, 1))
+        positions = indices if rotary is None else rotary.between(0, DENSE_LENGTH)
         row = np.int32(num_tokens - 1)
         arguments = (token_ids, (embeds, is_embed), end, (positions, row))
         return np.asarray(self._forward(self._paged.params, *arguments))
 
-    def _over_blocks(self, sample: Sample, ids: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
+    def _over_blocks(self, sample: Sample, ids: np.ndarray) -> np.ndarray:
         whole = Sample(
             token_ids=ids, items=sample.items, encoder_token_ids=sample.encoder_token_ids
         )
-        paged = self._paged
-        outputs, _ = paged._prefill(whole, rows, paged._new_cache(), paged._positions(whole))
-        return outputs[LOGITS][len(ids) - 1]
+        return self._paged.run(whole)[LOGITS][len(ids) - 1]
 
     def _logits_at(
         self, params: Any, ids: Any, merged: tuple[Any, Any], end: Any, places: tuple[Any, Any]

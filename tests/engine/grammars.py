@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.grammar import Grammars
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.requests.sampling_params import StructuredOutputsParams
 from mmjax.requests.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest

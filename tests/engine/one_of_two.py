@@ -39,7 +39,9 @@ def main() -> None:
     # Also what broadcasts the arrays of a call is compiled then.
     config = replace(config, precompile="all")
     join_processes(config)  # before the parameters are made
-    core = EngineCore.from_model(Gemma3ForConditionalGeneration, params_with_heads(2), config)
+    core = EngineCore(
+        config, model_class=Gemma3ForConditionalGeneration, params=params_with_heads(2)
+    )
     if process_id:
         core.follow()
         print("let go", flush=True)

@@ -210,7 +210,7 @@ def packed_engine(*, tensor_parallel_size: int = 1, **settings: Any) -> EngineCo
         parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
         max_embeds_per_item={"image": MAX_SIDE**2 // MERGE**2},
     )
-    return EngineCore.from_model(PackedForConditionalGeneration, packed_params()[1], config)
+    return EngineCore(config, model_class=PackedForConditionalGeneration, params=packed_params()[1])
 
 
 def embed_alone(seed: int, grid: Grid) -> np.ndarray:

@@ -56,7 +56,9 @@ def make_engine(*, max_loras: int, max_num_seqs: int, precompile: Any = "all") -
         max_lora_rank=4,
         enable_tower_connector_lora=True,
     )
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, replace(config, lora=lora))
+    return EngineCore(
+        replace(config, lora=lora), model_class=Gemma3ForConditionalGeneration, params=params
+    )
 
 
 def make_request(request_id: str, prompt: int, name: str | None) -> EngineCoreRequest:

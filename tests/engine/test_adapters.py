@@ -39,7 +39,7 @@ def make_engine(
         lora=LoRAConfig(**own),
         parallel=ParallelConfig(tensor_parallel_size=size),
     )
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
 
 def load(core: EngineCore, path: Path, names: Sequence[str | None] = NAMES) -> None:

@@ -7,8 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmjax.engine.device.batch import BatchBuilder
-from mmjax.engine.device.batch_layout import NO_TOKEN, sample_layout, step_layout, unpack_step
+from mmjax.engine.device.batch import (
+    NO_TOKEN,
+    BatchBuilder,
+    sample_layout,
+    step_layout,
+    unpack_step,
+)
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import EncoderItem, Request

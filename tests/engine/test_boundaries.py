@@ -10,7 +10,7 @@ import pytest
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device import runner as runner_module
 from mmjax.engine.process import EngineLoop
-from mmjax.engine.scheduling import grammar as grammar_module
+from mmjax.engine.scheduling import logit_rules
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import Request
 from mmjax.errors import RequestError
@@ -283,7 +283,7 @@ def test_a_fault_of_a_grammar_ends_its_request_alone(
     def fail(*_: Any) -> Any:
         raise fault()
 
-    monkeypatch.setattr(grammar_module.Grammars, "_make_matcher", fail)
+    monkeypatch.setattr(logit_rules.Grammars, "_make_matcher", fail)
     params = StructuredOutputsParams(choice=["a"])
     bad = bad_request(structured_outputs=params)
     bad = msgspec.structs.replace(bad, grammar="start: a")

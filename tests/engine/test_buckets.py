@@ -127,24 +127,32 @@ def test_where_requests_of_an_encoder_decoder_begin_there_is_room_for_their_stat
 # ---- buckets to begin with -----------------------------------------------------------------------
 
 
-def test_the_first_stage_is_few_programs_and_the_second_serves_everybody() -> None:
-    first, second, *_, last = make_buckets().stages()
+def stages(buckets: Buckets, **options: int) -> list[Buckets]:
+    """Return what is ready when the first programs are compiled, and after each further one."""
+    order, num_first = buckets.compile_order(**options)
+    return [buckets.among(order[:number]) for number in range(num_first, len(order) + 1)]
+
+
+def test_the_first_programs_are_few_and_the_next_serve_everybody() -> None:
+    first, *_, last = stages(make_buckets())
     assert first.mixed == (StepBucket(64, 4, 64),)
-    assert (first.decode, first.sample, first.encode) == ((1,), (1,), (1,))
+    assert first.decode == (StepBucket(1, 1, 1),)
+    assert (first.sample, first.encode) == ((1,), (1,))
+    second = stages(make_buckets())[5]
     assert (first.max_num_seqs, first.max_num_batched_tokens) == (1, 64)
     assert (second.max_num_seqs, second.max_num_batched_tokens) == (16, 64)
     assert last == make_buckets()
 
 
-def test_an_image_that_cannot_be_divided_fits_into_the_first_stage() -> None:
-    first = make_buckets().stages(least_tokens=256)[0]
+def test_an_image_that_cannot_be_divided_fits_into_the_first_programs() -> None:
+    first = stages(make_buckets(), least_tokens=256)[0]
     assert first.max_num_batched_tokens == 256
     # One that fits into no step is the admission's to refuse.
-    assert make_buckets().stages(least_tokens=10**6)[0].max_num_batched_tokens == 2048
+    assert stages(make_buckets(), least_tokens=10**6)[0].max_num_batched_tokens == 2048
 
 
 @given(st.data())
-def test_every_stage_serves_what_it_says(data: st.DataObject) -> None:
+def test_what_is_ready_serves_what_it_says(data: st.DataObject) -> None:
     max_num_seqs = data.draw(st.integers(1, 40))
     max_encoder_len = data.draw(st.sampled_from([0, 30]))
     buckets = Buckets.create(
@@ -157,7 +165,7 @@ def test_every_stage_serves_what_it_says(data: st.DataObject) -> None:
     )
     before = None
     has_spans = any(bucket.has_spans for bucket in buckets.mixed)
-    for stage in buckets.stages(least_tokens=data.draw(st.integers(1, 3000))):
+    for stage in stages(buckets, least_tokens=data.draw(st.integers(1, 3000))):
         num_seqs, num_tokens = stage.max_num_seqs, stage.max_num_batched_tokens
         assert num_tokens >= num_seqs
         for num_requests in {1, (num_seqs + 1) // 2, num_seqs}:
@@ -170,11 +178,10 @@ def test_every_stage_serves_what_it_says(data: st.DataObject) -> None:
                 num_states=buckets.num_states,
             )
             assert chosen in buckets.steps
-        for own, every in zip(stage.sizes, buckets.sizes, strict=True):
-            assert set(own) <= set(every)
-            assert bool(own) == bool(every)
+        assert set(stage.keys) <= set(buckets.keys)
+        assert {key.function for key in stage.keys} == {key.function for key in buckets.keys}
         if before is not None:
-            assert all(set(a) <= set(b) for a, b in zip(before.sizes, stage.sizes, strict=True))
+            assert set(before.keys) <= set(stage.keys)
             assert before.max_num_seqs <= num_seqs
             assert before.max_num_batched_tokens <= num_tokens
         before = stage

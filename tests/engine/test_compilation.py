@@ -13,13 +13,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from mmjax.engine.device import compilation
 from mmjax.engine.device.compilation import (
     CompilationCounter,
-    CompiledFunction,
+    CompiledPrograms,
     Program,
     compile_programs,
     default_num_threads,
-    forget_traces,
 )
 from mmjax.engine.device.compile_cache import enable_persistent_cache
+from mmjax.engine.scheduling.buckets import Buckets
 from tests.engine.conftest import CACHE_DIR
 
 pytestmark = pytest.mark.usefixtures("restored_options")
@@ -91,17 +91,17 @@ def test_a_compiled_program_is_the_one_that_is_called() -> None:
 
 def test_a_program_is_called_without_what_it_was_traced_to() -> None:
     jitted = make_program(8).jitted
-    function = CompiledFunction(jitted)
-    described = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    program = function.program("double 8", 8, {"x": described, "times": 3})
+    program = make_program(8)._replace(jitted=jitted)
     compile_programs([program])
     trace = weakref.ref(jitted.trace(**program.arguments).jaxpr)
     assert trace() is not None, "JAX keeps it for another call of `jitted`"
-    forget_traces([program])
+    buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=0)
+    programs = CompiledPrograms(buckets, lambda keys: [program for _ in keys])
+    np.testing.assert_array_equal(programs("step", 8, x=jnp.zeros((8, 8))), np.zeros((8, 8)))
     assert trace() is None
     counter, x = CompilationCounter(), jnp.full((8, 8), 0.1)
     with counter.watching():
-        found = function(8, x=x)
+        found = programs("step", 8, x=x)
     assert counter.count == 0
     np.testing.assert_array_equal(found, jitted(x=x, times=3))
 

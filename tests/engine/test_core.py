@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.features import resolve_features
+from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.engine.start import resolve_dtype
 from mmjax.errors import (
     ConfigError,
@@ -431,7 +431,7 @@ def test_recovery_gives_its_memory_back_before_it_takes_new(
         raise RuntimeError("the device says no")
 
     core.add_request(message("lost", MIXED[0]))
-    monkeypatch.setattr(runner._programs, "sample", fail)
+    monkeypatch.setattr(runner, "_call_sample", fail)
     try:
         core.step()
     except RuntimeError:

@@ -14,7 +14,7 @@ import pytest
 import regex
 from transformers import AutoTokenizer
 
-from mmjax.engine.scheduling.grammar import Grammars
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.requests.sampling_params import StructuredOutputsParams
 from mmjax.requests.structured_outputs import make_grammar
 

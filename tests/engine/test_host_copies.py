@@ -43,7 +43,7 @@ def test_one_that_is_unloaded_before_it_was_told_of_is_forgotten() -> None:
     adapters.close()
 
 
-def test_the_copy_that_a_request_is_about_to_use_stays() -> None:
+def test_the_copy_that_a_request_uses_stays() -> None:
     """Else nobody would read it again, and its request would wait for ever."""
     adapters = Adapters(read, max_cpu_loras=1)
     for name in ("a", "b"):
@@ -51,8 +51,9 @@ def test_the_copy_that_a_request_is_about_to_use_stays() -> None:
         wait(adapters)
     adapters.pop_loaded()
     for name in ("a", "b"):
-        adapters.use(name).num_users += 1
+        adapter = adapters.find(name)
+        adapter.num_users += 1
+        adapters.use(adapter)
         wait(adapters)
-    adapters.find("b").num_users -= 1
-    assert adapters.use("b").is_ready
+    assert adapters.find("b").is_ready
     adapters.close()

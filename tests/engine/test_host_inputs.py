@@ -124,7 +124,7 @@ def marked_engine(**settings: Any) -> EngineCore:
     config = engine_config(**settings)
     model = replace(config.model, hf_config=marked_config())
     config = replace(config, model=model, max_embeds_per_item={"image": 120})
-    return EngineCore.from_model(MarkedModel, marked_params(), config)
+    return EngineCore(config, model_class=MarkedModel, params=marked_params())
 
 
 def num_embeds(grid: tuple[int, int]) -> int:
@@ -228,10 +228,10 @@ def test_positions_and_marks_change_the_answer():
         model=replace(config.model, hf_config=marked_config()),
         max_embeds_per_item={"image": 120},
     )
-    core = EngineCore.from_model(model, marked_params(), config)
+    core = EngineCore(config, model_class=model, params=marked_params())
     assert serve(core, [message]) != [expected_answers()[1]]
     louder = marked_params() | {"marks": marked_params()["marks"] + 3.0}
-    core = EngineCore.from_model(MarkedModel, louder, config)
+    core = EngineCore(config, model_class=MarkedModel, params=louder)
     assert serve(core, [message]) != [expected_answers()[1]]
 
 

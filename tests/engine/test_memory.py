@@ -10,7 +10,7 @@ import pytest
 
 from mmjax.config.engine_config import CacheConfig
 from mmjax.engine.device import memory as memory_module
-from mmjax.engine.device.compilation import compile_programs, forget_traces
+from mmjax.engine.device.compilation import compile_programs
 from mmjax.engine.device.memory import (
     DeviceMemory,
     FixedMemory,
@@ -252,13 +252,12 @@ def test_no_shape_compiles_twice() -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     core = tiny_engine(precompile="none", max_num_seqs=2, max_num_batched_tokens=64)
-    programs, core._runner.prepare = core._runner._programs, None
+    programs = core._runner._programs
     compiled.clear()
-    compile_programs(programs.all(core.num_kv_blocks))
+    compile_programs(programs.make(core.num_kv_blocks))
     assert len(compiled) >= core.num_programs - 1, "encoding one unit is encoding two"
     compiled.clear()
     # What was measured, what was compiled, and what is called are the same programs.
-    compile_programs(programs.all(core.num_kv_blocks))
-    forget_traces(programs.all(core.num_kv_blocks))
-    core._runner.warm_up(programs.buckets)
+    core._programs._compile(programs.buckets.keys)
+    core._runner.warm_up(programs.buckets.keys)
     assert compiled == []

@@ -176,7 +176,7 @@ def test_a_block_gets_its_name_when_its_last_token_is_known() -> None:
     ahead.scheduler.add_request(first)
     while ahead.scheduler.has_unfinished():
         ahead.step()
-        named = ahead.scheduler.kv_cache._pool.num_cached_blocks
+        named = len(ahead.scheduler.kv_cache._pool._by_hash)
         assert named <= first.num_tokens // 4, "a block is named before its tokens are known"
     # 12 of the 13 tokens were computed; the last of them was in flight then.
     ahead.scheduler.add_request(make_request("b", [5] * 6 + [7] * 7 + [8]))

@@ -38,18 +38,19 @@ def test_every_item_is_packed_once_and_in_few_calls(data: st.DataObject) -> None
         n * per_token
         for n in data.draw(st.lists(st.integers(1, largest // per_token), max_size=40))
     ]
-    calls = plan_calls(sizes, buckets, per_token)
-    assert sorted(n for call in calls for n, _ in call.items) == list(range(len(sizes)))
-    ends = [call.items[-1][1] + sizes[call.items[-1][0]] for call in calls]
-    for call, end in zip(calls, ends, strict=True):
+    calls, ends = plan_calls(sizes, buckets, per_token), []
+    assert sorted(piece.item for _, pieces in calls for piece in pieces) == list(range(len(sizes)))
+    for bucket, pieces in calls:
         place = 0
-        for number, start in call.items:
+        for number, first, count, start in pieces:
+            assert (first, count) == (0, sizes[number]), "whole"
             assert start >= place
             assert start % per_token == 0
             assert start % min(256, 1 << (sizes[number] - 1).bit_length()) == 0, "as if alone"
             place = start + sizes[number]
-        assert call.bucket >= end == place
-        assert all(bucket < end for bucket in buckets if bucket < call.bucket), "the smallest"
+        ends.append(place)
+        assert bucket >= place
+        assert all(smaller < place for smaller in buckets if smaller < bucket), "the smallest"
     if per_token != 9:
         # An item goes on only where the calls before it have no room.
         assert all(a + b + 256 > buckets[-1] for n, a in enumerate(ends) for b in ends[n + 1 :])
@@ -72,9 +73,11 @@ def test_the_ladder_is_short_and_holds_the_largest_item(
 
 def test_the_first_call_with_room_takes_an_item() -> None:
     buckets = (128, 256, 512, 1024)
-    calls = [(1024, [(1, 0), (2, 768)]), (1024, [(0, 0)])]
+    calls = [(1024, [(1, 0, 700, 0), (2, 0, 100, 768)]), (1024, [(0, 0, 600, 0)])]
     assert plan_calls([600, 700, 100], buckets, 1) == calls
-    assert plan_calls([60, 4, 64], buckets, 4) == [(128, [(2, 0), (0, 64), (1, 124)])]
+    assert plan_calls([60, 4, 64], buckets, 4) == [
+        (128, [(2, 0, 64, 0), (0, 0, 60, 64), (1, 0, 4, 124)])
+    ]
     assert plan_calls([], buckets, 1) == []
 
 

@@ -43,7 +43,7 @@ def engine(num_kv_heads: int, size: int) -> EngineCore:
     """Start an engine on `size` devices."""
     config = spread_config(num_kv_heads, tensor_parallel_size=size)
     params = params_with_heads(num_kv_heads)
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
 
 
 SPREADS = [
@@ -219,7 +219,7 @@ def test_two_processes_answer_as_one():
 def test_two_processes_answer_as_one_with_adapters(tmp_path: Path):
     config = adapted_config(2, tensor_parallel_size=4)
     params = params_with_heads(2)
-    alone = EngineCore.from_model(Gemma3ForConditionalGeneration, params, config)
+    alone = EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=params)
     expected = serve_adapters(alone, tmp_path / "alone", 2)
     assert len(set(map(tuple, expected))) == len(expected)
     report = _serve_together(str(tmp_path / "together"))

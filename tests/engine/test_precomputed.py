@@ -13,7 +13,7 @@ import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.device.precomputed import PrecomputedEmbeds
+from mmjax.engine.device.encoder import PrecomputedEmbeds
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.errors import RequestError
@@ -37,7 +37,7 @@ NO_TOWER = {"image": 0}
 
 def make_engine(mm: MultiModalConfig, **settings: Any) -> EngineCore:
     config = engine_config(**settings).with_mm(mm)
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, tiny_params()[1], config)
+    return EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
 
 
 def count_programs(core: EngineCore) -> int:

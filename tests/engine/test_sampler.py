@@ -12,10 +12,17 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
-from mmjax.engine.device.sample_tables import EDIT_WIDTH, MAX_BANS, SampleTables, empty_tables
-from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
-from mmjax.engine.scheduling.token_bits import pack_token_ids
+from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
+from mmjax.engine.device.sampler import (
+    EDIT_WIDTH,
+    MAX_BANS,
+    SampleOutput,
+    SampleTables,
+    empty_tables,
+    sample_full,
+    sample_greedy,
+)
+from mmjax.engine.scheduling.logit_rules import pack_token_ids
 from mmjax.requests.sampling_params import MAX_BIASES
 
 VOCAB = 40

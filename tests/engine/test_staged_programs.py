@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
-from mmjax.engine.device import staged_programs
-from mmjax.engine.device.compilation import Program
-from mmjax.engine.device.staged_programs import Stage, StagedPrograms
+from mmjax.engine.device import compilation
+from mmjax.engine.device.compilation import CompiledPrograms, Program
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.errors import ConfigError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
@@ -51,12 +51,11 @@ class Gate:
         if threading.current_thread() is threading.main_thread():
             return self._compile(programs, **options)
         sizes = []
-        for number, program in enumerate(programs):
+        for program in programs:
             assert self._allowed.acquire(timeout=60)
             if self.fails:
                 raise MemoryError("no room for the program")
             sizes += self._compile([program], num_threads=1)
-            options["when_compiled"](number)
         return sizes
 
     def open(self, core: EngineCore, number: int) -> None:
@@ -69,8 +68,8 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate(staged_programs.compile_programs)
-    monkeypatch.setattr(staged_programs, "compile_programs", gate)
+    gate = Gate(compilation.compile_programs)
+    monkeypatch.setattr(compilation, "compile_programs", gate)
     return gate
 
 
@@ -121,7 +120,7 @@ def test_answers_are_the_same_at_every_stage(early: EngineCore, gate: Gate) -> N
     assert limits[0] == (1, 64)
     assert limits == sorted(limits)
     assert limits[-1] == (4, 256)
-    assert early._runner.ready == early._runner.buckets
+    assert early._programs.ready == early._runner.buckets
 
 
 def test_what_no_step_can_hold_yet_waits(early: EngineCore, gate: Gate) -> None:
@@ -157,24 +156,28 @@ def test_nothing_is_compiled_after_the_end(early: EngineCore, gate: Gate) -> Non
     early.close()
 
 
-def test_one_stage_needs_no_thread() -> None:
+def test_where_all_are_compiled_first_there_is_no_thread() -> None:
     buckets = Buckets.create(max_num_seqs=1, max_num_batched_tokens=64, max_units=0)
-    staged = StagedPrograms([Stage(buckets, [])], num_threads=1, use_tqdm=False)
-    staged.compile_first()
-    staged.start_others()
-    assert (staged.ready, staged.num_left) == (buckets, 0)
-    staged.close()
+    program = Program("one", jax.jit(lambda: 1), {})
+    programs = CompiledPrograms(
+        buckets, lambda keys: [program for _ in keys], buckets.keys, buckets.num_programs
+    )
+    programs.compile_first()
+    programs.start_others()
+    assert (programs.ready, programs.num_left) == (buckets, 0)
+    assert programs._thread.ident is None
+    programs.close()
 
 
 def test_what_no_call_needs_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = []
-    compile_programs = staged_programs.compile_programs
+    compile_programs = compilation.compile_programs
 
     def record(programs: Sequence[Program], **options: Any) -> list[int]:
         labels.extend(program.label for program in programs)
         return compile_programs(programs, **options)
 
-    monkeypatch.setattr(staged_programs, "compile_programs", record)
+    monkeypatch.setattr(compilation, "compile_programs", record)
     core = tiny_engine(**SETTINGS, precompile="none")
     assert labels == []
     request = message("a", [[2, 5, 60]])
@@ -183,7 +186,7 @@ def test_what_no_call_needs_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     answer(core, message("b", [[9, 5]]))
     assert len(labels) == 3
     answer(core, message("c", [[2, 5], (0, 1), [7]], temperature=1.0, seed=1))
-    assert sorted(labels[3:]) == ["encode 2", "sample 1"]
+    assert sorted(labels[3:]) == ["encode 1", "sample 1"]
     assert core.compilations == 0
 
 

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from mmjax.engine import core as engine_core
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.runner import InFlight
-from mmjax.engine.scheduling.grammar import Grammars
+from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.requests.sampling_params import StructuredOutputsParams
 from mmjax.requests.structured_outputs import make_grammar

@@ -117,9 +117,10 @@ def test_programs_are_counted_as_they_are_done(caplog: pytest.LogCaptureFixture)
             first_is_done.wait(60)
             return self
 
-    programs = [Program("late", Late(), {}), Program("early", Lowered(), {})]
+    early = Program("early", Lowered(), {}, keep=lambda compiled: first_is_done.set())
+    programs = [Program("late", Late(), {}), early]
     with caplog.at_level(logging.INFO, "mmjax"):
-        compile_programs(programs, num_threads=2, when_compiled=lambda number: first_is_done.set())
+        compile_programs(programs, num_threads=2)
     texts = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert [(text.split()[1], text[-8:]) for text in texts] == [
         ("early", "(1 of 2)"),

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.engine.scheduling.deadlines import Deadlines
+from mmjax.engine.scheduling.queues import Deadlines
 from tests.engine.tiny import dense_greedy, drain, message, tiny_engine, tokens_of
 
 

@@ -69,7 +69,7 @@ def test_a_snapshot_is_read_without_the_tower(
 
 def test_an_engine_without_a_tower_refuses_what_p0_let_pass():
     config = engine_config().with_mm(MultiModalConfig(limit_mm_per_prompt=NONE))
-    core = EngineCore.from_model(Gemma3ForConditionalGeneration, tiny_params()[1], config)
+    core = EngineCore(config, model_class=Gemma3ForConditionalGeneration, params=tiny_params()[1])
     with pytest.raises(RequestError, match="embeddings"):
         core.add_request(message("a", [[2, 3], (1, 1), [4]]))
     assert len(answer(core, message("b", [[2, 3, 4]]))) == 8

@@ -202,7 +202,9 @@ def engine_config(
 def tiny_engine(**settings: Any) -> EngineCore:
     """Start an engine over the tiny model."""
     _, params = tiny_params()
-    return EngineCore.from_model(Gemma3ForConditionalGeneration, params, engine_config(**settings))
+    return EngineCore(
+        engine_config(**settings), model_class=Gemma3ForConditionalGeneration, params=params
+    )
 
 
 def drain(core: EngineCore) -> dict[str, list[RequestOutputDelta]]:

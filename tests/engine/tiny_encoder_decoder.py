@@ -222,7 +222,7 @@ def tiny_encoder_decoder(
         ),
         use_tqdm=False,
     )
-    return EngineCore.from_model(TinyEncoderDecoder, tiny_params(heads), config)
+    return EngineCore(config, model_class=TinyEncoderDecoder, params=tiny_params(heads))
 
 
 def picture_feature(seed: int) -> MultiModalFeatureSpec:

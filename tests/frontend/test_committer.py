@@ -14,7 +14,7 @@ import pytest
 
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig, SchedulerConfig
-from mmjax.engine.scheduling.features import resolve_features
+from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.committer import CommittedMessage

@@ -18,7 +18,7 @@ from mmjax.cache import (
     processor_cache_from_config,
 )
 from mmjax.config.engine_config import ModelConfig, MultiModalConfig, SchedulerConfig
-from mmjax.engine.scheduling.features import resolve_features
+from mmjax.engine.scheduling.admission import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor

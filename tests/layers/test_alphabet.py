@@ -13,7 +13,8 @@ from transformers.activations import ACT2FN
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.kv_cache import KVCacheSpec, allocate
-from mmjax.layers.embed import Embed, project_logits, soft_cap
+from mmjax.layers.attention.paged import apply_soft_cap
+from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.layers.norm import GemmaRMSNorm, LayerNorm, RMSNorm
@@ -106,8 +107,8 @@ def test_logits_are_float32_whatever_comes_in():
 
 def test_soft_cap_bounds_and_keeps_small_values():
     x = jnp.asarray([-1e4, -0.01, 0.0, 0.01, 1e4], F32)
-    np.testing.assert_allclose(soft_cap(x, 30.0), [-30, -0.01, 0, 0.01, 30], rtol=1e-5)
-    assert soft_cap(x, None) is x
+    np.testing.assert_allclose(apply_soft_cap(x, 30.0), [-30, -0.01, 0, 0.01, 30], rtol=1e-5)
+    assert apply_soft_cap(x, None) is x
 
 
 @pytest.mark.parametrize("size", [(12, 12), (14, 11)])

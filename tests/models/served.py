@@ -65,7 +65,7 @@ def start_model(
     )
     if mm is not None:
         config = config.with_mm(mm)
-    return EngineCore.from_model(model_class, params, config)
+    return EngineCore(config, model_class=model_class, params=params)
 
 
 def count_least_blocks(model: TinyModel, max_model_len: int, block_size: int = 8) -> int:

@@ -112,7 +112,7 @@ def test_embeddings_logits_and_answers_are_the_published_ones(size: str, name: s
     )
     wanted = numbers(size).get(f"case.{name}.image_embeds")
     if wanted is not None:
-        rows = ours._run_encoder(sample)[""]
+        rows = ours.embed(sample)
         np.testing.assert_allclose(rows, wanted, rtol=0, atol=2e-5)  # reached: 3e-6
     steps = ours.run(forced)[LOGITS][sample.num_tokens - 1 :]
     logits = numbers(size)[f"case.{name}.step_logits"]

@@ -175,4 +175,4 @@ class TestEmbeddings:
 
 
 def core_of(model_class: type, **settings: Any) -> EngineCore:
-    return EngineCore.from_model(model_class, tiny_params()[1], engine_config(**settings))
+    return EngineCore(engine_config(**settings), model_class=model_class, params=tiny_params()[1])

@@ -29,11 +29,6 @@ class BlockPool:
         return len(self._free)
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found by a hash, referenced or free."""
-        return len(self._by_hash)
-
-    @property
     def usage(self) -> float:
         """The referenced share of the pool, between 0 and 1."""
         return 1.0 - len(self._free) / self.num_blocks

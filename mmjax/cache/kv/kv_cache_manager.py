@@ -131,10 +131,6 @@ class KVCacheManager:
         table = self._encoder_tables.get(request_id)
         return np.zeros(self.max_encoder_blocks, np.int32) if table is None else table
 
-    def get_block_ids(self, request_id: str) -> list[int]:
-        """Return a copy of the request's block ids, in order."""
-        return list(self._block_ids[request_id])
-
     def get_block_table(self, request_id: str) -> np.ndarray:
         """Return a request's table, int32[max_blocks]; read-only, and changed by later calls."""
         return self._tables[request_id]

@@ -1,25 +1,213 @@
 """The arrays of one step from scheduled windows: packed on the host, unpacked under jit.
 
-All fields are int32 (floats as their bits) in one flat buffer, so that a step is one transfer.
-`Layout` says where each field is, on both sides.
+`StepBatch` and `SampleBatch` say what the fields are; their layout in one flat buffer follows from
+the shapes there. All are int32 in it (floats as their bits), so that a step is one transfer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from typing import Any, NamedTuple, get_args
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
 
 from mmjax.cache.adapter_slots import NO_SLOT
-from mmjax.engine.device.batch_layout import (
-    ADAPTER_SLOTS,
-    NO_TOKEN,
-    PENALTIES,
-    sample_layout,
-    step_layout,
-)
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import NUM_MASKED, Request
+from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.rounding import cdiv
+
+NO_TOKEN = np.iinfo(np.int32).max
+"""Padding of lists of token ids: beyond every vocabulary, so that a scatter drops it."""
+ADAPTER_SLOTS = "adapter_slots"
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_CROSS = "cross_"
+
+
+class StepBatch(NamedTuple):
+    """The input of `step`, besides parameters and caches."""
+
+    token_ids: Int[Array, " T"]
+    token_from: Int[Array, " T"]
+    """Row of the previous sample that is the token, or -1."""
+    positions: Int[Array, "3 T"]
+    src_index: Int[Array, " T"]
+    """Row of the encoder-output pool; -1 for text."""
+    metadata: PagedAttentionMetadata
+    cross_src: Int[Array, " S"] | None = None
+    """Row of the pool of each encoder hidden state to write; None for a decoder-only model."""
+    adapter_slots: Int[Array, " T"] | None = None
+    """Where each token's adapter is; -1: it has none. None: no token of the step has one."""
+
+
+class SampleBatch(NamedTuple):
+    """The input of `sample`, besides parameters and hidden states."""
+
+    rows: Int[Array, " R"]
+    """Rows of the hidden states; padding: 0."""
+    positions: Int[Array, " R"]
+    """Position of the new token in its sequence."""
+    seeds: UInt32[Array, "R 2"]
+    top_k: Int[Array, " R"]
+    """0 or below: all."""
+    temperature: Float[Array, " R"]
+    """0: greedy."""
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    masked_token_ids: Int[Array, "R _masked"]
+    """Ids masked by `min_tokens`; padding: `NO_TOKEN`."""
+    token_from: Int[Array, " R"]
+    """Row of the previous sample that is the sequence's last token, or -1."""
+    ngram_sizes: Int[Array, " R"]
+    """`no_repeat_ngram_size`; 0: no limit."""
+    prompt_lengths: Int[Array, " R"]
+    """Tokens that repetition penalties count, and presence and frequency penalties do not."""
+    repetition_penalty: Float[Array, " R"]
+    """0 for rows without penalties, as the other two: it leaves the logits as they are."""
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+    reports_masked: Int[Array, " R"]
+    """1: log-probabilities are of what the row's mask leaves, as vLLM's with a grammar."""
+    reported: Int[Array, " R"]
+    """The token whose log-probability is wanted, and 1 added; 0: the sampled one."""
+    has_filters: Int[Array, ""]
+    """Whether any row has top-k, top-p or min-p: the rows are sorted only then."""
+    has_logprobs: Int[Array, ""]
+    has_masks: Int[Array, ""]
+    """Whether the tables' masks are to be read; so, too, of edits and penalties."""
+    has_edits: Int[Array, ""]
+    has_penalties: Int[Array, ""]
+    adapter_slots: Int[Array, " R"] | None = None
+    """Where each row's adapter is; -1: it has none. None: the engine has no adapters."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of named int32 fields in one flat buffer."""
+
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def slices(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        """Field -> (its slice of the buffer, its shape)."""
+        slices, start = {}, 0
+        for name, shape in self.shapes:
+            slices[name] = (slice(start, start + prod(shape)), shape)
+            start += prod(shape)
+        return slices
+
+    @cached_property
+    def size(self) -> int:
+        """Length of the buffer."""
+        return sum(prod(shape) for _, shape in self.shapes)
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """Return the fields: views of a numpy buffer, slices of a traced one."""
+        return {name: flat[part].reshape(shape) for name, (part, shape) in self.slices.items()}
+
+
+PADDING: Mapping[str, int] = {"token_from": -1, "src_index": -1, ADAPTER_SLOTS: NO_SLOT}
+"""What stands in a step's fields where no token does, if that is not 0."""
+
+
+def _find_fields(batch: type) -> Iterator[tuple[str, Any]]:
+    """Yield the names and jaxtyping's types of a tuple's arrays."""
+    for name, annotation in batch.__annotations__.items():
+        for kind in (annotation, *get_args(annotation)):
+            if hasattr(kind, "dim_str"):
+                yield name, kind
+
+
+def _find_shapes(batch: type, sizes: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a tuple's arrays whose axes have `sizes`."""
+    axes = {name: kind.dim_str.split() for name, kind in _find_fields(batch)}
+    return {
+        name: tuple(int(axis) if axis.isdecimal() else sizes[axis] for axis in own)
+        for name, own in axes.items()
+        if all(axis in sizes or axis.isdecimal() for axis in own)
+    }
+
+
+@cache
+def step_layout(bucket: StepBucket, max_blocks: int, max_encoder_blocks: int = 0) -> Layout:
+    """Return the fields of a `StepBatch` of one bucket, and of its metadata.
+
+    Encoder-decoder models also have those of `CrossAttentionMetadata`, named `cross_...`.
+    """
+    sizes = {
+        "T": bucket.num_tokens,
+        "R": bucket.num_requests,
+        "W": bucket.num_tiles,
+        "Z": bucket.tile_size,
+        "_blocks": max_blocks,
+    }
+    shapes = _find_shapes(StepBatch, sizes) | _find_shapes(PagedAttentionMetadata, sizes)
+    if not bucket.has_spans:
+        del shapes["span_end"]
+    if not bucket.has_adapters:
+        del shapes[ADAPTER_SLOTS]
+    if max_encoder_blocks:
+        sizes |= {"S": bucket.num_states, "_blocks": max_encoder_blocks}
+        cross = _find_shapes(CrossAttentionMetadata, sizes)
+        shapes |= {f"{_CROSS}{name}": shape for name, shape in cross.items()}
+        shapes["cross_src"] = (bucket.num_states,)
+    return Layout(tuple(shapes.items()))
+
+
+def sample_layout(num_requests: int, *, has_adapters: bool = False) -> Layout:
+    """Return the fields of a `SampleBatch` of one bucket."""
+    shapes = _find_shapes(SampleBatch, {"R": num_requests, "_masked": NUM_MASKED})
+    if not has_adapters:
+        del shapes[ADAPTER_SLOTS]
+    return Layout(tuple(shapes.items()))
+
+
+def unpack_step(layout: Layout, flat: Int[Array, " size"]) -> StepBatch:
+    """Return the batch of a packed buffer, under jit."""
+    fields = layout.views(flat)
+    head = {name: fields.pop(name) for name in StepBatch._fields if name in fields}
+    cross = {
+        name: fields.pop(f"{_CROSS}{name}")
+        for name in CrossAttentionMetadata._fields
+        if f"{_CROSS}{name}" in fields
+    }
+    if cross:
+        fields["cross"] = CrossAttentionMetadata(**cross)
+    return StepBatch(**head, metadata=PagedAttentionMetadata(**{"span_end": None, **fields}))
+
+
+def add_padding_row(batch: StepBatch) -> StepBatch:
+    """Return the batch with one row more, which is nobody's token: no tile asks for it."""
+    num_rows, tile_rows = len(batch.token_ids), batch.metadata.tile_rows
+    metadata = _add_row(batch.metadata, {"slot_block": jnp.iinfo(jnp.int32).max})
+    tile_rows = jnp.where(tile_rows < num_rows, tile_rows, num_rows + 1)
+    return _add_row(batch, PADDING)._replace(metadata=metadata._replace(tile_rows=tile_rows))
+
+
+def _add_row(batch: Any, padding: Mapping[str, int]) -> Any:
+    """Pad the arrays of a tuple whose last axis is that of tokens."""
+    padded = {}
+    for name, kind in _find_fields(type(batch)):
+        field = getattr(batch, name)
+        if field is not None and kind.dim_str.endswith("T"):
+            widths = [(0, 0)] * (field.ndim - 1) + [(0, 1)]
+            padded[name] = jnp.pad(field, widths, constant_values=padding.get(name, 0))
+    return batch._replace(**padded)
+
+
+def unpack_sample(layout: Layout, flat: Int[Array, " size"], num_rows: int) -> SampleBatch:
+    """Return the first rows of a packed batch, floats and seeds restored, under jit."""
+    fields = layout.views(flat)
+    for name, kind in _find_fields(SampleBatch):
+        if name in fields and fields[name].ndim:
+            wanted = next(one for one in ("int32", "uint32", "float32") if one in kind.dtypes)
+            fields[name] = jax.lax.bitcast_convert_type(fields[name][:num_rows], wanted)
+    return SampleBatch(**fields)
 
 
 class BatchBuilder:
@@ -52,14 +240,10 @@ class BatchBuilder:
         layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
         flat = np.zeros(layout.size + self.sample_layout.size, np.int32)
         fields = layout.views(flat)
-        fields["token_from"][:] = -1
-        fields["src_index"][:] = -1
-        fields["slot_block"][:] = self.num_blocks
-        fields["tile_rows"][:] = bucket.num_tokens
-        if self.max_encoder_blocks:
-            fields["cross_slot_block"][:] = self.num_blocks
-        if bucket.has_adapters:
-            fields[ADAPTER_SLOTS][:] = NO_SLOT
+        nowhere = {"slot_block": self.num_blocks, "cross_slot_block": self.num_blocks}
+        for name, value in {**PADDING, **nowhere, "tile_rows": bucket.num_tokens}.items():
+            if name in fields:
+                fields[name][:] = value
         self._sample_fields(flat[layout.size :])
         return flat, fields
 

@@ -1,18 +1,19 @@
-"""Compilation: in parallel, and counted while serving."""
+"""Compilation: in parallel, while others serve or when a call first needs it; counted meanwhile."""
 
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 import jax
 from tqdm import tqdm
 
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.system.allocator import return_free_pages
 from mmjax.system.logger import get_logger, reporting
 from mmjax.system.progress import has_bars
@@ -22,7 +23,7 @@ logger = get_logger(__name__)
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _FETCH_EVENT = "/jax/compilation_cache/cache_hits"
 _STACK_BYTES = 64 * 2**20
-"""Of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
+"""The stack of a compiling thread: XLA's passes recurse deeper than the usual 8 MiB."""
 MAX_COMPILE_THREADS = 8
 _ONE_ORDER = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
 """Leaves only products to XLA's CPU library (YNNPACK). By default it also computes sums of 4,096
@@ -38,25 +39,6 @@ class Program(NamedTuple):
     """Keyword arguments of the call; arrays may be `jax.ShapeDtypeStruct`."""
     keep: Callable[[Any], None] = lambda compiled: None
     """Called with what it was compiled to."""
-
-
-class CompiledFunction:
-    """A jitted function that is called as it was compiled, by a key.
-
-    It holds its programs itself, so that JAX need not hold what they were traced and lowered to.
-    """
-
-    def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
-        self._compiled: dict[Hashable, Any] = {}
-
-    def __call__(self, key: Hashable, **arguments: Any) -> Any:
-        """Call the program of `key`; `arguments` are without the static ones."""
-        return self._compiled[key](**arguments)
-
-    def program(self, label: str, key: Hashable, arguments: Mapping[str, Any]) -> Program:
-        """Return a program that can be called once it is compiled."""
-        return Program(label, self._jitted, arguments, partial(self._compiled.__setitem__, key))
 
 
 @cache
@@ -85,38 +67,36 @@ def compile_programs(
     *,
     num_threads: int | None = None,
     use_tqdm: bool = False,
-    when_compiled: Callable[[int], None] = lambda number: None,
 ) -> list[int]:
     """Compile all programs; return the bytes that each takes on a device, besides its arguments.
 
     A later call of the jitted function with such arguments compiles nothing, until `forget_traces`:
     JAX keeps a program by what it was lowered from. Functions are traced here, and compiled in
-    threads, which call `when_compiled` with the program's place in the list; what it raises ends
-    the compilation.
+    threads, which call each program's `keep`; what it raises ends the compilation.
     """
-    compiled: list[Future[int]] = []
+    futures: list[Future[int]] = []
     num_done = count(1)
     has_bar = use_tqdm and has_bars()  # elsewhere each program has its line
     with (
         tqdm(total=len(programs), desc="Compiling", unit="program", disable=not has_bar) as bar,
-        reporting(logger, partial(_describe, compiled, programs)),
+        reporting(logger, partial(_describe, futures, programs)),
         _compiling_threads(num_threads or default_num_threads()) as pool,
     ):
 
         def compile_one(number: int, lowered: Any) -> int:
-            size, line = _compile(programs[number], lowered)
+            compiled, line = _compile(programs[number], lowered)
             logger.info("%s (%d of %d)", line, next(num_done), len(programs))
             bar.set_postfix_str(programs[number].label, refresh=False)
             bar.update()
             bar.refresh()  # the log line erased it
-            when_compiled(number)
-            return size
+            programs[number].keep(compiled)
+            return program_bytes(compiled)
 
         try:
             for number, program in enumerate(programs):
                 lowered = program.jitted.lower(**program.arguments)
-                compiled.append(pool.submit(compile_one, number, lowered))
-            return [future.result() for future in compiled]
+                futures.append(pool.submit(compile_one, number, lowered))
+            return [future.result() for future in futures]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -177,14 +157,13 @@ class _Events(threading.local):
         return events
 
 
-def _compile(program: Program, lowered: Any) -> tuple[int, str]:
+def _compile(program: Program, lowered: Any) -> tuple[Any, str]:
     events = _Events.listening()
     num_before, start = events.num_fetched, time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
-    program.keep(compiled)
-    return program_bytes(compiled), f"{verb} {program.label} in {seconds:.2f} s"
+    return compiled, f"{verb} {program.label} in {seconds:.2f} s"
 
 
 @contextmanager
@@ -224,3 +203,110 @@ class CompilationCounter:
             yield
         finally:
             self._count, self._thread = self.count, None
+
+
+class _Closed(Exception):
+    """Nobody wants the programs any more."""
+
+
+class CompiledPrograms:
+    """An engine's programs, compiled in the order of their use, the last in a thread.
+
+    Without an order each is compiled before the first call that needs it. Any thread may read what
+    is `ready`, and how many are left.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        make: Callable[[Sequence[ProgramKey]], Sequence[Program]],
+        order: Sequence[ProgramKey] = (),
+        num_first: int = 0,
+        *,
+        num_threads: int | None = None,
+        use_tqdm: bool = False,
+    ) -> None:
+        """`make` returns the programs of keys; the first `num_first` of the order suffice."""
+        self.num_programs = buckets.num_programs
+        self.ready = buckets
+        """Those that calls may use; once `compile_first` has returned."""
+        self._buckets, self._make = buckets, make
+        self._order, self._num_first = order, num_first
+        self._num_threads, self._use_tqdm = num_threads, use_tqdm
+        self._compiled: dict[ProgramKey, Any] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="mmjax-programs", daemon=True)
+
+    def __call__(self, function: str, size: Any, **arguments: Any) -> Any:
+        """Call a program; `arguments` are without the static ones.
+
+        What is called was compiled before, so that JAX need not hold what it was traced from.
+        """
+        key = ProgramKey(function, size)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            assert not self._order, f"{key=} is called before it is compiled"
+            self._compile([key], use_tqdm=self._use_tqdm)
+            compiled = self._compiled[key]
+        return compiled(**arguments)
+
+    @property
+    def num_left(self) -> int:
+        """Programs that are not compiled yet."""
+        return self.num_programs - len(self._compiled)
+
+    def compile_first(self) -> None:
+        """Compile the programs that suffice to serve."""
+        self._compile(self._order[: self._num_first], use_tqdm=self._use_tqdm)
+
+    def start_others(self) -> None:
+        """Compile the others in a thread, if there are any."""
+        if self._num_first < len(self._order):
+            self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until more buckets are ready."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def check(self) -> None:
+        """Raise what the thread raised: an engine must not wait for programs that never come."""
+        if self._error is not None:
+            raise RuntimeError("the programs that were left could not be compiled") from self._error
+
+    def close(self, *, wait: bool = True) -> None:
+        """Compile no more; `wait` for the programs that compile now. Idempotent."""
+        self._is_closed = True
+        if wait and self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._compile(self._order[self._num_first :])
+            logger.info("all %d programs are compiled", self.num_programs)
+        except _Closed:
+            return
+        except BaseException as error:
+            self._error = error  # raised by `check`, in the engine's thread
+
+    def _compile(self, keys: Sequence[ProgramKey], *, use_tqdm: bool = False) -> None:
+        programs = [
+            program._replace(keep=partial(self._keep, key))
+            for key, program in zip(keys, self._make(keys), strict=True)
+        ]
+        compile_programs(programs, num_threads=self._num_threads, use_tqdm=use_tqdm)
+        forget_traces(programs)
+
+    def _keep(self, key: ProgramKey, compiled: Any) -> None:
+        if self._is_closed:
+            raise _Closed
+        with self._changed:
+            self._compiled[key] = compiled
+            if self._order:
+                done = set(takewhile(self._compiled.__contains__, self._order))
+                ready = self._buckets.among(done)
+                if ready != self.ready:
+                    self.ready = ready
+                    self._changed.notify_all()

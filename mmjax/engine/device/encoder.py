@@ -1,13 +1,13 @@
-"""The inputs of `encode` from items, and the rows of the encoder-output pool for its outputs.
+"""What fills the pool of encoder outputs: its rows, and the inputs of the calls that write them.
 
 Items are units of one shape, or sequences of patches of any length, which are packed into one call
 with a segment id each, which attention masks by; so a batch of images of mixed sizes is one call,
-and no size needs another program.
+and no size needs another program. Precomputed embeddings are written as they are, and an
+encoder-decoder's prompts are encoded from text and from rows of the pool.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,59 +16,90 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Shaped
 
 from mmjax.cache.adapter_slots import NO_SLOT
-from mmjax.engine.device.batch_layout import ADAPTER_SLOTS
+from mmjax.engine.device.batch import ADAPTER_SLOTS
 from mmjax.engine.device.mesh import Placement
 from mmjax.engine.scheduling.buckets import ladder, next_bucket, split_calls
 from mmjax.engine.scheduling.request import EncoderItem
-from mmjax.errors import ConfigError
+from mmjax.errors import ConfigError, RequestRuntimeError, RequestTypeError, RequestValueError
 from mmjax.layers.attention.segments import BLOCK_SIZE, PADDING
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.processing.items.embeddings import EMBEDS_DTYPES
+from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from mmjax.rounding import round_up
 
 MIN_PATCHES = 128
 """Size of the smallest bucket; all are multiples of it, as TPU kernels pad rows to it."""
 MAX_PACKED_PATCHES = 4096
 """Patches of the largest call, unless a single item has more; others take several calls."""
+PADDING_ID = -1
+"""In the token ids of an encoder's prompt: nothing stands there."""
+TEXT_ROW = -1
+"""In its `src_rows`: a token of text, or nothing, stands there."""
 
-"""The input that says where the adapter of each unit, or patch, is."""
-
-Shapes = dict[str, tuple[tuple[int, ...], str]]
-"""Input name -> (shape, dtype)."""
+# ---- calls of `encode` --------------------------------------------------------------------------
 
 
 class EncoderCall(NamedTuple):
     """The host's arguments of one call of `encode`."""
 
+    bucket: int
     inputs: dict[str, np.ndarray]
     dst_rows: np.ndarray
     """int32[outputs]: rows of the pool; padding: `num_rows`, which is out of range."""
 
 
-class EncoderCalls(ABC):
-    """Makes a model's encoder calls. `size`: length of the inputs' first axis."""
+class Piece(NamedTuple):
+    """Units, or patches, of one item in one call."""
 
-    def __init__(self, placement: Placement, num_rows: int, *, has_adapters: bool) -> None:
+    item: int
+    """Index of the item."""
+    first: int
+    """Its first unit that is meant."""
+    number: int
+    start: int
+    """Where that unit is in the call."""
+
+
+class EncoderCalls:
+    """Makes a model's calls of `encode`, of units or of packed patches, both `units` below.
+
+    Units of one item may be divided over calls. A pack is computed whole by every device: even
+    shards would cut images apart.
+    """
+
+    def __init__(
+        self,
+        spec: EncoderSpec | PackedEncoderSpec,
+        placement: Placement,
+        num_rows: int,
+        *,
+        min_units: int = 1,
+        has_adapters: bool = False,
+    ) -> None:
+        """Smaller calls are padded to `min_units`. `has_adapters`: whether units have adapters."""
+        self._spec = spec
         self._placement = placement
         self._num_rows = num_rows
+        self._min_units = min_units
         self._has_adapters = has_adapters
 
-    @abstractmethod
-    def num_outputs(self, size: int) -> int:
-        """Return the number of embeddings of a call."""
+    def allocate(self, item: EncoderItem, pool_rows: "EncoderRows") -> np.ndarray:
+        """Give rows of the pool to an item; return where each of its outputs goes."""
+        if item.rows is None:
+            return pool_rows.allocate(item.identifier, item.num_embeds)
+        num_outputs = self._num_outputs(_count_units(item))
+        return pool_rows.allocate_chosen(item.identifier, item.rows, num_outputs)
 
-    @abstractmethod
-    def count_outputs(self, item: EncoderItem) -> int:
-        """Return the embeddings that an item's units give, those that no prompt has included."""
-
-    @abstractmethod
     def sharding(self, size: int) -> Sharding:
-        """Return the sharding of the inputs."""
+        """Return the sharding of the inputs of a call of `size` units."""
+        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        return self._placement.replicated if is_packed else self._placement.units(size)
 
-    @abstractmethod
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """Replicate an array that the devices computed in parts along `axis`, under jit."""
+        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        return x if is_packed else self._placement.gather(x, axis)
 
-    @abstractmethod
     def fill(
         self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
     ) -> Iterator[EncoderCall]:
@@ -76,160 +107,101 @@ class EncoderCalls(ABC):
 
         `rows`: where each of an item's outputs goes.
         """
+        counts = [_count_units(item) for item in items]
+        for bucket, pieces in self._plan(counts, sizes):
+            call = self.empty(bucket)
+            for segment, (item, first, number, start) in enumerate(pieces):
+                own, inside = slice(first, first + number), slice(start, start + number)
+                for name in self._spec.inputs:
+                    call.inputs[name][inside] = items[item].units[name][own]
+                if self._has_adapters:
+                    call.inputs[ADAPTER_SLOTS][inside] = items[item].adapter_slot
+                if "segment_ids" in call.inputs:
+                    call.inputs["segment_ids"][inside] = segment
+                call.dst_rows[self._outputs(inside)] = rows[item][self._outputs(own)]
+            yield call
+
+    def _plan(
+        self, counts: Sequence[int], sizes: Sequence[int]
+    ) -> Iterable[tuple[int, list[Piece]]]:
+        if isinstance(self._spec, PackedEncoderSpec):
+            return plan_calls(counts, sizes, self._spec.patches_per_token)
+        return _plan_units(counts, sizes)
 
     def describe(self, bucket: int) -> tuple[dict[str, jax.ShapeDtypeStruct], int]:
         """Return the inputs of a bucket's program, and its number of embeddings."""
-        size = self._size(bucket)
-        where = self.sharding(size)
+        call = self.empty(bucket)
         inputs = {
-            name: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
-            for name, (shape, dtype) in self._all_shapes(size).items()
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.sharding(len(x)))
+            for name, x in call.inputs.items()
         }
-        return inputs, self.num_outputs(size)
+        return inputs, len(call.dst_rows)
 
     def empty(self, bucket: int) -> EncoderCall:
-        """Return a call of padding."""
-        size = self._size(bucket)
+        """Return a call of padding, which is one segment of a pack."""
+        is_packed = isinstance(self._spec, PackedEncoderSpec)
+        size = bucket
+        if not is_packed:
+            size = self._placement.padded_units(max(bucket, self._min_units))
         inputs = {
-            name: np.zeros(shape, dtype) for name, (shape, dtype) in self._all_shapes(size).items()
+            name: np.zeros((size, *shape), dtype)
+            for name, (shape, dtype) in self._spec.inputs.items()
         }
+        if is_packed:
+            inputs["segment_ids"] = np.full(size, PADDING, np.int32)
         if self._has_adapters:
-            inputs[ADAPTER_SLOTS][:] = NO_SLOT
-        return EncoderCall(inputs, np.full(self.num_outputs(size), self._num_rows, np.int32))
+            inputs[ADAPTER_SLOTS] = np.full(size, NO_SLOT, np.int32)
+        dst_rows = np.full(self._num_outputs(size), self._num_rows, np.int32)
+        return EncoderCall(bucket, inputs, dst_rows)
 
-    def _size(self, bucket: int) -> int:
-        return bucket
-
-    def _all_shapes(self, size: int) -> Shapes:
-        slots: Shapes = {ADAPTER_SLOTS: ((size,), "int32")}
-        return self._shapes(size) | (slots if self._has_adapters else {})
-
-    @abstractmethod
-    def _shapes(self, size: int) -> Shapes: ...
-
-
-class UnitCalls(EncoderCalls):
-    """Calls of units of one shape; items may share calls, and be split over several."""
-
-    def __init__(self, spec: EncoderSpec, *places: Any, min_units: int, has_adapters: bool) -> None:
-        super().__init__(*places, has_adapters=has_adapters)
-        self._min_units = min_units
-        self._spec = spec
-
-    def num_outputs(self, size: int) -> int:
+    def _num_outputs(self, size: int) -> int:
+        if isinstance(self._spec, PackedEncoderSpec):
+            return size // self._spec.patches_per_token
         return size * self._spec.tokens_per_unit
 
-    def count_outputs(self, item: EncoderItem) -> int:
-        """Return the embeddings of all of an item's units."""
-        return self.num_outputs(_count_first_axis(item))
-
-    def sharding(self, size: int) -> Sharding:
-        return self._placement.units(size)
-
-    def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-
-        return self._placement.gather(x, axis)
-
-    def fill(
-        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
-    ) -> Iterator[EncoderCall]:
-        """Yield calls with all units of all items, in order."""
-        per_unit = self._spec.tokens_per_unit
-        dst_rows = np.concatenate(rows)
-        units = {
-            name: np.concatenate([item.units[name] for item in items]) for name in self._spec.inputs
-        }
-        if self._has_adapters:
-            slots = [np.full(_count_first_axis(one), one.adapter_slot, np.int32) for one in items]
-            units[ADAPTER_SLOTS] = np.concatenate(slots)
-        start = 0
-        for bucket, count in split_calls(sizes, len(dst_rows) // per_unit):
-            call = self.empty(bucket)
-            end = start + count
-            call.dst_rows[: count * per_unit] = dst_rows[start * per_unit : end * per_unit]
-            for name, padded in call.inputs.items():
-                padded[:count] = units[name][start:end]
-            yield call
-            start = end
-
-    def _size(self, bucket: int) -> int:
-        return self._placement.padded_units(max(bucket, self._min_units))
-
-    def _shapes(self, size: int) -> Shapes:
-        return {name: ((size, *shape), dtype) for name, (shape, dtype) in self._spec.inputs.items()}
+    def _outputs(self, units: slice) -> slice:
+        return slice(self._num_outputs(units.start), self._num_outputs(units.stop))
 
 
-class PackedCalls(EncoderCalls):
-    """Calls of packed items of any number of patches; every device computes all of a call."""
-
-    def __init__(self, spec: PackedEncoderSpec, *places: Any, has_adapters: bool) -> None:
-        super().__init__(*places, has_adapters=has_adapters)
-        self._spec = spec
-
-    def num_outputs(self, size: int) -> int:
-        return size // self._spec.patches_per_token
-
-    def count_outputs(self, item: EncoderItem) -> int:
-        """Return the embeddings of all of an item's patches."""
-        return self.num_outputs(_count_first_axis(item))
-
-    def sharding(self, size: int) -> Sharding:
-        """Replicate the inputs: even shards would cut images apart."""
-        return self._placement.replicated
-
-    def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-
-        return x
-
-    def fill(
-        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
-    ) -> Iterator[EncoderCall]:
-        """Yield calls with the items packed, the largest first."""
-        per_token = self._spec.patches_per_token
-        num_patches = [len(part) * per_token for part in rows]
-        for bucket, packed in plan_calls(num_patches, sizes, per_token):
-            call = self.empty(bucket)
-            for segment, (number, start) in enumerate(packed):
-                end = start + num_patches[number]
-                call.inputs["segment_ids"][start:end] = segment
-                call.dst_rows[start // per_token : end // per_token] = rows[number]
-                for name in self._spec.inputs:
-                    call.inputs[name][start:end] = items[number].units[name]
-                if self._has_adapters:
-                    call.inputs[ADAPTER_SLOTS][start:end] = items[number].adapter_slot
-            yield call
-
-    def empty(self, bucket: int) -> EncoderCall:
-        """Return a call of padding, which is one segment."""
-        call = super().empty(bucket)
-        call.inputs["segment_ids"][:] = PADDING
-        return call
-
-    def _shapes(self, size: int) -> Shapes:
-        rows = {name: ((size, *shape), dtype) for name, (shape, dtype) in self._spec.inputs.items()}
-        return rows | {"segment_ids": ((size,), "int32")}
-
-
-def _count_first_axis(item: EncoderItem) -> int:
+def _count_units(item: EncoderItem) -> int:
     return len(next(iter(item.units.values())))
 
 
-def make_encoder_calls(
-    spec: EncoderSpec | PackedEncoderSpec,
-    placement: Placement,
-    num_rows: int,
-    *,
-    min_units: int = 1,
-    has_adapters: bool = False,
-) -> EncoderCalls:
-    """Return the encoder calls of a model with `spec`; smaller ones are padded to `min_units`.
+def _plan_units(counts: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[Piece]]]:
+    """Yield calls with all units of all items, in order."""
+    units = [(item, unit) for item, count in enumerate(counts) for unit in range(count)]
+    first = 0
+    for bucket, count in split_calls(sizes, len(units)):
+        chosen = units[first : first + count]
+        yield bucket, [Piece(*unit, 1, place) for place, unit in enumerate(chosen)]
+        first += count
 
-    `has_adapters`: whether units have adapters.
+
+def plan_calls(
+    num_patches: Sequence[int], buckets: Sequence[int], patches_per_token: int
+) -> list[tuple[int, list[Piece]]]:
+    """Put each item into the first call with room for it, and each call into its bucket.
+
+    The largest first: items of 600, 700, 100 patches, buckets up to 1,024: 700 patches of item 1
+    and, from 768 on, item 2's in one call; item 0's in another. An item starts where its own blocks
+    of keys would, so that its embeddings are summed in one order whatever lies beside it
+    (docs/determinism.md).
     """
-    if isinstance(spec, PackedEncoderSpec):
-        return PackedCalls(spec, placement, num_rows, has_adapters=has_adapters)
-    options = {"min_units": min_units, "has_adapters": has_adapters}
-    return UnitCalls(spec, placement, num_rows, **options)
+    calls: list[list[Piece]] = []
+    ends: list[int] = []
+    for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
+        size = num_patches[number]
+        assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
+        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_token)
+        starts = [round_up(end, step) for end in ends]
+        place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
+        if place == len(calls):
+            calls.append([])
+            ends.append(0)
+            starts.append(0)
+        calls[place].append(Piece(number, 0, size, starts[place]))
+        ends[place] = starts[place] + size
+    return [(next_bucket(buckets, end), pieces) for end, pieces in zip(ends, calls, strict=True)]
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
@@ -254,35 +226,18 @@ def largest_items(
     return {m: max(1, min(most, max_model_len)) for m, most in max_embeds_per_item.items()}
 
 
-def count_units(spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int) -> int:
-    """Return how many units a step may encode; 0 for a packed encoder."""
-    is_packed = isinstance(spec, PackedEncoderSpec)
-    return 0 if is_packed else encoder_budget // spec.tokens_per_unit
-
-
-def choose_patches(
+def choose_sizes(
     spec: EncoderSpec | PackedEncoderSpec, encoder_budget: int, largest_item: int
-) -> tuple[int, ...]:
-    """Return the buckets of a packed encoder, for a budget in embeddings; () for units."""
-    if not isinstance(spec, PackedEncoderSpec):
-        return ()
-    return patch_buckets(
+) -> dict[str, Any]:
+    """Return what `Buckets.create` needs to know of an encoder, for a budget in embeddings."""
+    if isinstance(spec, EncoderSpec):
+        return {"max_units": encoder_budget // spec.tokens_per_unit}
+    patches = patch_buckets(
         largest_item=largest_item * spec.patches_per_token,
         encoder_budget=encoder_budget * spec.patches_per_token,
         patches_per_token=spec.patches_per_token,
     )
-
-
-# ---- packing ------------------------------------------------------------------------------------
-
-
-class PackedCall(NamedTuple):
-    """One call of a packed encoder."""
-
-    bucket: int
-    """Patches, with padding."""
-    items: list[tuple[int, int]]
-    """Indices of its items, and where each starts."""
+    return {"max_units": 0, "patches": patches}
 
 
 def patch_buckets(
@@ -300,32 +255,155 @@ def patch_buckets(
     return ladder(first, round_up(last, first), 2)
 
 
-def plan_calls(
-    num_patches: Sequence[int], buckets: Sequence[int], patches_per_token: int
-) -> list[PackedCall]:
-    """Put each item into the first call with room for it, and each call into its bucket.
+# ---- precomputed embeddings ---------------------------------------------------------------------
 
-    The largest first: items of 600, 700, 100 patches, buckets up to 1,024: [(1024, [(1, 0),
-    (2, 768)]), (1024, [(0, 0)])]. An item starts where its own blocks of keys would, so that its
-    embeddings are summed in one order whatever lies beside it (docs/determinism.md).
-    """
-    calls: list[list[tuple[int, int]]] = []
-    ends: list[int] = []
-    for number in sorted(range(len(num_patches)), key=lambda n: -num_patches[n]):
-        size = num_patches[number]
-        assert 0 <= size <= buckets[-1], f"{size=} {buckets[-1]=}"
-        step = math.lcm(min(BLOCK_SIZE, 1 << (size - 1).bit_length()), patches_per_token)
-        starts = [round_up(end, step) for end in ends]
-        place = next((n for n, s in enumerate(starts) if s + size <= buckets[-1]), len(calls))
-        if place == len(calls):
-            calls.append([])
-            ends.append(0)
-            starts.append(0)
-        calls[place].append((number, starts[place]))
-        ends[place] = starts[place] + size
-    return [
-        PackedCall(next_bucket(buckets, end), items) for end, items in zip(ends, calls, strict=True)
-    ]
+
+class WriteCall(NamedTuple):
+    """The host's arguments of one call of `write_rows`."""
+
+    embeds: np.ndarray
+    """[rows, D], in the pool's dtype."""
+    dst_rows: np.ndarray
+    """int32[rows]: rows of the pool; padding: `num_rows`, which is out of range."""
+
+
+class PrecomputedEmbeds:
+    """Validates precomputed embeddings, and makes calls of `write_rows`."""
+
+    def __init__(self, *, is_enabled: bool, num_rows: int, width: int, dtype: Any) -> None:
+        """`num_rows`, `width` (the language model's) and `dtype` are the pool's."""
+        self._is_enabled = is_enabled
+        self._num_rows = num_rows
+        self._width = width
+        self._dtype = np.dtype(dtype)
+
+    def find(self, feature: MultiModalFeatureSpec) -> Any:
+        """Return the embeddings of an item; None if it must be encoded."""
+        name = f"{feature.modality}_embeds"
+        if not self._is_enabled or feature.tensors is None or name not in feature.tensors:
+            return None
+        return feature.tensors[name].data
+
+    def make_item(self, feature: MultiModalFeatureSpec, embeds: Any) -> EncoderItem:
+        """Return the item with embeddings in the pool's dtype.
+
+        Raises `RequestError` for another shape or dtype, and for values that are not finite after
+        the cast.
+        """
+        name = f"`{feature.modality}_embeds` of item {feature.identifier}"
+        given = np.asarray(embeds)
+        if given.dtype.name not in EMBEDS_DTYPES:
+            raise RequestTypeError(
+                f"{name} are of dtype {given.dtype}; give one of {', '.join(EMBEDS_DTYPES)}",
+                param="multi_modal_data",
+            )
+        expected = (feature.mm_position.get_num_embeds(), self._width)
+        if given.shape != expected:
+            raise RequestRuntimeError(
+                f"{name} have shape {given.shape}; its placeholders and the model's width ask for "
+                f"{expected}",
+                param="multi_modal_data",
+            )
+        with np.errstate(over="ignore"):
+            rows = given.astype(self._dtype)
+        if not np.isfinite(rows).all():
+            raise RequestValueError(
+                f"{name} have values that are NaN, or beyond {self._dtype.name}; give finite ones",
+                param="multi_modal_data",
+            )
+        return EncoderItem(
+            identifier=feature.identifier, mm_position=feature.mm_position, embeds=rows
+        )
+
+    def fill(
+        self, items: Sequence[EncoderItem], rows: Sequence[np.ndarray], sizes: Sequence[int]
+    ) -> Iterator[WriteCall]:
+        """Yield the calls of the `sizes` that write items to their pool rows."""
+        embeds = np.concatenate([item.embeds for item in items if item.embeds is not None])
+        dst_rows = np.concatenate(rows)
+        start = 0
+        while start < len(dst_rows):
+            count = min(len(dst_rows) - start, sizes[-1])
+            call = self.empty(next_bucket(sizes, count))
+            call.embeds[:count] = embeds[start : start + count]
+            call.dst_rows[:count] = dst_rows[start : start + count]
+            yield call
+            start += count
+
+    def empty(self, size: int) -> WriteCall:
+        """Return a call of padding."""
+        return WriteCall(
+            np.zeros((size, self._width), self._dtype), np.full(size, self._num_rows, np.int32)
+        )
+
+
+# ---- prompts of an encoder-decoder's encoder -----------------------------------------------------
+
+
+class PromptCall(NamedTuple):
+    """The host's arguments of one call of `encode_prompts`."""
+
+    token_ids: np.ndarray
+    """int32[B, S]"""
+    src_rows: np.ndarray
+    """int32[B, S]: row of the pool, of an item's embedding."""
+    dst_rows: np.ndarray
+    """int32[B, S]: row of the pool, of a hidden state; padding: `num_rows`, out of range."""
+
+
+class PromptCalls:
+    """Makes the calls that compute encoders' hidden states."""
+
+    def __init__(self, *, max_len: int, num_rows: int) -> None:
+        self._max_len = max_len
+        self._num_rows = num_rows
+
+    def fill(
+        self,
+        items: Sequence[EncoderItem],
+        rows_of: Callable[[str], np.ndarray],
+        sizes: Sequence[int],
+    ) -> Iterator[PromptCall]:
+        """Yield calls of the `sizes` with all items, which are hidden states, in order.
+
+        `rows_of` returns the pool's rows of an item by its identifier: of the states, where they
+        go, and of the prompts' own items, which are encoded already.
+        """
+        start = 0
+        for size, count in split_calls(sizes, len(items)):
+            call = self.empty(size)
+            for row, item in enumerate(items[start : start + count]):
+                self._fill_row(call, row, item, rows_of)
+            yield call
+            start += count
+
+    def _fill_row(
+        self,
+        call: PromptCall,
+        row: int,
+        states: EncoderItem,
+        rows_of: Callable[[str], np.ndarray],
+    ) -> None:
+        prompt = states.prompt
+        assert prompt is not None, f"{states.identifier=} are no encoder's states"
+        count = len(prompt.token_ids)
+        src_rows = call.src_rows[row, :count]
+        for item in prompt.items:
+            mask = item.mm_position.is_embed
+            chosen = slice(None) if mask is None else np.asarray(mask, bool)
+            src_rows[item.start : item.end][chosen] = rows_of(item.identifier)
+        # An id where an embedding stands need not be one of the vocabulary.
+        call.token_ids[row, :count] = np.where(src_rows == TEXT_ROW, prompt.token_ids, 0)
+        call.dst_rows[row, :count] = rows_of(states.identifier)
+
+    def empty(self, size: int) -> PromptCall:
+        """Return a call of padding."""
+        shape = (size, self._max_len)
+        return PromptCall(
+            np.full(shape, PADDING_ID, np.int32),
+            np.full(shape, TEXT_ROW, np.int32),
+            np.full(shape, self._num_rows, np.int32),
+        )
 
 
 # ---- the pool of encoder outputs ----------------------------------------------------------------

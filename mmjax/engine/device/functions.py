@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.engine.device.batch_layout import (
+from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     Layout,
     add_padding_row,
@@ -15,8 +15,7 @@ from mmjax.engine.device.batch_layout import (
     unpack_step,
 )
 from mmjax.engine.device.mesh import Placement
-from mmjax.engine.device.sample_tables import SampleTables
-from mmjax.engine.device.sampler import SampleOutput, sample_full
+from mmjax.engine.device.sampler import SampleOutput, SampleTables, sample_full
 from mmjax.layers.attention.kv_cache import KVCache
 from mmjax.layers.cpu.storage import from_storage, to_storage
 from mmjax.layers.module import Params, bind, flatten_params, unflatten_params
@@ -38,7 +37,7 @@ class ModelShape(NamedTuple):
     """Ids that have a logit."""
     hidden_size: int
     dtype: Any
-    """Of hidden states, encoder outputs and the KV cache."""
+    """The dtype of hidden states, encoder outputs and the KV cache."""
 
     @classmethod
     def of(cls, graphdef: Any, params: Params) -> "ModelShape":
@@ -63,7 +62,7 @@ class AdaptedModel(NamedTuple):
 
     graphdef: Any
     shapes: Mapping[str, jax.ShapeDtypeStruct]
-    """Of its `AdapterArrays`."""
+    """The shapes of its `AdapterArrays`."""
     has_towers: bool
     """Whether towers and connectors have room, too."""
 

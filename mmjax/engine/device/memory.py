@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config.engine_config import CacheConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import compile_programs
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.programs import Programs
@@ -33,7 +33,7 @@ class DeviceMemory:
     """Memory after the weights are loaded."""
 
     total: int
-    """Of the device, or of the host within a container's limit."""
+    """All memory of the device, or of the host within a container's limit."""
     free: int
     """What may still be allocated, within `gpu_memory_utilization`."""
     is_shared: bool
@@ -88,23 +88,23 @@ class KVDemand:
         return self.max_num_seqs * self.least
 
 
-def fit_kv_cache(
-    programs: Programs,
-    demand: KVDemand,
-    cache: CacheConfig,
-    placement: Placement,
-    *,
-    weights: int,
-    max_loras: int = 0,
-    num_threads: int | None = None,
-    is_hurried: bool = False,
-) -> int:
+def fit_kv_cache(config: EngineConfig, programs: Programs, weights: int) -> int:
     """Compile the largest programs, and return how many KV blocks fit besides them.
 
     They are compiled for the number of blocks that would fit without them: if that is the result
-    (usually on CPU), they need not be compiled again. `is_hurried`: they are not compiled here, if
-    as many blocks fit though the programs took half of the memory that is free.
+    (usually on CPU), they need not be compiled again. Unless all programs are compiled first, they
+    are not compiled here, if as many blocks fit though they took half of the memory that is free.
+    `weights`: their bytes on a device.
     """
+    cache, placement = config.cache, programs.placement
+    demand = KVDemand(
+        bytes_per_block=programs.bytes_per_block,
+        block_size=programs.block_size,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_encoder_len=programs.max_encoder_len,
+    )
     memory = device_memory(placement, cache)
     arrays = programs.describe_arrays(demand.least)
     fixed = FixedMemory(
@@ -113,15 +113,17 @@ def fit_kv_cache(
         encoder_pool=shard_bytes(arrays.pool),
         hidden_states=shard_bytes((arrays.state.hidden, arrays.previous)),
         adapters=shard_bytes(programs.describe_adapters()),
-        max_loras=max_loras,
+        max_loras=config.lora.max_loras,
     )
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
+    is_hurried = config.precompile != "all"
     if is_hurried and _fits_beside(memory.free // 2, num_blocks, cache, demand, memory, fixed):
         _log(memory_table(memory, fixed, demand, num_blocks))
         return num_blocks
     largest = [kind[0] for kind in programs.by_kind(num_blocks).values() if kind]
+    sizes = compile_programs(largest, num_threads=config.compile_threads)
     # Summed, although they run in turn: a program's memory is allocated while another runs.
-    fixed = replace(fixed, programs=sum(compile_programs(largest, num_threads=num_threads)))
+    fixed = replace(fixed, programs=sum(sizes))
     num_blocks = placement.least(choose_num_blocks(cache, demand, memory, fixed))
     _log(memory_table(memory, fixed, demand, num_blocks))
     return num_blocks

@@ -5,7 +5,7 @@ Only shardings are declared here: XLA inserts the collectives.
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum, IntFlag
 from functools import partial
@@ -43,31 +43,21 @@ class Call(IntEnum):
     """No call; sent while idle, since a collective may not wait for ever."""
     END = 1
     RESET = 2
-    ENCODE = 3
-    """Size of the call."""
-    STEP = 4
-    """Index in `Buckets.steps`."""
-    SAMPLE = 5
-    """Rows; a `SampleKind`."""
-    WRITE = 6
-    """Size of the call."""
-    ENCODE_PROMPTS = 7
-    """Size of the call."""
-    LOAD_ADAPTER = 8
+    RUN = 3
+    """A program: its place in `Buckets.keys`; a `SampleKind` if it samples."""
+    LOAD_ADAPTER = 4
     """The slot."""
 
 
 class SampleKind(IntFlag):
-    """What a sample asks for, and which tables are sent with it."""
+    """What is sent to the devices with a sample."""
 
-    FULL = 0
-    PLAIN = 1
-    """Greedy tokens alone."""
-    REPORTS = 2
-    """Log-probabilities of a prompt's tokens: its batch is sent with it, and it draws none."""
-    HISTORY = 4
-    MASKS = 8
-    EDITS = 16
+    NO_TABLES = 0
+    REPORTS = 1
+    """Its batch: it reports log-probabilities of a prompt's tokens, and draws none."""
+    HISTORY = 2
+    MASKS = 4
+    EDITS = 8
 
 
 class Placement:
@@ -137,10 +127,6 @@ class Placement:
         """Wait for the leader's next call and its integers."""
         call, first, second = np.asarray(self.put(np.zeros(3, np.int32))).tolist()
         return Call(call), first, second
-
-    def make(self, build: Callable[[], Any], shardings: Any) -> Any:
-        """Run `build` under jit with the outputs sharded: no device ever holds all of them."""
-        return jax.jit(build, out_shardings=shardings)()
 
     def gather(self, x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
         """Replicate `x`, under jit, after computing it sharded along `axis` if that divides evenly.

@@ -4,7 +4,7 @@ All arguments but the parameters are given as shapes, so that programs are compi
 memory is known, before anything is allocated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
-from mmjax.engine.device.batch_layout import (
+from mmjax.engine.device.batch import (
     ADAPTER_SLOTS,
     sample_layout,
     step_layout,
 )
-from mmjax.engine.device.compilation import CompiledFunction, Program, compiler_options
-from mmjax.engine.device.encoder import make_encoder_calls
+from mmjax.engine.device.compilation import Program, compiler_options
+from mmjax.engine.device.encoder import EncoderCalls, PrecomputedEmbeds, PromptCalls
 from mmjax.engine.device.functions import (
     AdaptedModel,
     AdapterArrays,
@@ -34,10 +34,8 @@ from mmjax.engine.device.functions import (
     write_rows,
 )
 from mmjax.engine.device.mesh import Placement, shard_bytes
-from mmjax.engine.device.precomputed import PrecomputedEmbeds
-from mmjax.engine.device.prompt_calls import PromptCalls
-from mmjax.engine.device.sample_tables import SampleTables, empty_tables
-from mmjax.engine.scheduling.buckets import Buckets, SampleBucket, Sizes, StepBucket
+from mmjax.engine.device.sampler import SampleTables, empty_tables
+from mmjax.engine.scheduling.buckets import Buckets, ProgramKey, SampleBucket, StepBucket
 from mmjax.layers.attention.api import choose_cache_type
 from mmjax.layers.attention.kv_cache import LayerCache, TransposedCache, allocate
 from mmjax.layers.cpu.product import is_small
@@ -82,10 +80,10 @@ class Programs:
         """`cache_type` None: the one of the placement's platform. `adapted` None: no adapters."""
         model = bind(shape.graphdef, params)
         self.buckets, self.adapted = buckets, adapted
-        self.num_encoder_rows = num_encoder_rows
+        self.host_inputs, self.num_encoder_rows = host_inputs, num_encoder_rows
         self.num_extra_rows = host_inputs.num_extra_rows
         num_rows = num_encoder_rows + host_inputs.num_extra_rows
-        self.encoder_calls = make_encoder_calls(
+        self.encoder_calls = EncoderCalls(
             host_inputs.encoder_spec,
             placement,
             num_rows,
@@ -99,15 +97,14 @@ class Programs:
             dtype=shape.dtype,
         )
         self.prompt_calls = PromptCalls(max_len=max_encoder_len, num_rows=num_rows)
-        max_encoder_blocks = cdiv(max_encoder_len, block_size)
-        self.step_layouts = {
-            bucket: step_layout(bucket, max_blocks, max_encoder_blocks) for bucket in buckets.steps
-        }
+        self.block_size, self.max_blocks = block_size, max_blocks
+        self.max_encoder_len = max_encoder_len
+        self.max_encoder_blocks = cdiv(max_encoder_len, block_size)
         self.sample_layout = sample_layout(buckets.sample[-1], has_adapters=adapted is not None)
-        self.num_token_ids = shape.num_token_ids
+        self.num_token_ids, self.dtype = shape.num_token_ids, shape.dtype
         self.history_len = max_blocks * block_size
         """Tokens of the longest sequence."""
-        self._shape, self._params, self._placement = shape, params, placement
+        self._shape, self._params, self.placement = shape, params, placement
         self._cache_type = cache_type or choose_cache_type(
             placement.platform,
             model.kv_cache_spec,
@@ -127,40 +124,41 @@ class Programs:
         self._jit(model)
 
     def _jit(self, model: Any) -> None:
-        graphdef, placement = self._shape.graphdef, self._placement
+        graphdef, placement = self._shape.graphdef, self.placement
         # Outputs have the inputs' shardings: else the next call would be recompiled.
         whole: Any = placement.replicated
         kv_cache: Any = placement.heads(self._cache_type.HEAD_AXIS)
         self._shardings = DeviceArrays(StepState(kv_cache, whole), whole, whole)
         jit = partial(jax.jit, compiler_options=compiler_options(placement.platform))
 
-        def jit_by_size(function: Any, **options: Any) -> CompiledFunction:
-            return CompiledFunction(jit(function, **options))
-
-        self.encode = jit_by_size(
-            partial(encode, graphdef, self.adapted, self.encoder_calls.gather),
-            donate_argnames="pool",
-            out_shardings=whole,
-        )
-        self.encode_prompts = jit_by_size(
-            partial(encode_prompts, graphdef, placement.gather),
-            donate_argnames="pool",
-            out_shardings=whole,
-        )
+        self._functions = {
+            "encode": jit(
+                partial(encode, graphdef, self.adapted, self.encoder_calls.gather),
+                donate_argnames="pool",
+                out_shardings=whole,
+            ),
+            "encode prompts": jit(
+                partial(encode_prompts, graphdef, placement.gather),
+                donate_argnames="pool",
+                out_shardings=whole,
+            ),
+            "write": jit(write_rows, donate_argnames="pool", out_shardings=whole),
+            "step": jit(
+                partial(
+                    step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)
+                ),
+                static_argnames="layout",
+                donate_argnames="state",
+                out_shardings=(self._shardings.state, whole),
+            ),
+            "sample": jit(
+                partial(sample, graphdef, self.adapted, placement),
+                static_argnames=("layout", "num_rows", "is_plain"),
+                out_shardings=whole,
+            ),
+        }
         self.write_extra = jit(
             partial(write_extra, graphdef), donate_argnames="pool", out_shardings=whole
-        )
-        self.write_rows = jit_by_size(write_rows, donate_argnames="pool", out_shardings=whole)
-        self.step = jit_by_size(
-            partial(step, graphdef, self.adapted, self._is_small(placement, model, is_tower=False)),
-            static_argnames="layout",
-            donate_argnames="state",
-            out_shardings=(self._shardings.state, whole),
-        )
-        self.sample = jit_by_size(
-            partial(sample, graphdef, self.adapted, placement),
-            static_argnames=("layout", "num_rows", "is_plain"),
-            out_shardings=whole,
         )
         self.load_adapter = jit(
             load_adapter, donate_argnames="adapters", out_shardings=self._adapter_shardings
@@ -195,7 +193,8 @@ class Programs:
 
     def make_arrays(self, num_blocks: int) -> DeviceArrays:
         """Allocate everything, zeroed."""
-        return self._placement.make(partial(self._zeros, num_blocks), self._shardings)
+        # No device ever holds all of a sharded array.
+        return jax.jit(partial(self._zeros, num_blocks), out_shardings=self._shardings)()
 
     def describe_arrays(self, num_blocks: int) -> DeviceArrays:
         """Return shapes, dtypes and shardings of `make_arrays`."""
@@ -220,9 +219,9 @@ class Programs:
 
     def host_bytes(self, num_blocks: int) -> dict[str, int]:
         """Return the bytes of all arrays in the host's memory, by cause; none of accelerators."""
-        if self._placement.platform != "cpu":
+        if self.placement.platform != "cpu":
             return {}
-        arrays, number = self.describe_arrays(num_blocks), len(self._placement.local_devices)
+        arrays, number = self.describe_arrays(num_blocks), len(self.placement.local_devices)
         parts = {
             "weights": self._params,
             "kv_cache": arrays.state.kv_cache,
@@ -234,7 +233,7 @@ class Programs:
 
     @property
     def _adapter_shardings(self) -> dict[str, Any]:
-        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self._placement.mesh
+        shapes, mesh = ({} if self.adapted is None else self.adapted.shapes), self.placement.mesh
         return {name: param_sharding(name, leaf.shape, mesh) for name, leaf in shapes.items()}
 
     def make_adapters(self) -> AdapterArrays | None:
@@ -246,7 +245,7 @@ class Programs:
         def zeros() -> AdapterArrays:
             return {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
 
-        return self._placement.make(zeros, self._adapter_shardings)
+        return jax.jit(zeros, out_shardings=self._adapter_shardings)()
 
     def describe_adapters(self) -> Mapping[str, Any] | None:
         """Return shapes, dtypes and shardings of `make_adapters`."""
@@ -264,102 +263,84 @@ class Programs:
 
     # ---- programs ------------------------------------------------------------------------------
 
-    def all(self, num_blocks: int, sizes: Sizes | None = None) -> list[Program]:
-        """Return every program that serving calls, those that compile slowly first.
-
-        `sizes`: only theirs.
-        """
-        return [program for kind in self.by_kind(num_blocks, sizes).values() for program in kind]
-
-    def by_kind(self, num_blocks: int, sizes: Sizes | None = None) -> dict[str, list[Program]]:
-        """Return the programs of each function, the largest first; `sizes`: only theirs."""
+    def make(self, num_blocks: int, keys: Iterable[ProgramKey] | None = None) -> list[Program]:
+        """Return programs to compile; `keys` None: all."""
         arrays = self.describe_arrays(num_blocks)
-        chosen = sizes or self.buckets.sizes
+        chosen = self.buckets.keys if keys is None else keys
+        return [self._make(key, arrays) for key in chosen]
+
+    def by_kind(self, num_blocks: int) -> dict[str, list[Program]]:
+        """Return the programs of each function, the largest first."""
+        programs: dict[str, list[Program]] = {name: [] for name in self._functions}
+        for key, program in zip(self.buckets.keys, self.make(num_blocks), strict=True):
+            programs[key.function].append(program)
+        return programs
+
+    def _make(self, key: ProgramKey, arrays: DeviceArrays) -> Program:
+        describe = {
+            "step": self._describe_step,
+            "encode": self._describe_encode,
+            "encode prompts": self._describe_encode_prompts,
+            "write": self._describe_write,
+            "sample": self._describe_sample,
+        }[key.function]
+        return Program(_label(key), self._functions[key.function], describe(key.size, arrays))
+
+    def _describe_step(self, bucket: StepBucket, arrays: DeviceArrays) -> dict[str, Any]:
+        layout = step_layout(bucket, self.max_blocks, self.max_encoder_blocks)
         return {
-            "step": list(self._steps(arrays, chosen.steps)),
-            "encode": list(self._encodes(arrays, chosen.encode)),
-            "encode prompts": list(self._encodes_prompts(arrays, chosen.prompts)),
-            "write": list(self._writes(arrays, chosen.write)),
-            "sample": list(self._samples(arrays, chosen.sample)),
+            "layout": layout,
+            "params": self._params,
+            "state": arrays.state,
+            "pool": arrays.pool,
+            "previous": arrays.previous,
+            "packed": self._describe((layout.size + self.sample_layout.size,)),
+            "adapters": self.describe_adapters() if bucket.has_adapters else None,
         }
 
-    def _steps(self, arrays: DeviceArrays, sizes: Sequence[StepBucket]) -> Iterator[Program]:
-        for bucket in reversed(sizes):
-            layout = self.step_layouts[bucket]
-            arguments = {
-                "layout": layout,
-                "params": self._params,
-                "state": arrays.state,
-                "pool": arrays.pool,
-                "previous": arrays.previous,
-                "packed": self._flat(layout.size + self.sample_layout.size),
-                "adapters": self.describe_adapters() if bucket.has_adapters else None,
-            }
-            yield self.step.program(step_label(bucket), bucket, arguments)
+    def _describe_encode(self, bucket: int, arrays: DeviceArrays) -> dict[str, Any]:
+        inputs, num_outputs = self.encoder_calls.describe(bucket)
+        return {
+            "params": self._params,
+            "pool": arrays.pool,
+            "inputs": inputs,
+            "dst_rows": self._describe((num_outputs,)),
+            "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
+        }
 
-    def _encodes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
-        for bucket in reversed(sizes):
-            inputs, num_outputs = self.encoder_calls.describe(bucket)
-            arguments = {
-                "params": self._params,
-                "pool": arrays.pool,
-                "inputs": inputs,
-                "dst_rows": self._flat(num_outputs),
-                "adapters": self.describe_adapters() if ADAPTER_SLOTS in inputs else None,
-            }
-            # A small call is padded, so that some buckets have one program.
-            size = next(iter(inputs.values())).shape[0]
-            yield self.encode.program(f"encode {bucket}", size, arguments)
+    def _describe_encode_prompts(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        inputs = self.prompt_calls.empty(size)._asdict()
+        described = {name: self._describe(array.shape) for name, array in inputs.items()}
+        return {"params": self._params, "pool": arrays.pool, **described}
 
-    def _encodes_prompts(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
-        for size in reversed(sizes):
-            inputs = {
-                name: self._describe(array.shape)
-                for name, array in self.prompt_calls.empty(size)._asdict().items()
-            }
-            arguments = {"params": self._params, "pool": arrays.pool, **inputs}
-            yield self.encode_prompts.program(f"encode {size} prompts", size, arguments)
+    def _describe_write(self, size: int, arrays: DeviceArrays) -> dict[str, Any]:
+        embeds = self._describe((size, self._shape.hidden_size), self._shape.dtype)
+        return {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._describe((size,))}
 
-    def _writes(self, arrays: DeviceArrays, sizes: Sequence[int]) -> Iterator[Program]:
-        for size in reversed(sizes):
-            embeds = jax.ShapeDtypeStruct(
-                (size, self._shape.hidden_size),
-                self._shape.dtype,
-                sharding=self._placement.replicated,
-            )
-            arguments = {"pool": arrays.pool, "embeds": embeds, "dst_rows": self._flat(size)}
-            yield self.write_rows.program(f"write {size}", size, arguments)
+    def _describe_sample(self, bucket: SampleBucket, arrays: DeviceArrays) -> dict[str, Any]:
+        tables = self.empty_tables(bucket.num_rows)
+        return {
+            "layout": self.sample_layout,
+            "num_rows": bucket.num_rows,
+            "is_plain": bucket.is_plain,
+            "params": self._params,
+            "hidden": arrays.state.hidden,
+            "packed": self._describe((self.sample_layout.size,)),
+            "tables": jax.tree.map(lambda table: self._describe(table.shape), tables),
+            "previous": arrays.previous,
+            "adapters": self.describe_adapters(),
+        }
 
-    def _samples(self, arrays: DeviceArrays, sizes: Sequence[SampleBucket]) -> Iterator[Program]:
-        for bucket in reversed(sizes):
-            arguments = {
-                "layout": self.sample_layout,
-                "num_rows": bucket.num_rows,
-                "is_plain": bucket.is_plain,
-                "params": self._params,
-                "hidden": arrays.state.hidden,
-                "packed": self._flat(self.sample_layout.size),
-                "tables": jax.tree.map(
-                    lambda table: self._describe(table.shape), self.empty_tables(bucket.num_rows)
-                ),
-                "previous": arrays.previous,
-                "adapters": self.describe_adapters(),
-            }
-            yield self.sample.program(sample_label(bucket), bucket, arguments)
-
-    def _flat(self, size: int) -> jax.ShapeDtypeStruct:
-        return self._describe((size,))
-
-    def _describe(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.replicated)
+    def _describe(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
 
 
-def step_label(bucket: StepBucket) -> str:
-    """Return the label of a step's program in the log."""
-    more = " with adapters" if bucket.has_adapters else ""
-    return f"step {bucket.num_tokens} x {bucket.num_requests}{more}"
-
-
-def sample_label(bucket: SampleBucket) -> str:
-    """Return the label of a sample's program in the log."""
-    return f"sample {bucket.num_rows}{' greedy' if bucket.is_plain else ''}"
+def _label(key: ProgramKey) -> str:
+    """Return the label of a program in the log."""
+    function, size = key
+    if isinstance(size, StepBucket):
+        more = " with adapters" if size.has_adapters else ""
+        return f"step {size.num_tokens} x {size.num_requests}{more}"
+    if isinstance(size, SampleBucket):
+        return f"sample {size.num_rows}{' greedy' if size.is_plain else ''}"
+    return f"encode {size} prompts" if function == "encode prompts" else f"{function} {size}"

@@ -3,8 +3,8 @@
 Every array on the device has its final size from the start.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,18 +13,14 @@ import numpy as np
 from jaxtyping import Array
 
 from mmjax.engine.device.batch import BatchBuilder
-from mmjax.engine.device.encoder import EncoderCall, EncoderRows
-from mmjax.engine.device.mesh import Call, Placement, SampleKind
-from mmjax.engine.device.padding import PaddingCounter
-from mmjax.engine.device.precomputed import WriteCall
+from mmjax.engine.device.compilation import CompiledPrograms
+from mmjax.engine.device.encoder import EncoderCall, EncoderRows, PromptCall, WriteCall
+from mmjax.engine.device.mesh import Call, SampleKind
 from mmjax.engine.device.programs import Programs
-from mmjax.engine.device.prompt_calls import PromptCall
-from mmjax.engine.device.sample_tables import SampleTables, make_tables
-from mmjax.engine.device.sampler import SampleOutput
+from mmjax.engine.device.sampler import SampleOutput, SampleTables, make_tables
 from mmjax.engine.scheduling.buckets import (
-    Buckets,
+    ProgramKey,
     SampleBucket,
-    Sizes,
     StepBucket,
     next_bucket,
     split_calls,
@@ -55,7 +51,7 @@ class InFlight(NamedTuple):
     """Ready once its items are encoded; None: it has none."""
     reports: "Sequence[PromptReport]" = ()
     tables: SampleTables | None = None
-    """Of a step that is not sampled yet: some of its masks are awaited."""
+    """The tables of a step that is not sampled yet, since some of its masks are awaited."""
     late: Collection[str] = ()
     """Requests whose mask did not come in time: what was sampled for them is nobody's token."""
 
@@ -76,45 +72,41 @@ class ModelRunner:
     def __init__(
         self,
         programs: Programs,
+        compiled: CompiledPrograms,
         params: Params,
         *,
         num_blocks: int,
-        block_size: int,
-        max_blocks: int,
         has_spans: bool,
-        placement: Placement,
-        max_encoder_blocks: int = 0,
     ) -> None:
         self.buckets = programs.buckets
-        self.ready = programs.buckets
-        """The sizes that calls may have."""
-        self.prepare: Callable[[Sizes], None] | None = None
-        """Compiles the programs of sizes that are not compiled yet; None: those of `ready` are."""
-        self._steps = self.buckets.steps
+        self._keys = self.buckets.keys
+        self._places = {key: place for place, key in enumerate(self._keys)}
+        self._compiled = compiled
         self.rows = EncoderRows(programs.num_encoder_rows, programs.num_extra_rows)
         self._programs = programs
         self._params = params
-        self._placement = placement
+        self._placement = programs.placement
         self._encoder_calls = programs.encoder_calls
         self._num_blocks = num_blocks
         self._builder = BatchBuilder(
             num_blocks=num_blocks,
-            block_size=block_size,
-            max_blocks=max_blocks,
+            block_size=programs.block_size,
+            max_blocks=programs.max_blocks,
             max_num_seqs=self.buckets.sample[-1],
             rows_of=self.rows.get,
             has_spans=has_spans,
-            max_encoder_blocks=max_encoder_blocks,
+            max_encoder_blocks=programs.max_encoder_blocks,
             has_adapters=programs.adapted is not None,
         )
         self._empty_tables = {
             num_rows: programs.empty_tables(num_rows) for num_rows in self.buckets.sample
         }
         self._no_tables = {
-            num_rows: placement.put(tables) for num_rows, tables in self._empty_tables.items()
+            num_rows: self._placement.put(tables) for num_rows, tables in self._empty_tables.items()
         }
         """For samples that need none; they stay on the device."""
-        self._padding = PaddingCounter()
+        self._padding: Counter[tuple[StepBucket, str]] = Counter()
+        """The number of "steps" of each bucket, and of the "tokens" in them."""
         self._encoded: Array | None = None
         """Ready once the last encoder call has run."""
         self._is_leading = False
@@ -157,7 +149,8 @@ class ModelRunner:
         self._encode_items(output.encoder_items)
         if not output.requests:
             return None
-        bucket = self.ready.step_bucket(
+        ready = self._compiled.ready
+        bucket = ready.step_bucket(
             output.num_tokens,
             len(output.requests),
             has_spans=self._builder.needs_spans(output.requests),
@@ -168,18 +161,19 @@ class ModelRunner:
             "step: %d requests in %s, %d items encoded",
             *(len(output.requests), bucket, len(output.encoder_items)),
         )
-        self._padding.add(bucket, output.num_tokens)
+        self._padding[bucket, "steps"] += 1
+        self._padding[bucket, "tokens"] += output.num_tokens
         packed, is_plain = self._builder.build(output.requests, bucket)
         rest = self._run_step(bucket, packed)
         reports = self._report_prompts(output.requests)
         sampled = [scheduled for scheduled in output.requests if scheduled.samples]
         if not sampled:
             return InFlight(sampled, rest, self._encoded, reports)
-        size = next_bucket(self.ready.sample, len(sampled))
+        size = next_bucket(ready.sample, len(sampled))
         tables = None if is_plain else make_tables(sampled, self._empty_tables[size])
         if output.awaits_masks:
             return InFlight(sampled, rest, self._encoded, reports, tables)
-        drawn = self._run_sample(size, is_plain, rest, tables)
+        drawn = self._run_sample(SampleBucket(size, is_plain), rest, tables)
         return InFlight(sampled, drawn, self._encoded, reports)
 
     def sample(self, in_flight: InFlight, late: Collection[str] = ()) -> InFlight:
@@ -191,7 +185,7 @@ class ModelRunner:
         for row, scheduled in enumerate(in_flight.sampled):
             if scheduled.awaits_mask and scheduled.request.request_id not in late:
                 masks[row] = scheduled.request.logit_rules.allowed_bits
-        drawn = self._run_sample(len(masks), False, rest, in_flight.tables)
+        drawn = self._run_sample(SampleBucket(len(masks), False), rest, in_flight.tables)
         return in_flight._replace(drawn=drawn, tables=None, late=late)
 
     def wait_encoded(self, in_flight: InFlight) -> None:
@@ -216,10 +210,9 @@ class ModelRunner:
         return output
 
     def _run_step(self, bucket: StepBucket, packed: np.ndarray) -> Array:
-        if self._is_leading:
-            self._broadcast(Call.STEP, self._steps.index(bucket))
-        self._prepare(steps=(bucket,))
-        self._state, rest = self._programs.step(
+        self._lead("step", bucket)
+        self._state, rest = self._compiled(
+            "step",
             bucket,
             params=self._params,
             state=self._state,
@@ -259,7 +252,7 @@ class ModelRunner:
         """Report tokens that rows from `row` on predict, in as many samples as that takes."""
         known = np.minimum(token_ids, self._programs.vocab_size - 1)
         start = 0
-        for size, number in split_calls(self.ready.sample, len(token_ids)):
+        for size, number in split_calls(self._compiled.ready.sample, len(token_ids)):
             chosen = slice(start, start + number)
             rows = np.arange(row + start, row + start + number, dtype=np.int32)
             packed = self._builder.build_reports(rows, known[chosen], adapter_slot)
@@ -267,29 +260,29 @@ class ModelRunner:
             start += number
 
     def _run_reports(self, num_rows: int, packed: np.ndarray) -> SampleOutput:
-        self._broadcast(Call.SAMPLE, num_rows, SampleKind.REPORTS)
-        drawn = self._call_sample(num_rows, self._placement.put(packed), None, is_plain=False)
+        bucket = SampleBucket(num_rows, is_plain=False)
+        self._lead("sample", bucket, SampleKind.REPORTS)
+        drawn = self._call_sample(bucket, self._placement.put(packed))
         assert isinstance(drawn, SampleOutput), "log-probabilities are of a full sample"
         return drawn
 
     def _run_sample(
-        self, num_rows: int, is_plain: bool, rest: Array, tables: SampleTables | None = None
+        self, bucket: SampleBucket, rest: Array, tables: SampleTables | None = None
     ) -> Array | SampleOutput:
-        self._broadcast(Call.SAMPLE, num_rows, _kind_of(tables, is_plain=is_plain))
-        drawn = self._call_sample(num_rows, rest, tables, is_plain=is_plain)
+        self._lead("sample", bucket, SampleKind.NO_TABLES if tables is None else _kind_of(tables))
+        drawn = self._call_sample(bucket, rest, tables)
         self._previous = drawn.token_ids if isinstance(drawn, SampleOutput) else drawn
         return drawn
 
     def _call_sample(
-        self, num_rows: int, packed: Array, tables: SampleTables | None, *, is_plain: bool
+        self, bucket: SampleBucket, packed: Array, tables: SampleTables | None = None
     ) -> Array | SampleOutput:
-        bucket = SampleBucket(num_rows, is_plain)
-        self._prepare(sample=(bucket,))
-        on_device = self._no_tables[num_rows]
+        on_device = self._no_tables[bucket.num_rows]
         for name, table in () if tables is None else tables._asdict().items():
             if table is not None:
                 on_device = on_device._replace(**{name: self._placement.put(table)})
-        return self._programs.sample(
+        return self._compiled(
+            "sample",
             bucket,
             params=self._params,
             hidden=self._state.hidden,
@@ -300,65 +293,51 @@ class ModelRunner:
         )
 
     def _run_encode(self, call: EncoderCall) -> None:
-        size = len(next(iter(call.inputs.values())))
-        self._broadcast(Call.ENCODE, size)
-        self._prepare(encode=(size,))
-        on_device = self._placement.put(call.inputs, self._encoder_calls.sharding(size))
-        rows = self._placement.put(call.dst_rows)
-        self._pool, self._encoded = self._programs.encode(
-            size,
+        self._lead("encode", call.bucket)
+        sharding = self._encoder_calls.sharding(len(next(iter(call.inputs.values()))))
+        self._pool, self._encoded = self._compiled(
+            "encode",
+            call.bucket,
             params=self._params,
             pool=self._pool,
-            inputs=on_device,
-            dst_rows=rows,
+            inputs=self._placement.put(call.inputs, sharding),
+            dst_rows=self._placement.put(call.dst_rows),
             adapters=self._adapters if self._has_tower_adapters else None,
         )
 
     def _run_write(self, call: WriteCall) -> None:
         size = len(call.dst_rows)
-        self._broadcast(Call.WRITE, size)
-        self._prepare(write=(size,))
-        embeds, rows = self._placement.put(tuple(call))
-        self._pool = self._programs.write_rows(size, pool=self._pool, embeds=embeds, dst_rows=rows)
+        self._lead("write", size)
+        on_device = self._placement.put(call._asdict())
+        self._pool = self._compiled("write", size, pool=self._pool, **on_device)
 
     def _run_encode_prompts(self, call: PromptCall) -> None:
         size = len(call.token_ids)
-        self._broadcast(Call.ENCODE_PROMPTS, size)
-        self._prepare(prompts=(size,))
+        self._lead("encode prompts", size)
         on_device = self._placement.put(call._asdict())
-        self._pool, self._encoded = self._programs.encode_prompts(
-            size, params=self._params, pool=self._pool, **on_device
+        self._pool, self._encoded = self._compiled(
+            "encode prompts", size, params=self._params, pool=self._pool, **on_device
         )
-
-    def _prepare(self, **sizes: Any) -> None:
-        if self.prepare is not None:
-            self.prepare(Sizes(**sizes))
 
     def _encode_items(self, items: Sequence[EncoderItem]) -> None:
         """Encode, or write, the items that are not in the pool yet; then prompts with items."""
         new = [item for item in items if item.identifier not in self.rows]
-        places = {item.identifier: self._allocate_rows(item) for item in new}
+        ready = self._compiled.ready
+        places = {item.identifier: self._encoder_calls.allocate(item, self.rows) for item in new}
         encoded = [item for item in new if item.embeds is None and item.prompt is None]
         if encoded:
             rows = [places[item.identifier] for item in encoded]
-            for call in self._encoder_calls.fill(encoded, rows, self.ready.encode):
+            for call in self._encoder_calls.fill(encoded, rows, ready.encode):
                 self._run_encode(call)
         written = [item for item in new if item.embeds is not None]
         if written:
             rows = [places[item.identifier] for item in written]
-            for write in self._programs.precomputed.fill(written, rows, self.ready.write):
+            for write in self._programs.precomputed.fill(written, rows, ready.write):
                 self._run_write(write)
         states = [item for item in new if item.prompt is not None]
         prompt_calls = self._programs.prompt_calls
-        for prompt_call in prompt_calls.fill(states, self.rows.get, self.ready.prompts):
+        for prompt_call in prompt_calls.fill(states, self.rows.get, ready.prompts):
             self._run_encode_prompts(prompt_call)
-
-    def _allocate_rows(self, item: EncoderItem) -> np.ndarray:
-        """Return where each of an item's outputs goes."""
-        if item.rows is None:
-            return self.rows.allocate(item.identifier, item.num_embeds)
-        num_outputs = self._encoder_calls.count_outputs(item)
-        return self.rows.allocate_chosen(item.identifier, item.rows, num_outputs)
 
     # ---- several processes ---------------------------------------------------------------------
 
@@ -367,12 +346,22 @@ class ModelRunner:
         self._broadcast(Call.WAIT)
 
     def end(self) -> None:
-        """Broadcast the end to the followers, and log what of the steps was padding."""
+        """Broadcast the end to the followers, and log how many rows of the steps were padding."""
         self._broadcast(Call.END)
         self._is_leading = False
-        for line in self._padding.describe():
-            logger.info("%s", line)
-        self._padding = PaddingCounter()
+        for bucket in sorted({bucket for bucket, _ in self._padding}):
+            num_steps, num_tokens = (self._padding[bucket, of] for of in ("steps", "tokens"))
+            logger.info(
+                "steps of %d tokens x %d requests: %d, %.0f%% padding",
+                *(bucket.num_tokens, bucket.num_requests, num_steps),
+                100 * (1 - num_tokens / (num_steps * bucket.num_tokens)),
+            )
+        self._padding.clear()
+
+    def lead(self) -> None:
+        """Broadcast every call from now on, if there are processes that follow this one."""
+        self._is_leading = self._placement.is_shared and self._placement.is_leader
+        self.wait()
 
     def follow(self) -> None:
         """Make every call that the leader broadcasts, on its arrays, until it ends."""
@@ -383,78 +372,58 @@ class ModelRunner:
                 return
             if call is Call.RESET:
                 self.reset()
-            elif call is Call.ENCODE:
-                self._run_encode(self._encoder_calls.empty(first))
-            elif call is Call.WRITE:
-                self._run_write(self._programs.precomputed.empty(first))
-            elif call is Call.ENCODE_PROMPTS:
-                self._run_encode_prompts(self._programs.prompt_calls.empty(first))
             elif call is Call.LOAD_ADAPTER:
                 self._run_load(first, {})
-            elif call is Call.STEP:
-                bucket = self._steps[first]
-                rest = self._run_step(bucket, self._builder.empty_step(bucket)[0])
-            elif call is Call.SAMPLE:
-                assert rest is not None, "a sample follows a step"
-                self._follow_sample(first, SampleKind(second), rest)
+            elif call is Call.RUN:
+                rest = self._run_padding(self._keys[first], rest, SampleKind(second))
 
-    def _follow_sample(self, num_rows: int, kind: SampleKind, rest: Array) -> None:
-        if kind is SampleKind.REPORTS:
-            self._run_reports(num_rows, np.zeros(self._programs.sample_layout.size, np.int32))
-            return
-        empty = self._empty_tables[num_rows]
-        tables = SampleTables(
-            empty.history if SampleKind.HISTORY in kind else None,
-            empty.masks if SampleKind.MASKS in kind else None,
-            empty.edits if SampleKind.EDITS in kind else None,
-        )
-        self._run_sample(num_rows, kind is SampleKind.PLAIN, rest, tables)
+    def warm_up(self, keys: Iterable[ProgramKey]) -> None:
+        """Run programs on padding, those of steps before those of samples."""
+        rest: Array | None = None
+        for key in keys:
+            rest = self._run_padding(key, rest)
+            jax.block_until_ready((self._state, self._pool))
+        jax.device_get(self._previous)
+
+    def _run_padding(
+        self, key: ProgramKey, rest: Array | None, kind: SampleKind = SampleKind.NO_TABLES
+    ) -> Array | None:
+        """Run a program on arrays of padding, or on the leader's; return the `rest` of a step."""
+        function, size = key
+        if function == "step":
+            return self._run_step(size, self._builder.empty_step(size)[0])
+        if function == "encode":
+            self._run_encode(self._encoder_calls.empty(size))
+        elif function == "encode prompts":
+            self._run_encode_prompts(self._programs.prompt_calls.empty(size))
+        elif function == "write":
+            self._run_write(self._programs.precomputed.empty(size))
+        elif kind is SampleKind.REPORTS:
+            packed = np.zeros(self._programs.sample_layout.size, np.int32)
+            self._run_reports(size.num_rows, packed)
+        else:
+            assert rest is not None, "a sample follows a step"
+            flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
+            empty = zip(flags, self._empty_tables[size.num_rows], strict=True)
+            tables = SampleTables(*(table if flag in kind else None for flag, table in empty))
+            self._run_sample(size, rest, tables)
+        return rest
+
+    def _lead(self, function: str, size: Any, kind: SampleKind = SampleKind.NO_TABLES) -> None:
+        """Broadcast that a program is called next."""
+        if self._is_leading:
+            self._broadcast(Call.RUN, self._places[ProgramKey(function, size)], kind)
 
     def _broadcast(self, call: Call, first: int = 0, second: int = 0) -> None:
         if self._is_leading:
             self._placement.broadcast_call(call, first, second)
 
-    # ---- warm-up -------------------------------------------------------------------------------
 
-    def warm_up(self, buckets: Buckets) -> None:
-        """Run the programs of `buckets` on padding; compiles those that are not compiled."""
-        for call in self._warm_up_calls(buckets):
-            jax.block_until_ready(call())
-
-    def lead(self) -> None:
-        """Broadcast every call from now on, if there are processes that follow this one."""
-        self._is_leading = self._placement.is_shared and self._placement.is_leader
-        self.wait()
-
-    def _warm_up_calls(self, buckets: Buckets) -> Iterator[Callable[[], Any]]:
-        for bucket in buckets.encode:
-            yield partial(self._run_encode, self._encoder_calls.empty(bucket))
-        for size in buckets.write:
-            yield partial(self._run_write, self._programs.precomputed.empty(size))
-        for size in buckets.prompts:
-            yield partial(self._run_encode_prompts, self._programs.prompt_calls.empty(size))
-        for bucket in reversed(buckets.steps):
-            yield partial(self._warm_up_step, bucket)
-        for size in buckets.sample:
-            for is_plain in (True, False):
-                yield partial(self._warm_up_sample, buckets.steps[0], size, is_plain)
-
-    def _warm_up_step(self, bucket: StepBucket) -> Array:
-        packed, _ = self._builder.empty_step(bucket)
-        return self._run_step(bucket, packed)
-
-    def _warm_up_sample(self, bucket: StepBucket, num_rows: int, is_plain: bool) -> Any:
-        rest = self._warm_up_step(bucket)
-        return jax.device_get(self._run_sample(num_rows, is_plain, rest))
-
-
-def _kind_of(tables: SampleTables | None, *, is_plain: bool) -> SampleKind:
-    kind = SampleKind.PLAIN if is_plain else SampleKind.FULL
-    if tables is None:
-        return kind
+def _kind_of(tables: SampleTables) -> SampleKind:
+    kind = SampleKind.NO_TABLES
     flags = (SampleKind.HISTORY, SampleKind.MASKS, SampleKind.EDITS)
     for flag, table in zip(flags, tables, strict=True):
-        kind |= SampleKind.FULL if table is None else flag
+        kind |= SampleKind.NO_TABLES if table is None else flag
     return kind
 
 

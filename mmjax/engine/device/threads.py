@@ -15,10 +15,10 @@ from jax._src import compiler
 from mmjax.engine.device import compilation
 
 MIN_CPU_SHARE = 0.05
-"""Of an interval in which threads work, on a machine with a CPU for them."""
+"""The least share of CPU time in an interval in which threads work and find a free CPU."""
 MIN_BUSY_SHARE = 0.5
-"""Of one in which they compute or queue for a CPU: a thread that sleeps, and looks now and then
-whether it may go on, queues for a while each time."""
+"""The least share of time in which they compute or queue for a CPU. A thread that sleeps, and
+looks now and then whether it may go on, queues for a while each time."""
 _TASKS = Path("/proc/self/task")
 _COMPILERS = (compiler.__file__, compilation.__file__)
 _CALLERS = (str(Path(jax.__file__).parent), str(Path(__file__).parent))

@@ -135,12 +135,10 @@ class Adapters:
             )
         return self._registered[lora_name]
 
-    def use(self, lora_name: str) -> RegisteredAdapter:
-        """Return the adapter that a request names, and see to its host copy."""
-        adapter = self.find(lora_name)
+    def use(self, adapter: RegisteredAdapter) -> None:
+        """See to the host copy of an adapter that a request names."""
         adapter.fetch()
         self._keep(adapter)
-        return adapter
 
     def pop_loaded(self) -> list[tuple[str, RequestError | None]]:
         """Return the names whose adapters were read since, or could not be, and why.
@@ -185,15 +183,15 @@ class Adapters:
     def _keep(self, adapter: RegisteredAdapter) -> None:
         self._kept[adapter.lora_version] = adapter
         self._kept.move_to_end(adapter.lora_version)
-        self._evict(but=adapter)
+        self._evict()
 
-    def _evict(self, *, but: RegisteredAdapter | None = None) -> None:
-        """Drop host copies that are too many; not that of `but`, which a request is about to name.
+    def _evict(self) -> None:
+        """Drop host copies that are too many, of adapters that no request names.
 
         One that nobody was told of yet keeps what is to be told: that it was read, or why not.
         """
-        spared = [*self._loading, but]
-        idle = [one for one in self._kept.values() if one.is_idle and one not in spared]
+        kept = self._kept.values()
+        idle = [one for one in kept if one.is_idle and one not in self._loading]
         num_more = max(0, len(self._kept) - self._max_cpu_loras)
         for number, adapter in enumerate(idle):
             if adapter.is_removed or number < num_more:

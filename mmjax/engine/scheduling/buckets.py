@@ -1,19 +1,17 @@
 """Buckets: the padded sizes that programs are compiled for; warm-up runs each of them.
 
 The size of every step, encoder call and sample is rounded up to a bucket, so that the number of
-programs is fixed, whatever the clients send. An engine may serve with some of them while the others
-compile: `Buckets.stages`.
+programs is fixed, whatever the clients send. An engine serves with those that are compiled, once
+the first of `Buckets.compile_order` are.
 """
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from itertools import product, zip_longest
+from typing import Any, NamedTuple
 
 from mmjax.rounding import round_up
-
-Size = TypeVar("Size", bound=Hashable)
 
 TILE_SIZE = 64
 """Queries of one request that attention computes as one tile, outside of decoding."""
@@ -78,34 +76,21 @@ class SampleBucket(NamedTuple):
     """Whether all rows are greedy, without masks or log-probabilities."""
 
 
-class Sizes(NamedTuple):
-    """The sizes that each function is compiled for."""
+class ProgramKey(NamedTuple):
+    """One program: a jitted function, and the bucket that it is compiled for."""
 
-    steps: tuple[StepBucket, ...] = ()
-    encode: tuple[int, ...] = ()
-    prompts: tuple[int, ...] = ()
-    write: tuple[int, ...] = ()
-    sample: tuple[SampleBucket, ...] = ()
-
-    def but_not(self, others: "Sizes") -> "Sizes":
-        """Return those that are not among others."""
-        parts: Any = map(_without, self, others)
-        return Sizes(*parts)
-
-    def __or__(self, others: "Sizes") -> "Sizes":
-        """Return these, and then those of others that are not among them."""
-        pairs: Any = zip(self, others.but_not(self), strict=True)
-        return Sizes(*(mine + new for mine, new in pairs))
-
-
-NO_SIZES = Sizes()
+    function: str
+    """"step", "encode", "encode prompts", "write" or "sample"."""
+    size: Any
+    """A `StepBucket`, a `SampleBucket`, or a number of units, patches, prompts or rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
     """All buckets of one engine."""
 
-    decode: tuple[int, ...]
+    decode: tuple[StepBucket, ...]
+    """Steps that compute one token of each request."""
     mixed: tuple[StepBucket, ...]
     """Sorted by tokens, then by requests."""
     sample: tuple[int, ...]
@@ -166,8 +151,9 @@ class Buckets:
             if not _holds_any_step(sizes, max_num_batched_tokens, num_tokens, num_requests)
             for has_spans in sorted(span_variants)
         ]
+        decode = ladder(1, max_num_seqs, 2)
         return cls(
-            decode=ladder(1, max_num_seqs, 2),
+            decode=tuple(StepBucket(size, size, 1, all(span_variants)) for size in decode),
             mixed=tuple(mixed),
             sample=ladder(1, max_num_seqs, 4),
             encode=ladder(1, max(1, min(max_units, MAX_UNITS)), 2) if max_units else patches,
@@ -179,20 +165,27 @@ class Buckets:
     @property
     def steps(self) -> list[StepBucket]:
         """Every bucket of `step`."""
-        without = [*(self._decode_bucket(size) for size in self.decode), *self.mixed]
-        more = [replace(bucket, has_adapters=True) for bucket in without]
-        return without + more if self.has_adapters else without
+        more = [replace(bucket, has_adapters=True) for bucket in (*self.decode, *self.mixed)]
+        return [*self.decode, *self.mixed, *(more if self.has_adapters else ())]
 
     @property
-    def sizes(self) -> Sizes:
-        """All sizes, by function."""
+    def keys(self) -> list[ProgramKey]:
+        """All programs: by function, those that compile slowly first."""
         samples = [SampleBucket(*pair) for pair in product(self.sample, (True, False))]
-        return Sizes(tuple(self.steps), self.encode, self.prompts, self.write, tuple(samples))
+        sizes: dict[str, Sequence[Any]] = {
+            "step": self.steps,
+            "encode": self.encode,
+            "encode prompts": self.prompts,
+            "write": self.write,
+            "sample": samples,
+        }
+        return [ProgramKey(name, size) for name, many in sizes.items() for size in reversed(many)]
 
     @property
     def max_num_seqs(self) -> int:
         """Requests that a step may have, whatever it computes."""
-        return min(self.decode[-1], self.sample[-1], max(one.num_requests for one in self.mixed))
+        most = max(one.num_requests for one in self.mixed)
+        return min(self.decode[-1].num_requests, self.sample[-1], most)
 
     @property
     def max_num_batched_tokens(self) -> int:
@@ -203,7 +196,7 @@ class Buckets:
     @property
     def max_num_tokens(self) -> int:
         """Rows of the largest step."""
-        return max(self.mixed[-1].num_tokens, self.decode[-1])
+        return max(self.mixed[-1].num_tokens, self.decode[-1].num_tokens)
 
     @property
     def num_states(self) -> int:
@@ -212,47 +205,66 @@ class Buckets:
 
     @property
     def num_programs(self) -> int:
-        """Number of programs, one for each of the `sizes`."""
-        return sum(map(len, self.sizes))
+        """Number of programs."""
+        return len(self.keys)
 
-    def stages(self, *, least_tokens: int = 1) -> list["Buckets"]:
-        """Return buckets to serve with while the rest compile; each has all of the one before.
+    def compile_order(self, *, least_tokens: int = 1) -> tuple[list[ProgramKey], int]:
+        """Return all programs in the order of their use, and how many of them suffice to serve.
 
-        The first computes one request at a time, in chunks; the second as many requests as there
-        may be. Then come larger chunks and calls, and what spares padding. The last is all buckets.
+        The first compute one request at a time, in chunks; the next as many requests as there may
+        be. Then come larger chunks and calls, and what spares padding.
 
         Args:
             least_tokens: Tokens of an image that cannot be divided; longer ones wait.
         """
         fewest = min(max(least_tokens, TILE_SIZE), self.mixed[-1].num_tokens)
         many = self.mixed[-1].num_requests
-        large = [one for one in self.mixed if one.num_requests == many]
-        chunk = next(one.num_tokens for one in large if one.num_tokens >= fewest)
-        first = [one for one in self.mixed if one.num_tokens == chunk]
-        few = first[0].num_requests
-        # With spans first: such a bucket holds steps without, too.
-        later = sorted(
-            self.mixed,
-            key=lambda o: (o.num_tokens < chunk, o.num_tokens, o.num_requests, not o.has_spans),
+        chunk = min(
+            o.num_tokens for o in self.mixed if o.num_requests == many and o.num_tokens >= fewest
         )
-        parts = {
-            "mixed": _grow(
-                later,
-                [one for one in first if one.num_requests == few],
-                [one for one in first if one.num_requests == many],
+        few = min(one.num_requests for one in self.mixed if one.num_tokens == chunk)
+        # With spans first: such a bucket holds steps without, too.
+        mixed = sorted(
+            self.mixed,
+            key=lambda o: (
+                (o.num_tokens != chunk, {few: 0, many: 1}.get(o.num_requests, 2)),
+                (o.num_tokens < chunk, o.num_tokens, o.num_requests, not o.has_spans),
             ),
-            "decode": _grow(self.decode, self.decode[:1], self.decode[-1:]),
-            "sample": _grow(self.sample, self.sample[:1], self.sample[-1:]),
-            "encode": _grow(self.encode, self.encode[:1], ()),
-            "write": _grow(self.write, self.write[:1], ()),
-            "prompts": _grow(self.prompts, self.prompts[:1], ()),
+        )
+        by_kind = {
+            "mixed": mixed,
+            "decode": _ends_first(self.decode),
+            "sample": _ends_first(self.sample),
+            "encode": self.encode,
+            "prompts": self.prompts,
+            "write": self.write,
         }
-        number = max(map(len, parts.values()))
-        stages = [
-            replace(self, **{kind: part[min(n, len(part) - 1)] for kind, part in parts.items()})
-            for n in range(number)
+        rounds = [
+            [
+                key
+                for kind, size in zip(by_kind, row, strict=True)
+                for key in self._keys_of(kind, size)
+            ]
+            for row in zip_longest(*by_kind.values())
         ]
-        return list(dict.fromkeys(stages))
+        return [key for keys in rounds for key in keys], len(rounds[0])
+
+    def among(self, compiled: Container[ProgramKey]) -> "Buckets":
+        """Return those of the buckets all of whose programs are compiled."""
+        parts = {
+            kind: tuple(
+                size
+                for size in getattr(self, kind)
+                if all(key in compiled for key in self._keys_of(kind, size))
+            )
+            for kind in _KINDS
+        }
+        return replace(self, **parts)
+
+    def _keys_of(self, kind: str, size: Any) -> list[ProgramKey]:
+        """Return the programs of one size; none of None."""
+        alone = dict.fromkeys(_KINDS, ()) | {kind: () if size is None else (size,)}
+        return replace(self, **alone).keys
 
     def step_bucket(
         self,
@@ -268,21 +280,20 @@ class Buckets:
         Decoding has no spans, since a decoded token attends to no later one, and writes no encoder
         hidden states, unless it is a request's first step.
         """
-        if num_tokens == num_requests and not num_states:
-            found = self._decode_bucket(next_bucket(self.decode, num_tokens))
-        else:
-            found = min(
-                bucket
-                for bucket in self.mixed
-                if bucket.num_tokens >= num_tokens
-                and bucket.num_requests >= num_requests
-                and bucket.has_spans >= has_spans
-                and bucket.num_states >= num_states
-            )
+        is_decoding = num_tokens == num_requests and not num_states
+        found = min(
+            bucket
+            for bucket in (self.decode if is_decoding else self.mixed)
+            if bucket.num_tokens >= num_tokens
+            and bucket.num_requests >= num_requests
+            and bucket.has_spans >= (has_spans and not is_decoding)
+            and bucket.num_states >= num_states
+        )
         return replace(found, has_adapters=True) if has_adapters else found
 
-    def _decode_bucket(self, size: int) -> StepBucket:
-        return StepBucket(size, size, 1, all(bucket.has_spans for bucket in self.mixed))
+
+_KINDS = ("mixed", "decode", "sample", "encode", "prompts", "write")
+"""The fields of `Buckets` that hold sizes."""
 
 
 def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
@@ -298,22 +309,9 @@ def split_calls(sizes: Sequence[int], number: int) -> list[tuple[int, int]]:
     return calls
 
 
-def _without(sizes: Sequence[Size], others: Sequence[Size]) -> tuple[Size, ...]:
-    return tuple(one for one in sizes if one not in others)
-
-
-def _grow(sizes: Sequence[Size], *first: Sequence[Size]) -> list[tuple[Size, ...]]:
-    """Return growing parts of `sizes`, sorted: with those of `first`, in turn, then one more each.
-
-    1, 2, 4, 8 and first (1,), (8,): [(1,), (1, 8), (1, 2, 8), (1, 2, 4, 8)].
-    """
-    taken: list[Size] = []
-    parts = []
-    given = {one for group in first for one in group}
-    for group in (*first, *((one,) for one in sizes if one not in given)):
-        taken += group
-        parts.append(tuple(sorted(set(taken))))  # pyright: ignore[reportArgumentType]
-    return parts
+def _ends_first(sizes: Sequence[Any]) -> Iterable[Any]:
+    """Return sizes with the largest behind the smallest: 1, 8, 2, 4."""
+    return dict.fromkeys((sizes[0], sizes[-1], *sizes))
 
 
 def _holds_any_step(

@@ -1,15 +1,244 @@
-"""What one request changes in its logits: tokens that may come, may not come, or are biased.
+"""Which tokens a request may be given next: grammars of structured outputs, lists, biases, bans.
 
-Knows nothing of the device: token ids in, bits and pairs of ids out.
+Grammars are computed in threads of their own, so that no step waits for one: a request is scheduled
+again once its grammar has read its last token. Knows nothing of the device: token ids in, bits and
+pairs of ids out.
 """
 
-from collections.abc import Sequence
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from mmjax.engine.scheduling.grammar import Grammar
-from mmjax.engine.scheduling.token_bits import pack_token_ids
+from mmjax.cache.media.lru import LRUCache
+from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
 from mmjax.requests.sampling_params import SamplingParams
+from mmjax.requests.structured_outputs import STACK_BYTES, make_limits, shorten
+from mmjax.rounding import cdiv
+from mmjax.system.logger import get_logger
+
+logger = get_logger(__name__)
+
+NUM_THREADS = 2
+CACHE_CHARS = 2**20
+"""Texts of the grammars that are kept as they are before their first token."""
+_PARAM = "structured_outputs"
+
+
+def pack_token_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
+    """Return int32[words] with a bit set for each id: token 33 is bit 1 of word 1.
+
+    0 and 33 of 40 give 1 and 2.
+    """
+    is_allowed = np.zeros(cdiv(vocab_size, 32) * 32, bool)
+    is_allowed[list(token_ids)] = True
+    return np.packbits(is_allowed, bitorder="little").view("<i4")
+
+
+class Grammar:
+    """The state of one request's grammar. Only the engine's thread calls it."""
+
+    def __init__(
+        self,
+        submit: "Callable[[Callable[[], np.ndarray]], Future[np.ndarray]]",
+        make_matcher: Callable[[], Any],
+        usable_bits: np.ndarray,
+        *,
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Begin to find the tokens after `output_token_ids`, in another thread.
+
+        `usable_bits`: int32[words], of the tokens that may be sampled as far as others say.
+        """
+        self._submit = submit
+        self._usable_bits = usable_bits
+        self._matcher: Any = None
+        self._job = submit(partial(self._start, make_matcher, output_token_ids))
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `allowed_bits` are those of the next token."""
+        return self._job.done() and self._job.exception() is None
+
+    def is_ready_by(self, deadline: float) -> bool:
+        """Wait until `allowed_bits` are those of the next token; False: they are not in time.
+
+        `deadline`: in `time.monotonic()` seconds.
+        """
+        wait([self._job], max(0.0, deadline - time.monotonic()))
+        return self.has_next
+
+    @property
+    def error(self) -> RequestError | None:
+        """Why the grammar cannot go on; None while it is not known to fail."""
+        error = self._job.exception() if self._job.done() else None
+        if error is None or isinstance(error, RequestError):
+            return error
+        logger.error("a grammar failed", exc_info=error)
+        return InternalError("internal error in a grammar")
+
+    @property
+    def allowed_bits(self) -> np.ndarray:
+        """int32[words]: a bit for each token that may come next; of one at least."""
+        return self._job.result()
+
+    def advance(self, token_id: int) -> None:
+        """Begin to read a token, in another thread."""
+        assert self.has_next, "its last token was read before it was scheduled"
+        self._job = self._submit(partial(self._read, token_id))
+
+    def _start(
+        self, make_matcher: Callable[[], Any], output_token_ids: Sequence[int]
+    ) -> np.ndarray:
+        self._matcher = make_matcher()
+        if output_token_ids and not self._matcher.consume_tokens(list(output_token_ids)):
+            raise RequestValueError(
+                f"the tokens that were generated already do not match `{_PARAM}`; give those of "
+                "the same request",
+                param=_PARAM,
+            )
+        return self._find_bits()
+
+    def _read(self, token_id: int) -> np.ndarray:
+        if not self._matcher.consume_token(token_id):
+            raise RuntimeError(f"token {token_id} was sampled, and not allowed by the grammar")
+        return self._find_bits()
+
+    def _find_bits(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+        if self._matcher.is_error():
+            raise RequestRuntimeError(
+                f"`{_PARAM}` cannot go on ({shorten(self._matcher.get_error())}); make it simpler",
+                param=_PARAM,
+            )
+        bits = bits[: len(self._usable_bits)] & self._usable_bits
+        if not bits.any():
+            # Before a sample, which would have nothing to choose from, and NaN for probabilities.
+            raise RequestRuntimeError(
+                f"no token that `{_PARAM}` allows here may be sampled; check it against "
+                "`allowed_token_ids`",
+                param=_PARAM,
+            )
+        return bits
+
+
+class Grammars:
+    """Makes the grammars of one engine's requests."""
+
+    def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
+        """Load nothing: the vocabulary is read for the first grammar, which takes a second or so.
+
+        Args:
+            load_tokenizer: Returns HF's.
+            vocab_size: Tokens that have a logit.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._all_bits = pack_token_ids(range(vocab_size), vocab_size)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mmjax-grammar")
+        self._pending: set[Future[np.ndarray]] = set()
+        self._lock = threading.Lock()
+        self._vocabularies: dict[tuple[int, ...], Any] = {}
+        """By the tokens that end a text."""
+        self._started: LRUCache[tuple[tuple[int, ...], str], Any] = LRUCache(
+            CACHE_CHARS, getsizeof=_count_chars
+        )
+
+    def start(
+        self,
+        text: str,
+        eos_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+    ) -> Grammar:
+        """Return the grammar of a request, which is not ready yet, after its tokens so far.
+
+        `allowed_token_ids`: the only ones that may be sampled; None: all that have a logit.
+        """
+        usable_bits = self._all_bits
+        if allowed_token_ids is not None:
+            usable_bits = pack_token_ids(allowed_token_ids, self._vocab_size)
+        return Grammar(
+            self._submit,
+            partial(self._make_matcher, text, tuple(eos_token_ids)),
+            usable_bits,
+            output_token_ids=output_token_ids,
+        )
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a grammar reads a token."""
+        return bool(self._pending)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until a grammar is ready; return False, at once, if there is none to wait for."""
+        pending = set(self._pending)
+        wait(pending, timeout_s, FIRST_COMPLETED)
+        return bool(pending)
+
+    def close(self) -> None:
+        """Start no more jobs, without waiting for running ones. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, job: Callable[[], np.ndarray]) -> "Future[np.ndarray]":
+        # A thread that the pool starts for the job gets the stack.
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            future = self._pool.submit(job)
+        finally:
+            threading.stack_size(before)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def _make_matcher(self, text: str, eos_token_ids: tuple[int, ...]) -> Any:
+        from llguidance import LLMatcher
+
+        with self._lock:
+            started = self._started.get((eos_token_ids, text))
+            if started is None:
+                vocabulary = self._find_vocabulary(eos_token_ids)
+                started = _Started(text, LLMatcher(vocabulary, text, limits=make_limits()))
+                self._started[eos_token_ids, text] = started
+            matcher = started.matcher.deep_copy()
+        if matcher.is_error():
+            raise RequestValueError(
+                f"`{_PARAM}` cannot be used: {shorten(matcher.get_error())}; mend it",
+                param=_PARAM,
+            )
+        return matcher
+
+    def _find_vocabulary(self, eos_token_ids: tuple[int, ...]) -> Any:
+        """Return llguidance's tokenizer, over as many tokens as the model or HF's has."""
+        from llguidance.hf import from_tokenizer
+
+        found = self._vocabularies.get(eos_token_ids)
+        if found is None:
+            tokenizer = self._load_tokenizer()
+            num_tokens = max(self._vocab_size, max(tokenizer.get_vocab().values()) + 1)
+            eos = list(eos_token_ids)
+            found = from_tokenizer(copy.copy(tokenizer), n_vocab=num_tokens, eos_token=eos)
+            self._vocabularies[eos_token_ids] = found
+        return found
+
+
+class _Started:
+    """A grammar before its first token."""
+
+    def __init__(self, text: str, matcher: Any) -> None:
+        self.text = text
+        self.matcher = matcher
+
+
+def _count_chars(started: _Started) -> int:
+    # What little ones take besides.
+    return 4096 + len(started.text)
 
 
 class LogitRules:
@@ -21,14 +250,14 @@ class LogitRules:
         *,
         vocab_size: int = 0,
         bad_words_token_ids: Sequence[Sequence[int]] = (),
-        grammar: Grammar | None = None,
+        has_grammar: bool = False,
     ) -> None:
-        """`vocab_size`: tokens that have a logit; those that `params` allow are among them.
-
-        `grammar`: of these tokens alone.
-        """
-        self.grammar = grammar
-        """What the answer must match; it, and nothing else, says where the answer may end."""
+        """`vocab_size`: tokens that have a logit; those that `params` allow are among them."""
+        self.has_grammar = has_grammar
+        """Whether what may come next depends on the token before."""
+        self.grammar: Grammar | None = None
+        """What the answer must match; it, and nothing else, says where the answer may end. It is
+        set when the request waits, since its threads then begin."""
         self.biases = params.logit_bias or {}
         self.has_edits = bool(bad_words_token_ids or self.biases)
         """Whether single logits are changed."""
@@ -37,11 +266,6 @@ class LogitRules:
         if params.allowed_token_ids is not None:
             self._listed_bits = pack_token_ids(params.allowed_token_ids, vocab_size)
 
-    @property
-    def has_grammar(self) -> bool:
-        """Whether what may come next depends on the token before."""
-        return self.grammar is not None
-
     def is_ready_by(self, deadline: float) -> bool:
         """Wait until `allowed_bits` are those of the next token; False: they are not in time."""
         return self.grammar is None or self.grammar.is_ready_by(deadline)
@@ -49,7 +273,7 @@ class LogitRules:
     @property
     def has_mask(self) -> bool:
         """Whether not every token may come."""
-        return self.grammar is not None or self._listed_bits is not None
+        return self.has_grammar or self._listed_bits is not None
 
     @property
     def allowed_bits(self) -> np.ndarray | None:

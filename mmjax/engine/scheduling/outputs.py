@@ -90,7 +90,7 @@ class SampledToken(msgspec.Struct, frozen=True):
     """-1: the window did not sample; it reports its prompt's log-probabilities alone."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
-    """Of the prompt's tokens behind those of the window."""
+    """Log-probabilities of the prompt's tokens that the window's tokens predict."""
 
 
 ModelRunnerOutput = dict[str, SampledToken]

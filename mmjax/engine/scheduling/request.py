@@ -46,7 +46,7 @@ class EncoderItem:
     identifier: str
     """Equal identifiers share one encoder output."""
     mm_hash: str | None = None
-    """Of its content, which P0 knows it by; None: its identifier."""
+    """The hash of its content, by which the API server knows it; None: its identifier."""
     mm_position: PlaceholderRange
     units: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Inputs of the model's `encode`, each `[units, ...]`."""
@@ -180,7 +180,7 @@ class Request:
         self.seed = sampling_params.seed or 0
         self.priority, self.cache_salt, self.lora_request = priority, cache_salt, lora_request
         self.logit_rules = logit_rules or LogitRules(sampling_params)
-        if sampling_params.ignore_eos and self.logit_rules.grammar is None:
+        if sampling_params.ignore_eos and not self.logit_rules.has_grammar:
             eos_token_ids = ()
         self.ending_token_ids = frozenset((*eos_token_ids, *sampling_params.stop_token_ids))
         self._own_eos_token_id = eos_token_ids[0] if eos_token_ids else None
@@ -190,10 +190,10 @@ class Request:
         self.plain_from = ending_from if sampling_params.is_plain else 2**63
         """Position from which on sampling is a plain argmax, without masks or log-probabilities."""
         self.prompt_logprobs: list[TokenLogprobs | None] = []
-        """Of the prompt's tokens as far as they are known; the first is None."""
+        """Those of the prompt's tokens that are known; the first token has none."""
         self.span_ends = _span_ends(self.items, self.num_prompt_tokens)
         self.block_hashes: list[BlockHash] = []
-        """Of the full blocks of `token_ids`; empty without prefix caching."""
+        """Hashes of the full blocks of `token_ids`; empty without prefix caching."""
         self._block_hasher = block_hasher
         self._hash_new_blocks()
 

@@ -16,6 +16,7 @@ from mmjax.cache.adapter_slots import NO_SLOT, AdapterSlots
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
 from mmjax.engine.scheduling.admission import ItemSizes
+from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.engine.scheduling.outputs import (
     AdapterLoad,
     ModelRunnerOutput,
@@ -23,8 +24,8 @@ from mmjax.engine.scheduling.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from mmjax.engine.scheduling.queues import WaitingQueue
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
-from mmjax.engine.scheduling.waiting_queue import WaitingQueue
 from mmjax.engine.scheduling.windows import WindowFitter
 from mmjax.errors import (
     CapacityError,
@@ -75,10 +76,12 @@ class Scheduler:
         max_num_encoder_input_tokens: int,
         max_num_queued_reqs: int = 1024,
         max_num_encoder_states: int = 0,
+        patches_per_token: int = 0,
         keeps_runs_whole: bool = False,
         enable_chunked_prefill: bool = True,
         max_loras: int = 0,
     ) -> None:
+        """`patches_per_token`: of an encoder that takes packs of patches; 0: it takes units."""
         self.adapter_slots = AdapterSlots(max_loras)
         self.kv_cache = kv_cache
         self.encoder_cache = encoder_cache
@@ -90,6 +93,7 @@ class Scheduler:
         )
         self._max_num_unfinished_seqs = max_num_seqs + max_num_queued_reqs
         self._max_num_encoder_states = max_num_encoder_states
+        self._patches_per_token = patches_per_token
         self._windows = WindowFitter(
             kv_cache=kv_cache, encoder_cache=encoder_cache, keeps_runs_whole=keeps_runs_whole
         )
@@ -106,9 +110,23 @@ class Scheduler:
         self._failed: dict[str, RequestError] = {}
         """Requests whose outputs could not be made."""
 
-    def limit_steps(self, limits: StepLimits) -> None:
-        """Schedule no larger steps from now on; what does not fit waits. Limits never shrink."""
-        self._limits = StepLimits(*map(min, limits, self._final_limits))
+    def limit_steps(self, ready: Buckets | None) -> None:
+        """Schedule only steps that the buckets hold, which never shrink; None: all are ready.
+
+        What does not fit waits.
+        """
+        if ready is None:
+            self._limits = self._final_limits
+            return
+        num_embeds = self._final_limits.max_num_encoder_input_tokens
+        if self._patches_per_token and ready.encode:
+            # An item is not divided over calls.
+            num_embeds = min(num_embeds, ready.encode[-1] // self._patches_per_token)
+        self._limits = StepLimits(
+            min(ready.max_num_seqs, self._final_limits.max_num_seqs),
+            min(ready.max_num_batched_tokens, self._final_limits.max_num_batched_tokens),
+            num_embeds,
+        )
 
     # ---- requests ------------------------------------------------------------------------------
 

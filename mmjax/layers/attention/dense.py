@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import choose_backend
-from mmjax.layers.attention.paged import MASKED
-from mmjax.layers.embed import soft_cap as apply_soft_cap
+from mmjax.layers.attention.paged import MASKED, apply_soft_cap
 from mmjax.rounding import cdiv
 
 CACHED_SCORES = 2**19

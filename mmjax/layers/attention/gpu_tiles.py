@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.layers.attention.backend import gpu_attribute
-from mmjax.layers.attention.paged import MASKED
-from mmjax.layers.embed import soft_cap as apply_soft_cap
+from mmjax.layers.attention.paged import MASKED, apply_soft_cap
 
 LEAST = 16
 """Rows, and columns, of the smallest product of tensor cores."""

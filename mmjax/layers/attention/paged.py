@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from mmjax.layers.attention.kv_cache import LayerCache, pad_heads
 from mmjax.layers.attention.metadata import CrossAttentionMetadata, PagedAttentionMetadata
-from mmjax.layers.embed import soft_cap as apply_soft_cap
 from mmjax.rounding import cdiv, round_up
 
 MASKED = -1e30
@@ -31,6 +30,11 @@ State = tuple[Float[Array, "W K Z"], Float[Array, "W K Z"], Float[Array, "W K Z 
 Attend = Callable[["Tiles"], Float[Array, "W K Z _value"]]
 Fold = Callable[[State, Any, Int[Array, "W _blocks"]], State]
 """Adds some blocks of the tiles to the state."""
+
+
+def apply_soft_cap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "..."]:
+    """Bound `logits` to (-cap, cap), as Gemma 2 (arXiv 2408.00118, section 2); None: no bound."""
+    return logits if cap is None else jnp.tanh(logits / cap) * cap
 
 
 def visible_range(
