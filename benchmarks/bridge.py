@@ -21,7 +21,7 @@ from mmjax.processing import (
     PlaceholderRange,
 )
 from mmjax.processing.tensors.inputs import ItemData
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 

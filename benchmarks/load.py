@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from mmjax.convert import convert
 from mmjax.layers.module import build_abstract
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import load_model_class
 from mmjax.weights.load import load_params
 from mmjax.weights.snapshot import load_snapshot

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from safetensors.numpy import save_file
 
 from benchmarks.step_model import make_engine, make_request, text_config
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import bind, build_abstract

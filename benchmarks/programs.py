@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import transformers
 
-from mmjax.config import ParallelConfig
+from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.device.compilation import Program
 from mmjax.engine.device.encoder import choose_patches, count_units
 from mmjax.engine.device.functions import ModelShape
@@ -28,8 +28,8 @@ from mmjax.engine.device.programs import Programs
 from mmjax.engine.scheduling.buckets import Buckets
 from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.module import bind, build_abstract
-from mmjax.model_source import load_model_config
 from mmjax.models.host_inputs import EncoderSpec
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import load_model_class
 from mmjax.rounding import cdiv, round_up
 

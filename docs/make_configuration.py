@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the settings that `mmjax.config` declares.
+"""Write docs/configuration.md from the settings that `mmjax.config.engine_config` declares.
 
 `.venv/bin/python docs/make_configuration.py`; a test holds the page to what this writes.
 """
@@ -6,9 +6,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmjax.config import SETTING_CLASSES, llm_settings
-from mmjax.refused_flags import HELD_FLAGS
-from mmjax.settings import Setting, settings_of
+from mmjax.config.engine_config import SETTING_CLASSES, llm_settings
+from mmjax.config.refused_flags import HELD_FLAGS
+from mmjax.config.settings import Setting, settings_of
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
 
@@ -16,7 +16,7 @@ INTRODUCTION = """\
 # Configuration
 
 Written by `docs/make_configuration.py` from the dataclasses that
-`mmjax/config.py` lists: change a setting there, and run `make docs`.
+`mmjax/config/engine_config.py` lists: change a setting there, and run `make docs`.
 
 A setting has one name, and up to three places:
 

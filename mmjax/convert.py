@@ -16,13 +16,18 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from mmjax.config import DtypeName, ModelConfig, Quantization
+from mmjax.config.engine_config import DtypeName, ModelConfig, Quantization
 from mmjax.errors import CheckpointError, MMJaxError
 from mmjax.layers.module import Params, build_abstract
-from mmjax.logger import configure_logging, get_logger
-from mmjax.model_source import CHECKPOINT_FILES, WEIGHT_FILES, load_model_config, stored_dtype
 from mmjax.models.interface import build_model
+from mmjax.models.model_source import (
+    CHECKPOINT_FILES,
+    WEIGHT_FILES,
+    load_model_config,
+    stored_dtype,
+)
 from mmjax.models.registry import load_model_class
+from mmjax.system.logger import configure_logging, get_logger
 from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import is_snapshot
 from mmjax.weights.snapshot import save_snapshot

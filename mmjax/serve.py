@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.allocator import return_large_blocks
-from mmjax.config import EngineConfig, ServerConfig
+from mmjax.config.engine_config import EngineConfig, ServerConfig
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.logger import configure_http_logging, configure_logging, get_logger, reporting
 from mmjax.server.flags import parse_flags, to_engine_config, to_server_config
 from mmjax.server.shutdown import Interrupted, Shutdown, leave
 from mmjax.server.start import ended_on_error, make_app, start_engine
+from mmjax.system.allocator import return_large_blocks
+from mmjax.system.logger import configure_http_logging, configure_logging, get_logger, reporting
 
 logger = get_logger("mmjax.serve")  # __name__ is `__main__` here
 

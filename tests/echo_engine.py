@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from mmjax.cache import engine_receiver_cache_from_config
-from mmjax.config import EngineConfig, MultiModalConfig
+from mmjax.config.engine_config import EngineConfig, MultiModalConfig
 from mmjax.engine.scheduling.deadlines import Deadlines
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import (

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
-from mmjax.model_source import ADAPTER_FILES
+from mmjax.models.model_source import ADAPTER_FILES
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mmjax"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.logger import (
+from mmjax.system.logger import (
     MAX_SILENCE_S,
     REQUEST_ID,
     Silence,

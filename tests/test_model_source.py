@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save
 
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.model_source import (
+from mmjax.models.model_source import (
     load_engine_config,
     load_generation_defaults,
     load_model_config,
@@ -55,7 +55,7 @@ def test_the_default_is_found_in_a_wheel_and_in_a_checkout(
 ) -> None:
     package = tmp_path / "mmjax"
     monkeypatch.setattr("importlib.resources.files", lambda name: package)
-    monkeypatch.setattr("mmjax.model_source.__file__", str(package / "model_source.py"))
+    monkeypatch.setattr("mmjax.models.model_source.__file__", str(package / "model_source.py"))
     with pytest.raises(CheckpointError, match="tiny_scenes"):
         resolve_model(None)
     checkout = tmp_path / "checkpoints" / "tiny_scenes" / "model"
@@ -76,7 +76,7 @@ def test_the_default_is_found_in_a_wheel_and_in_a_checkout(
 
 
 def test_the_defaults_name(monkeypatch: pytest.MonkeyPatch, tiny_gemma3: Path) -> None:
-    monkeypatch.setattr("mmjax.model_source._embedded_default", lambda: tiny_gemma3)
+    monkeypatch.setattr("mmjax.models.model_source._embedded_default", lambda: tiny_gemma3)
     assert load_model_config(None).public_name == "tiny_scenes"
 
 

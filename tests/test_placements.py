@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from mmjax import LLM, SamplingParams
-from mmjax.multimodal_config import ProcessorCacheType
+from mmjax.config.multimodal_config import ProcessorCacheType
 from tests.kit import IMAGE_START
 
 PICTURES = [Image.fromarray(np.full((20, 30, 3), 40 * i, np.uint8)) for i in range(4)]

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from mmjax.logger import MAX_SILENCE_S
-from mmjax.progress import ProgressLines, progress
+from mmjax.system.logger import MAX_SILENCE_S
+from mmjax.system.progress import ProgressLines, progress
 
-logger = logging.getLogger("mmjax.progress.test")
+logger = logging.getLogger("mmjax.system.progress.test")
 
 
 @pytest.mark.parametrize(

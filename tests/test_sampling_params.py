@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from mmjax import sampling_params
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.requests import sampling_params
+from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
 
 WRONG = [
     ("n", 1.5),

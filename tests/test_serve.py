@@ -28,7 +28,7 @@ from PIL import Image, ImageDraw
 from safetensors.numpy import save
 
 from mmjax import LLM, SamplingParams
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.serve import _listen
 from tests.kit import IMAGE_START, draw
 

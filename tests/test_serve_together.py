@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmjax import LLM, SamplingParams, serve
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.mesh import settings_digest
 from tests.kit import draw
 from tests.test_serve import SMALL, Served, ask, image_message

@@ -12,7 +12,7 @@ import pytest
 
 from docs.make_configuration import PAGE, make_page
 from mmjax import LLM
-from mmjax.config import (
+from mmjax.config.engine_config import (
     SETTING_CLASSES,
     CacheConfig,
     EngineConfig,
@@ -23,9 +23,9 @@ from mmjax.config import (
     llm_settings,
     serve_settings,
 )
+from mmjax.config.settings import Setting, check_settings, setting, settings_of
 from mmjax.errors import ConfigError
 from mmjax.server.flags import parse_flags, to_engine_config
-from mmjax.settings import Setting, check_settings, setting, settings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import mmjax
 from mmjax import LLM, MULTIMODAL_REGISTRY, SamplingParams
 from mmjax.errors import RequestError
 from mmjax.layers.module import build_abstract, flatten_params
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.parity.__main__ import main as run_parity
 from mmjax.parity.arrays import PagedModel, make_sample
 from tests.kit import BOS, EOS, PAD, UNK, draw, gemma_tokenizer

@@ -29,7 +29,7 @@ def _explain(options: argparse.Namespace) -> Any:
     # Imported here: transformers is slow.
     from mmjax.frontend.prompt.chat import ChatParser
     from mmjax.frontend.prompt.input_processor import InputProcessor
-    from mmjax.model_source import load_model_config
+    from mmjax.models.model_source import load_model_config
 
     messages = [user_message(" ".join(options.text), options.image)]
     processor = InputProcessor(load_model_config(options.model, revision=options.revision))

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from mmjax.decoders.limits import MediaLimits, check_image_bytes, check_image_size
 from mmjax.errors import MediaError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

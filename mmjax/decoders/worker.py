@@ -22,7 +22,7 @@ from mmjax.decoders.limits import MediaLimits
 from mmjax.decoders.shared_memory import SharedMemory
 from mmjax.decoders.video_file import VideoSampling, decode_video, read_video_header
 from mmjax.errors import MediaError, RequestError
-from mmjax.niceness import give_way
+from mmjax.system.niceness import give_way
 
 MAX_MESSAGE_BYTES = 128 * 2**10
 """The places of a video's frames are in one."""

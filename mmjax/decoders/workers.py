@@ -33,7 +33,7 @@ from mmjax.decoders.shared_memory import create_shared_memory
 from mmjax.decoders.video_file import VideoHeader, VideoSampling
 from mmjax.decoders.worker import MAX_MESSAGE_BYTES, SHARED_MODE
 from mmjax.errors import MediaError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mmjax.settings import check_settings, setting
+from mmjax.config.settings import check_settings, setting
 
 
 class ReplicaLoad(NamedTuple):

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mmjax.config import ParallelConfig, ServerConfig
+from mmjax.config.engine_config import ParallelConfig, ServerConfig
+from mmjax.config.settings import Setting, check_settings, setting, settings_of
 from mmjax.deploy.autoscaling import ScalingConfig
 from mmjax.deploy.routing import RoutingConfig
 from mmjax.errors import ConfigError
-from mmjax.logger import configure_logging
 from mmjax.server.flags import parse_mapping, to_server_config
-from mmjax.settings import Setting, check_settings, setting, settings_of
+from mmjax.system.logger import configure_logging
 
 _PROXYS = ("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "root_path")
 """Settings of the server that Ray's proxy has instead."""

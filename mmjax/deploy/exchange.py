@@ -31,10 +31,10 @@ from mmjax.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from mmjax.logger import get_logger
 from mmjax.server.openai.continuation import SentEvents
 from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
 from mmjax.server.openai.streaming import DONE, KEEP_ALIVE, NAMED_EVENTS, PLAIN_EVENTS, kept_alive
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,19 +13,19 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.affinity_keys import affinity_keys
 from mmjax.deploy.exchange import Exchange, Patience
 from mmjax.deploy.held import held_key
 from mmjax.deploy.plain_errors import PlainErrorsMiddleware
 from mmjax.deploy.replica import ForwardedRequest, Replicas
 from mmjax.errors import CapacityError, RequestValueError
-from mmjax.logger import REQUEST_ID
 from mmjax.server.app import add_protection
 from mmjax.server.middleware import RequestIdMiddleware
 from mmjax.server.openai.errors import install_error_handlers, json_response
 from mmjax.server.openai.request_body import RequestReader
 from mmjax.server.openai.streaming import while_connected
+from mmjax.system.logger import REQUEST_ID
 
 _INLINE_BYTES = 64 * 2**10
 """Smaller bodies are read for keys in the event loop, in less time than a thread takes to start."""

@@ -11,12 +11,12 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions
 from mmjax.frontend.engine_client.supervisor import EngineState
 from mmjax.frontend.media_budget import with_encoder_budget
-from mmjax.logger import get_logger
 from mmjax.models.registry import with_model_class
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

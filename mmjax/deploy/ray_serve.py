@@ -25,7 +25,7 @@ from ray.serve.exceptions import (  # pyright: ignore[reportMissingImports]  # a
 )
 from ray.serve.request_router import RequestRouter  # pyright: ignore[reportMissingImports]
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.affinity_keys import session_key
 from mmjax.deploy.autoscaling import ReplicaLoad, ScalingConfig, wanted_replicas
 from mmjax.deploy.config import (

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Scope
 
-from mmjax.config import EngineConfig, ServerConfig
+from mmjax.config.engine_config import EngineConfig, ServerConfig
 from mmjax.deploy.gang import Gang, Member
-from mmjax.logger import get_logger
 from mmjax.server import make_app
 from mmjax.server.openai.continuation import CONTINUATION, Continuation, EventMark, SentEvents
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from mmjax.settings import check_settings, setting
+from mmjax.config.settings import check_settings, setting
 
 MAX_OWNERS = 2
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from mmjax.cache import engine_receiver_cache_from_config
 from mmjax.cache.kv.block_hash import make_none_hash
-from mmjax.config import CacheConfig, EngineConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig
 from mmjax.engine.device.compilation import CompilationCounter
 from mmjax.engine.device.memory import resident_by_cause
 from mmjax.engine.device.runner import InFlight
@@ -28,10 +28,10 @@ from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.start import EngineStart
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
 from mmjax.layers.module import Params
-from mmjax.logger import get_logger
 from mmjax.models.host_inputs import PackedEncoderSpec, PromptItem, RotaryPositions
 from mmjax.models.registry import MULTIMODAL_REGISTRY
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     MAX_LISTED_LORAS,
     EngineCoreRequest,

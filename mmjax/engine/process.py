@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from tqdm import tqdm
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.threads import StepThreads
 from mmjax.errors import (
@@ -18,8 +18,8 @@ from mmjax.errors import (
     RequestError,
     RequestTimeoutError,
 )
-from mmjax.logger import configure_logging, get_logger
-from mmjax.niceness import give_way
+from mmjax.system.logger import configure_logging, get_logger
+from mmjax.system.niceness import give_way
 from mmjax.transport.channel import MessagesLostError, Receiver, Sender, step_record_path
 from mmjax.transport.codec import Message, Remainder
 from mmjax.transport.messages import (

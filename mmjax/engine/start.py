@@ -13,7 +13,7 @@ import numpy as np
 
 from mmjax.cache.encoder_cache_manager import EncoderCacheManager
 from mmjax.cache.kv.kv_cache_manager import KVCacheManager
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.device.compile_cache import enable_persistent_cache
 from mmjax.engine.device.encoder import choose_patches, count_units, largest_items
 from mmjax.engine.device.functions import AdaptedModel, ModelShape
@@ -33,13 +33,13 @@ from mmjax.layers.attention.api import choose_cache_type, span_variants
 from mmjax.layers.cpu.product import has_bfloat16
 from mmjax.layers.module import Params, bind, build_abstract, flatten_params
 from mmjax.layers.quantization import quantize_params
-from mmjax.logger import get_logger, reporting
-from mmjax.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec
 from mmjax.models.interface import AdapterSizes, build_model, left_out_names
+from mmjax.models.model_source import DEFAULT_MODEL, resolve_model, stored_dtype
 from mmjax.models.registry import load_model_class
 from mmjax.processing.encoder_budget import compute_mm_encoder_budget
 from mmjax.rounding import cdiv
+from mmjax.system.logger import get_logger, reporting
 from mmjax.weights.adapter import AdapterReader
 from mmjax.weights.load import load_params
 from mmjax.weights.safetensors import is_snapshot

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.models.registry import MULTIMODAL_REGISTRY, create_processor
 from mmjax.processing.encoder_budget import MultiModalBudget, MultiModalProfiler
 

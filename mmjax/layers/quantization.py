@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int8
 
-from mmjax.config import Quantization
+from mmjax.config.engine_config import Quantization
 from mmjax.layers.cpu.product import product
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import Params, flatten_params, unflatten_params

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from mmjax.config import SchedulerConfig, llm_settings, serve_settings
+from mmjax.config.engine_config import SchedulerConfig, llm_settings, serve_settings
+from mmjax.config.refused_flags import is_held, refusal_of
+from mmjax.config.settings import Setting, nearest_name
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.prompts import PromptType
-from mmjax.refused_flags import is_held, refusal_of
-from mmjax.sampling_params import SamplingParams
-from mmjax.settings import Setting, nearest_name
+from mmjax.requests.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 """One conversation."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mmjax.cache import config_with_directory
-from mmjax.config import EngineConfig, llm_settings
+from mmjax.config.engine_config import EngineConfig, llm_settings
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestValueError
 from mmjax.frontend.media_budget import with_encoder_budget
@@ -35,12 +35,12 @@ from mmjax.llm.arguments import (
     priorities_for,
 )
 from mmjax.llm.inbox import Inbox
-from mmjax.logger import get_logger
-from mmjax.model_source import load_engine_config, resolve_adapter
+from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
-from mmjax.progress import progress
-from mmjax.request_times import RequestTimes, measuring, recording
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes, measuring, recording
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.logger import get_logger
+from mmjax.system.progress import progress
 from mmjax.transport.messages import RequestOutputDelta
 
 logger = get_logger(__name__)

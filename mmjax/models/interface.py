@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from mmjax.config import MultiModalConfig, Quantization
+from mmjax.config.engine_config import MultiModalConfig, Quantization
 from mmjax.layers.attention.api import AttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec
 from mmjax.layers.decoder import Decoder

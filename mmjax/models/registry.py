@@ -16,14 +16,14 @@ from traceback import extract_tb
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.errors import CheckpointError, ConfigError
-from mmjax.logger import get_logger
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.processing.commit import ProcessorCache
 from mmjax.processing.context import BaseProcessingInfo, InputProcessingContext
 from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder
 from mmjax.processing.processor import BaseMultiModalProcessor
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, get_args
 import numpy as np
 from PIL import Image
 
-from mmjax.config import Quantization
+from mmjax.config.engine_config import Quantization
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.model_source import load_model_config, resolve_adapter
+from mmjax.models.model_source import load_model_config, resolve_adapter
 from mmjax.parity.case import DEFAULT_MAX_TOKENS, Case, Parity
 from mmjax.parity.compare import TOLERANCE, CaseReport, format_case, format_summary
 from mmjax.parity.departures import describe

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmjax.config import Quantization
+from mmjax.config.engine_config import Quantization
 from mmjax.engine.device.functions import AdaptedModel
 from mmjax.layers.attention.api import CrossAttentionMetadata, PagedAttentionMetadata
 from mmjax.layers.attention.kv_cache import KVCache, allocate

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from transformers import ProcessorMixin
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError
 from mmjax.models.host_inputs import AFFINE
 from mmjax.models.registry import create_processor, load_model_class

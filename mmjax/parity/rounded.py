@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mmjax.config import ModelConfig, Quantization
+from mmjax.config.engine_config import ModelConfig, Quantization
 from mmjax.models.registry import load_model_class
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.case import Case, Parity

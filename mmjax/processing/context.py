@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from transformers import BatchFeature
 
-from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import (
     CheckpointError,

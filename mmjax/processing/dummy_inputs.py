@@ -8,9 +8,9 @@ from typing import Any, Generic
 import numpy as np
 from PIL import Image
 
-from mmjax.logger import get_logger
 from mmjax.processing.context import InfoT
 from mmjax.processing.items.parse import ImageSize, MultiModalDataDict
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

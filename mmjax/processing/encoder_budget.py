@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mmjax.config import CacheConfig, SchedulerConfig
+from mmjax.config.engine_config import CacheConfig, SchedulerConfig
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
 from mmjax.processing.faults import blaming_settings
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.tensors.inputs import MultiModalInputs
 from mmjax.processing.validation import validate_limited_modalities
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

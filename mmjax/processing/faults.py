@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import (
     CheckpointError,
     ConfigError,

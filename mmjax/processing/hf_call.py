@@ -16,7 +16,7 @@ from transformers import BatchFeature
 
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import MMJaxError, ProcessingError, RequestTypeError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

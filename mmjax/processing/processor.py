@@ -78,7 +78,7 @@ from mmjax.processing.validation import (
     validate_prompt,
     validate_reserved_tokens,
 )
-from mmjax.request_times import measuring
+from mmjax.requests.request_times import measuring
 
 
 class BaseMultiModalProcessor(ABC, Generic[InfoT]):

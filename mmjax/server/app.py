@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mmjax import __version__
-from mmjax.config import LoRAConfig, ServerConfig
+from mmjax.config.engine_config import LoRAConfig, ServerConfig
 from mmjax.errors import ConfigError, ModelNotFoundError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState

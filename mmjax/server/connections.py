@@ -7,8 +7,8 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mmjax.logger import get_logger
 from mmjax.server.openai.errors import plain_error_response
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """The command line of `mmjax.serve`, with vLLM's names where vLLM has the setting.
 
-All settings are declared in `mmjax.config`.
+All settings are declared in `mmjax.config.engine_config`.
 """
 
 import argparse
@@ -11,12 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mmjax.config import SETTING_CLASSES, EngineConfig, ServerConfig, group_fields, serve_settings
+from mmjax.config.engine_config import (
+    SETTING_CLASSES,
+    EngineConfig,
+    ServerConfig,
+    group_fields,
+    serve_settings,
+)
+from mmjax.config.refused_flags import HELD_FLAGS, is_held, refusal_of
+from mmjax.config.settings import Setting, nearest_name, settings_of
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.logger import get_logger
-from mmjax.model_source import load_engine_config, load_generation_defaults
-from mmjax.refused_flags import HELD_FLAGS, is_held, refusal_of
-from mmjax.settings import Setting, nearest_name, settings_of
+from mmjax.models.model_source import load_engine_config, load_generation_defaults
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

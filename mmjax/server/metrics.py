@@ -29,12 +29,12 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from mmjax.cache import BaseMultiModalProcessorCache
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
-from mmjax.request_times import Stage
+from mmjax.requests.request_times import Stage
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

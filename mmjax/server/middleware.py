@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmjax.errors import CapacityError, ShuttingDownError
-from mmjax.logger import REQUEST_ID, cut, get_logger
 from mmjax.server.openai.errors import (
     LOGGED_STATE,
     client_address,
@@ -21,6 +20,7 @@ from mmjax.server.openai.errors import (
     plain_error_response,
 )
 from mmjax.server.playground import PAGE_FILES
+from mmjax.system.logger import REQUEST_ID, cut, get_logger
 
 logger = get_logger(__name__)
 access_logger = get_logger("uvicorn.access")

@@ -1,9 +1,9 @@
 """`--enable-log-requests`: a line for each request, and one for each answer."""
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.frontend.engine_client.observer import EndReason, FinishedSequence, NewTokens
 from mmjax.frontend.engine_client.requests import ProcessedRequest
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mmjax.config import EngineConfig, ServerConfig
-from mmjax.logger import LogFormat, LogLevel, get_logger, reporting
+from mmjax.config.engine_config import EngineConfig, ServerConfig
+from mmjax.system.logger import LogFormat, LogLevel, get_logger, reporting
 
 logger = get_logger(__name__)
 

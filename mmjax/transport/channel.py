@@ -21,7 +21,7 @@ import zmq
 import zmq.asyncio
 
 from mmjax.errors import ConfigError, MMJaxError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.codec import (
     Buffer,
     Message,

@@ -4,8 +4,8 @@ import msgspec
 
 from mmjax.errors import InternalError, RequestError, make_request_error
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
-from mmjax.request_times import RequestTimes
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes
+from mmjax.requests.sampling_params import SamplingParams
 
 MESSAGES_LOST_STATUS = 75
 """P1's exit status where messages to it were lost (EX_TEMPFAIL of sysexits.h)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import Params, flatten_params, unflatten_params
 from mmjax.layers.quantization import find_quantized, quantize_rows
-from mmjax.logger import get_logger
-from mmjax.progress import progress
+from mmjax.system.logger import get_logger
+from mmjax.system.progress import progress
 from mmjax.weights.rules import Part, Place, RuleTypes, Transposition, map_tensor
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
 from mmjax.weights.sharding import param_sharding

@@ -29,7 +29,7 @@ from mmjax.processing import (
 )
 from mmjax.processing.tensors.fields import MultiModalBatchedField
 from mmjax.processing.tensors.inputs import ItemData
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 

@@ -21,7 +21,7 @@ from mmjax.cache import (
     processor_cache_from_config,
 )
 from mmjax.cache.media.processor_cache import get_item_size
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import ConfigError, MultiModalCacheMissError
 from mmjax.processing import (
     MultiModalFeatureSpec,

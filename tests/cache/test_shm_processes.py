@@ -20,7 +20,7 @@ from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
 from mmjax.errors import ConfigError
 from mmjax.processing.tensors.inputs import ItemData
 from mmjax.processing.tensors.shared_item import SharedItem
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 from tests.cache.shm_kit import PAGE, feature, make_item, put, read

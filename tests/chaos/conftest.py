@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 
 
 @pytest.fixture(scope="session")

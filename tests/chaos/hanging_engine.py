@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine import process
 from mmjax.engine.core import EngineCore
 

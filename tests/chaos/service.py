@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mmjax.cache import config_with_directory, processor_cache_from_config
-from mmjax.config import EngineConfig, ModelConfig
+from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import ENGINE_MAIN, Supervisor
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.models.registry import with_model_class
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.flags import parse_flags, to_engine_config
 from tests.kit import IMAGE_START, draw
 

@@ -19,7 +19,7 @@ from scenes import draw
 from train_lora import ADAPTER_FOLDER, TARGET_MODULES, AdapterLearner, AdapterState, export, load
 
 from mmjax import LLM, LoRARequest, SamplingParams
-from mmjax.model_source import resolve_adapter
+from mmjax.models.model_source import resolve_adapter
 from tests.checkpoints.conftest import TINY_SCENES
 from tests.checkpoints.test_tiny_scenes import Reference, plain_picture
 from tests.engine.adapters import PREFIX

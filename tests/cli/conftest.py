@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
 

@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.deploy.exchange import Patience
 from mmjax.deploy.front import create_front
 from mmjax.deploy.held import HeldAnswers
@@ -29,7 +29,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from mmjax.config import SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from mmjax.deploy.exchange import MAX_LOST
 from mmjax.deploy.front import Room
 from mmjax.errors import CapacityError

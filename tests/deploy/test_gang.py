@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.config import read_deployment, settings_of_process
 from mmjax.deploy.gang import Follower, Gang
 from mmjax.deploy.replica import Replica

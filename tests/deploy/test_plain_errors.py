@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.deploy.front import create_front
 from mmjax.deploy.plain_errors import PlainErrorsMiddleware, ray_middlewares
 from mmjax.deploy.replica import ResponseEnd, ResponseHead, ResponsePart

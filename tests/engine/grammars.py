@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.grammar import Grammars
-from mmjax.sampling_params import StructuredOutputsParams
-from mmjax.structured_outputs import make_grammar
+from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.requests.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import EOS, VOCAB_SIZE, message
 

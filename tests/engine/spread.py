@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from transformers import Gemma3Config
 
-from mmjax.config import EngineConfig, LoRAConfig, MultiModalConfig, ParallelConfig
+from mmjax.config.engine_config import EngineConfig, LoRAConfig, MultiModalConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
 from tests.engine.adapters import make_tensors, text_layers, write_adapter

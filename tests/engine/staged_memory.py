@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmjax.allocator import return_free_pages
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.engine.core import EngineCore
 from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.models.registry import with_model_class
 from mmjax.server.flags import parse_flags, to_engine_config
+from mmjax.system.allocator import return_free_pages
 from tests.engine.tiny import (
     Gemma3ForConditionalGeneration,
     drain,

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.transport.messages import EngineCoreRequest

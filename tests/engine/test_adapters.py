@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mmjax.config import LoRAConfig, ParallelConfig
+from mmjax.config.engine_config import LoRAConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.errors import ConfigError, RequestValueError
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration

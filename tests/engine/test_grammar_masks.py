@@ -15,8 +15,8 @@ import regex
 from transformers import AutoTokenizer
 
 from mmjax.engine.scheduling.grammar import Grammars
-from mmjax.sampling_params import StructuredOutputsParams
-from mmjax.structured_outputs import make_grammar
+from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.requests.structured_outputs import make_grammar
 
 ROOT = Path(__file__).parents[2]
 TOKENIZERS = {

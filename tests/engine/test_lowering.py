@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic import tpu_info
 
-from mmjax.config import ParallelConfig
+from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.device.functions import ModelShape
 from mmjax.engine.device.mesh import Placement, make_placement
 from mmjax.engine.device.programs import Programs

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from mmjax.config import CacheConfig
+from mmjax.config.engine_config import CacheConfig
 from mmjax.engine.device import memory as memory_module
 from mmjax.engine.device.compilation import compile_programs, forget_traces
 from mmjax.engine.device.memory import (

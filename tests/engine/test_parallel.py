@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from mmjax.config import ParallelConfig
+from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.mesh import make_placement
 from mmjax.errors import ConfigError

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device.precomputed import PrecomputedEmbeds
 from mmjax.engine.scheduling.buckets import Buckets

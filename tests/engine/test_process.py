@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.process import (
     HEARTBEAT_INTERVAL_S,
@@ -23,7 +23,6 @@ from mmjax.engine.process import (
     run_engine,
 )
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -31,7 +30,8 @@ from mmjax.processing.tensors.fields import (
     MultiModalSharedField,
 )
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.logger import get_logger
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import (

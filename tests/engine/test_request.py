@@ -7,7 +7,7 @@ import pytest
 
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 
 
 def make_request(

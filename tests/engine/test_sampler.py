@@ -16,7 +16,7 @@ from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
 from mmjax.engine.device.sample_tables import EDIT_WIDTH, MAX_BANS, SampleTables, empty_tables
 from mmjax.engine.device.sampler import SampleOutput, sample_full, sample_greedy
 from mmjax.engine.scheduling.token_bits import pack_token_ids
-from mmjax.sampling_params import MAX_BIASES
+from mmjax.requests.sampling_params import MAX_BIASES
 
 VOCAB = 40
 DEFAULTS: dict[str, Any] = {

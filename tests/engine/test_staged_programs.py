@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import ParallelConfig
+from mmjax.config.engine_config import ParallelConfig
 from mmjax.engine.core import EngineCore
 from mmjax.engine.device import staged_programs
 from mmjax.engine.device.compilation import Program

@@ -15,7 +15,7 @@ import pytest
 
 from mmjax.engine.device import compilation
 from mmjax.engine.device.compilation import Program, compile_programs
-from mmjax.logger import configure_logging, get_logger, reporting
+from mmjax.system.logger import configure_logging, get_logger, reporting
 
 END = "<end of the test>"
 

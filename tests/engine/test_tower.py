@@ -7,12 +7,12 @@ import jax
 import pytest
 
 from mmjax import LLM, SamplingParams
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.convert import convert
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
-from mmjax.model_source import load_model_config
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.model_source import load_model_config
 from tests.engine.tiny import answer, engine_config, message, tiny_params
 from tests.kit import draw
 

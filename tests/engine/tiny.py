@@ -12,7 +12,13 @@ import msgspec
 import numpy as np
 from transformers import Gemma3Config, Gemma3TextConfig, SiglipVisionConfig
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, Precompile, SchedulerConfig
+from mmjax.config.engine_config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Precompile,
+    SchedulerConfig,
+)
 from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
@@ -25,7 +31,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 
 VOCAB_SIZE = 96

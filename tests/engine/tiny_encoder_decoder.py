@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from transformers import PretrainedConfig
 
-from mmjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import attention, cross_attention, write_encoder
 from mmjax.layers.attention.kv_cache import KVCacheSpec, LayerKVSpec
@@ -30,7 +30,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 96, 32, 2, 2, 16

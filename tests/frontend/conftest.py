@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 
 
 @pytest.fixture(scope="session")

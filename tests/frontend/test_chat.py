@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mmjax import MULTIMODAL_REGISTRY
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.chat import ChatParser

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError, RequestValueError
 from mmjax.frontend.prompt.chat_template import ChatTemplate, detect_content_format
 from mmjax.frontend.prompt.input_processor import InputProcessor

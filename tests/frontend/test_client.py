@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import MultiModalConfig, SchedulerConfig
+from mmjax.config.engine_config import MultiModalConfig, SchedulerConfig
 from mmjax.errors import (
     CapacityError,
     EngineUnavailableError,
@@ -23,7 +23,7 @@ from mmjax.frontend.engine_client.request_stream import PendingRequest, RequestS
 from mmjax.frontend.engine_client.suspects import EngineExit
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineMessage
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from mmjax.cache import MultiModalProcessorSenderCache, MultiModalReceiverCache
-from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import MultiModalCacheMissError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.processing.context import InputProcessingContext
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest
 from tests.echo_engine import EchoSupervisor, item_tokens

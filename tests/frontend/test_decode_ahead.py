@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import MediaError
 from mmjax.frontend.media.ahead import DecodeAhead
 from mmjax.frontend.media.connector import MediaConnector

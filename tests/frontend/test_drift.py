@@ -17,12 +17,12 @@ from mmjax.cache import (
     config_with_directory,
     processor_cache_from_config,
 )
-from mmjax.config import ModelConfig, MultiModalConfig, SchedulerConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.engine.scheduling.features import resolve_features
 from mmjax.errors import EngineUnavailableError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import FORGET_TOKEN, REFUSED_TOKEN, EchoSupervisor, item_tokens
 from tests.kit import IMAGE_START, draw

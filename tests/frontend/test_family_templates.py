@@ -10,7 +10,7 @@ from mmjax.errors import RequestError
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from tests.kit import draw
 from tests.models.directories import write_internvl_original, write_qwen_vl
 from tests.processing.families import FAMILIES, gemma3

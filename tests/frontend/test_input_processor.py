@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.processing.items import uuids
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 from tests.processing.families.family import GOLDEN
 

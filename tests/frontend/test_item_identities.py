@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.processing import MultiModalHasher
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 from tests.processing.test_media import encode
 

@@ -12,7 +12,7 @@ from mmjax.errors import RequestValueError
 from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.transport.messages import RequestOutputDelta
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.frontend.prompt import processor_pool
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmjax.config.server_config import ToolCallParserName
 from mmjax.frontend.output.tool_calls import parsers
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
@@ -20,7 +21,6 @@ from mmjax.frontend.output.tool_calls.parsers import (
     required_call_parser,
 )
 from mmjax.frontend.output.tool_calls.python_literals import parse_arguments
-from mmjax.server_config import ToolCallParserName
 
 NAMES = frozenset({"f", "g", "get_weather"})
 F, G = ("f", '{"a": 1}'), ("g", "{}")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mmjax.cache import config_with_directory, processor_cache_from_config
-from mmjax.config import EngineConfig, ModelConfig, MultiModalConfig, SchedulerConfig
+from mmjax.config.engine_config import EngineConfig, ModelConfig, MultiModalConfig, SchedulerConfig
 from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import Supervisor
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest, EngineMessage
 from tests.echo_engine import DEATH_TOKEN, FORGET_TOKEN

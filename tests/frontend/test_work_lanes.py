@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from mmjax.errors import RequestCancelledError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt import work_lanes
@@ -17,7 +17,7 @@ from mmjax.frontend.prompt.work_lanes import MAX_LIGHT_BYTES, WorkLanes
 from mmjax.processing import missing_items
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl, split_by_bytes
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.processing.test_media import encode

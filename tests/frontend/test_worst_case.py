@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mmjax.config import CacheConfig, EngineConfig, MultiModalConfig, SchedulerConfig
+from mmjax.config.engine_config import CacheConfig, EngineConfig, MultiModalConfig, SchedulerConfig
 from mmjax.errors import ConfigError
 from mmjax.frontend.media_budget import with_encoder_budget
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 
 
 def config_for(path: Path, *, scheduler: SchedulerConfig, **mm: object) -> EngineConfig:

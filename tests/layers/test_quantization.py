@@ -11,16 +11,16 @@ import pytest
 from flax import nnx
 
 from mmjax import LLM, SamplingParams
-from mmjax.config import ParallelConfig, Quantization
+from mmjax.config.engine_config import ParallelConfig, Quantization
 from mmjax.convert import main as convert
 from mmjax.engine.device.mesh import settings_digest
 from mmjax.errors import CheckpointError
 from mmjax.layers.linear import Linear
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.layers.quantization import Int8Linear, find_quantized, quantize_rows
-from mmjax.model_source import load_model_config
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
 from mmjax.models.interface import build_model
+from mmjax.models.model_source import load_model_config
 from mmjax.weights.load import load_params
 from tests.engine.tiny import engine_config, tiny_config
 from tests.kit import draw, tiny_gemma3_checkpoint

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel
 from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 
 ORIGINAL_NAMES = {
     "lm_head.": "language_model.lm_head.",

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.weights.safetensors import open_safetensors
 from tests.models.golden_models import GOLDEN_MODELS
 

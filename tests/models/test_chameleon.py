@@ -19,7 +19,7 @@ from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_chameleon

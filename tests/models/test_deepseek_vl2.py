@@ -18,9 +18,9 @@ from mmjax.engine.core import EngineCore
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.layers.module import bind
-from mmjax.model_source import load_model_config
 from mmjax.models.deepseek_vl2.model import DeepseekVLV2ForCausalLM
 from mmjax.models.deepseek_vl2.processor import CHAT_TEMPLATE
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from mmjax.parity.compare import LOGITS

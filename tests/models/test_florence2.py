@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import RequestError
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.host_inputs import EncoderSpec

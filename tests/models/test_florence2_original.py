@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from mmjax.layers.module import build_abstract, flatten_params
-from mmjax.model_source import load_model_config
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import run_reference

@@ -19,7 +19,7 @@ from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, make_pixels
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_fuyu

@@ -15,7 +15,7 @@ import transformers
 from PIL import Image
 from transformers import AutoConfig
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel, make_sample
 from tests.processing.families.family import GOLDEN

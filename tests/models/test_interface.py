@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmjax import LLM, SamplingParams
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import generate_reference, load_reference, make_pixels
 from tests.kit import draw

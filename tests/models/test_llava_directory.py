@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mmjax import LLM, SamplingParams
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
 from tests.kit import draw

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.engine.core import EngineCore
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import generate_reference, run_reference

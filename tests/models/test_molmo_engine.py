@@ -7,7 +7,7 @@ import pytest
 from mmjax import LLM, SamplingParams
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import flatten_params
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from mmjax.parity.arrays import PagedModel, Sample, make_sample
 from tests.models.golden_models import GOLDEN_MODELS, NUM_STEPS, GoldenModel

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.engine.core import EngineCore
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from mmjax import LLM, SamplingParams
 from mmjax.errors import RequestError
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.parity.reference import load_reference
 from tests.kit import draw
 from tests.models.directories import QWEN2_5, write_qwen2_vl

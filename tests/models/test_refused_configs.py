@@ -9,7 +9,7 @@ from transformers import T5Config
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
 from tests.models.families import TINY_FAMILIES
 from tests.models.golden_models import GOLDEN_MODELS

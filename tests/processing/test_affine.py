@@ -24,7 +24,7 @@ from mmjax.processing.image_processors.affine import (
 )
 from mmjax.processing.tensors.fields import MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import draw

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from mmjax.cache import MultiModalProcessorOnlyCache
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import ConfigError, RequestCancelledError, RequestValueError
 from mmjax.processing import MediaLimits, missing_items, processor
 from mmjax.processing.media import encoded
@@ -312,7 +312,7 @@ def test_memory_goes_back_to_the_system():
     script = textwrap.dedent("""
         import io
         from PIL import Image
-        from mmjax.allocator import return_large_blocks
+        from mmjax.system.allocator import return_large_blocks
         from tests.processing.families import FAMILIES, gemma3
 
         def rss():

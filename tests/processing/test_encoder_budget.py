@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import CacheConfig, SchedulerConfig
+from mmjax.config.engine_config import CacheConfig, SchedulerConfig
 from mmjax.errors import ConfigError
 from mmjax.processing import MultiModalBudget, MultiModalProfiler, compute_mm_encoder_budget
 from mmjax.processing.context import BaseProcessingInfo

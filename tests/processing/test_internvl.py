@@ -18,9 +18,9 @@ from transformers import BatchFeature
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import ConfigError, RequestValueError
 from mmjax.processing import (
     AudioDummyOptions,

@@ -9,7 +9,7 @@ import pytest
 from transformers import BatchFeature
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.errors import ProcessingError, RequestError, RequestTypeError, RequestValueError
 from mmjax.processing import (
     BaseDummyInputsBuilder,

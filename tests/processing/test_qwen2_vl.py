@@ -15,7 +15,7 @@ from transformers import BatchFeature
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import MultiModalInputs

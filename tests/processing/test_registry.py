@@ -12,7 +12,7 @@ import pytest
 
 import mmjax.serve
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.models.registry import (
     MULTIMODAL_REGISTRY,
@@ -364,7 +364,7 @@ import sys
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 from PIL import Image
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import require_model
 from mmjax import MULTIMODAL_REGISTRY
 config = replace(load_model_config(sys.argv[1]), architecture="ElsewhereForConditionalGeneration")

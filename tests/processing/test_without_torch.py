@@ -19,7 +19,7 @@ for name in ("torch", "torchvision", "jax", "jaxlib", "flax"):
     sys.modules[name] = None  # importing it raises ImportError
 from PIL import Image
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 
 images = [Image.new("RGB", (640, 300)), Image.new("RGBA", (30, 50))]

@@ -12,12 +12,12 @@ from fastapi import FastAPI
 from openai import AsyncOpenAI, OpenAI
 from starlette.testclient import TestClient
 
-from mmjax.config import LoRAConfig, SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.echo_engine import EchoSupervisor
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.errors import ConfigError
 from tests.echo_engine import BAD_ADAPTER, EchoSupervisor
 from tests.server.conftest import MakeServer, Server

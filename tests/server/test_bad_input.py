@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmjax.config import SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from tests.echo_engine import REFUSED_TOKEN
 from tests.kit import IMAGE_SOFT, IMAGE_START
 from tests.server.conftest import MakeServer, Server

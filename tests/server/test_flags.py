@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import EngineConfig, MultiModalConfig, ParallelConfig, ServerConfig
+from mmjax.config.engine_config import EngineConfig, MultiModalConfig, ParallelConfig, ServerConfig
+from mmjax.config.refused_flags import HELD_FLAGS, REFUSED_FLAGS, refusal_of
 from mmjax.errors import CheckpointError, ConfigError
 from mmjax.llm.arguments import parse_keywords
-from mmjax.refused_flags import HELD_FLAGS, REFUSED_FLAGS, refusal_of
 from mmjax.server.flags import (
     _build_parser,
     dump_config,

@@ -18,12 +18,12 @@ import uvicorn
 
 from benchmarks.leaving_clients import STAGES, leave
 from mmjax.cache import ShmObjectStoreSenderCache, config_with_directory
-from mmjax.config import MultiModalConfig, SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import MultiModalConfig, SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.media.connector import MediaConnector
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import EchoSupervisor

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from mmjax.config import SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from tests.echo_engine import EchoSupervisor
 from tests.server.conftest import MakeServer, Server
 

@@ -13,11 +13,11 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from mmjax.cache import processor_cache_from_config
-from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.server.app import create_app
 from mmjax.server.openai.media_headers import MEDIA_HASHES_HEADER
 from tests.echo_engine import EchoSupervisor

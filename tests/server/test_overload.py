@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import SchedulerConfig
+from mmjax.config.engine_config import SchedulerConfig
 from tests.server.conftest import MakeServer
 from tests.server.serve_echo import STUCK_TOKEN
 from tests.server.test_wire import CHAT, MESSAGES, PROMPTLY_S, Wire

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from mmjax.config import SchedulerConfig, ServerConfig, serve_settings
+from mmjax.config.engine_config import SchedulerConfig, ServerConfig, serve_settings
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import ConfigError
 from mmjax.serve import _check_certificate, _listen
 from tests.test_serve import Served

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from mmjax.processing.media.encoded import EncodedVideo
 from tests.models.directories import QWEN2_5, write_internvl_original
 from tests.processing.families.family import edit_golden

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpcore2
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.media import http
 from mmjax.frontend.media.connector import MediaConnector

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmjax.config import LoRAConfig
+from mmjax.config.engine_config import LoRAConfig
 from mmjax.errors import CheckpointError
 from mmjax.weights.adapter import AdapterReader
 from tests.server.conftest import MakeServer, Server

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from mmjax.cache.kv.block_hash import BlockHash
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.processing.hashing.hasher import MultiModalHasher
 from mmjax.processing.media.encoded import EncodedImage, PixelRange
 from mmjax.transport.messages import EngineCoreRequest

@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 import mmjax.models
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders import workers as workers_module
 from mmjax.decoders.image_file import IMAGE_FORMATS, decode_image, read_image_header
 from mmjax.decoders.limits import MediaLimits

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.errors import CapacityError, MediaError, RequestError, RequestValueError
 from mmjax.frontend.media.addresses import is_public_address
 from mmjax.frontend.media.connector import MediaConnector, PendingMedia

@@ -18,7 +18,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode, read_remainder
 from mmjax.transport.messages import (
     AbortRequests,

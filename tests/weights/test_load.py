@@ -312,7 +312,7 @@ def test_an_index_that_promises_too_much_is_a_missing_tensor(tmp_path: Path):
 def test_the_bar_counts_bytes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("mmjax.progress.has_bars", lambda: True)
+    monkeypatch.setattr("mmjax.system.progress.has_bars", lambda: True)
     tensors = random_tensors()
     load(write_checkpoint(tmp_path, tensors), use_tqdm=True)
     total = sum(tensor.nbytes for tensor in tensors.values())

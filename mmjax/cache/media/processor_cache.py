@@ -13,12 +13,12 @@ import numpy as np
 
 from mmjax.cache.lru import CacheInfo, LRUCache
 from mmjax.errors import MultiModalCacheMissError
-from mmjax.logger import get_logger
 from mmjax.processing.commit import commit_items
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.prompt_updates.updates import ResolvedPromptUpdate
 from mmjax.processing.tensors.fields import MultiModalFieldElem
 from mmjax.processing.tensors.inputs import ItemData, MultiModalFeatureSpec
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -11,10 +11,10 @@ from mmjax.cache.media.processor_cache import (
 from mmjax.cache.media.shm.directory import NoSharedMemoryError
 from mmjax.cache.media.shm.receiver import ShmObjectStoreReceiverCache
 from mmjax.cache.media.shm.sender import ShmObjectStoreSenderCache
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
+from mmjax.config.multimodal_config import DEFAULT_SHM_OBJECT_SIZE_MB, ProcessorCacheType
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
-from mmjax.multimodal_config import DEFAULT_SHM_OBJECT_SIZE_MB, ProcessorCacheType
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 from tqdm import tqdm
 
-from mmjax.allocator import return_free_pages
-from mmjax.logger import get_logger, reporting
-from mmjax.progress import has_bars
+from mmjax.system.allocator import return_free_pages
+from mmjax.system.logger import get_logger, reporting
+from mmjax.system.progress import has_bars
 
 logger = get_logger(__name__)
 

@@ -17,7 +17,7 @@ import jax
 from blake3 import blake3
 from jax._src import compilation_cache, compiler
 
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

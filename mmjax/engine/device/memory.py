@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from mmjax.config import CacheConfig
+from mmjax.config.engine_config import CacheConfig
 from mmjax.engine.device.compilation import compile_programs
 from mmjax.engine.device.mesh import Placement, shard_bytes
 from mmjax.engine.device.programs import Programs
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
 from mmjax.rounding import cdiv
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -25,7 +25,7 @@ from jax.sharding import (
 )
 from jaxtyping import Array, Float, Int, Shaped
 
-from mmjax.config import EngineConfig, ParallelConfig
+from mmjax.config.engine_config import EngineConfig, ParallelConfig
 from mmjax.engine.device.sampler import sample_greedy
 from mmjax.errors import ConfigError
 from mmjax.layers.attention.kv_cache import HeadSharding

@@ -37,7 +37,7 @@ from mmjax.engine.scheduling.outputs import (
 )
 from mmjax.engine.scheduling.request import EncoderItem
 from mmjax.layers.module import Params
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import TokenLogprobs
 from mmjax.weights.adapter import fill_slot
 

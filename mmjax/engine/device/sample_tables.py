@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from mmjax.engine.device.batch_layout import NO_TOKEN
 from mmjax.engine.scheduling.outputs import ScheduledRequest
+from mmjax.requests.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_BIASES, MAX_STOP_TOKEN_IDS
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_BIASES, MAX_STOP_TOKEN_IDS
 
 
 class SampleTables(NamedTuple):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.engine.device.batch_layout import NO_TOKEN, SampleBatch
 from mmjax.engine.device.sample_tables import SampleTables, unpack_edits
-from mmjax.sampling_params import MAX_LOGPROBS
+from mmjax.requests.sampling_params import MAX_LOGPROBS
 
 _GROUP = 64
 """Token ids per group in the argmax's first stage, if it divides the vocabulary."""

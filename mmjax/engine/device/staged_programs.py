@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mmjax.engine.device.compilation import Program, compile_programs, forget_traces
 from mmjax.engine.scheduling.buckets import NO_SIZES, Buckets, Sizes
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from mmjax.errors import (
     RequestRuntimeError,
     RequestValueError,
 )
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.weights.adapter import Adapter
 
 logger = get_logger(__name__)

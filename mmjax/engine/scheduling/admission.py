@@ -8,8 +8,8 @@ import numpy as np
 from mmjax.cache.kv.block_hash import PlacedItem
 from mmjax.engine.scheduling.request import NUM_MASKED, EncoderItem, Request
 from mmjax.errors import MediaIdConflictError, RequestRuntimeError, RequestValueError
+from mmjax.requests.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.rounding import cdiv
-from mmjax.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.transport.messages import EngineCoreRequest
 
 

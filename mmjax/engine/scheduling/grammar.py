@@ -17,8 +17,8 @@ import numpy as np
 from mmjax.cache.lru import LRUCache
 from mmjax.engine.scheduling.token_bits import pack_token_ids
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
-from mmjax.logger import get_logger
-from mmjax.structured_outputs import STACK_BYTES, make_limits, shorten
+from mmjax.requests.structured_outputs import STACK_BYTES, make_limits, shorten
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

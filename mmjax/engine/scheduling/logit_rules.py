@@ -9,7 +9,7 @@ import numpy as np
 
 from mmjax.engine.scheduling.grammar import Grammar
 from mmjax.engine.scheduling.token_bits import pack_token_ids
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 
 
 class LogitRules:

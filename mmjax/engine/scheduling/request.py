@@ -13,8 +13,8 @@ from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.models.host_inputs import RotaryPositions
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.request_times import RequestTimes
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import TokenLogprobs
 
 NUM_MASKED = 32

@@ -33,7 +33,7 @@ from mmjax.errors import (
     RequestError,
     RequestValueError,
 )
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import STEP_TOKEN_BOUNDS, RequestOutputDelta
 
 logger = get_logger(__name__)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from mmjax.errors import EngineUnavailableError, ModelNotFoundError, RequestValueError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import AdapterLoaded, EngineMessage, LoadAdapter, UnloadAdapter
 
 logger = get_logger(__name__)

@@ -10,7 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from mmjax.config import LoRAConfig, SchedulerConfig, SchedulingPolicy
+from mmjax.config.engine_config import LoRAConfig, SchedulerConfig, SchedulingPolicy
 from mmjax.errors import (
     InternalError,
     RequestError,
@@ -35,10 +35,10 @@ from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.prompts import PromptType
 from mmjax.frontend.prompt.work_lanes import WorkLanes
-from mmjax.logger import get_logger
 from mmjax.processing.media.decode_budget import Cancellation, DecodeControl
-from mmjax.request_times import RequestTimes, measuring, recording
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import RequestTimes, measuring, recording
+from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import (
     AbortRequests,
     AdapterLoaded,

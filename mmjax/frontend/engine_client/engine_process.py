@@ -16,9 +16,9 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
-from mmjax.logger import LogFormat, LogLevel, configure_logging, get_logger, reporting
+from mmjax.system.logger import LogFormat, LogLevel, configure_logging, get_logger, reporting
 from mmjax.transport.channel import AsyncReceiver, AsyncSender, IpcDirectory
 from mmjax.transport.step_record import create_step_record, read_step_record
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from mmjax.frontend.engine_client.requests import ProcessedRequest
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -14,7 +14,7 @@ from mmjax.frontend.engine_client.capacity import TokenReservation
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.processing.media.decode_budget import Cancellation
-from mmjax.request_times import RequestTimes
+from mmjax.requests.request_times import RequestTimes
 
 
 class RequestStream:

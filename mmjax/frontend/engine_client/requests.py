@@ -8,7 +8,7 @@ import msgspec
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.tensors.inputs import argsort_mm_positions
-from mmjax.request_times import RequestTimes
+from mmjax.requests.request_times import RequestTimes
 from mmjax.transport.messages import EngineCoreRequest
 
 

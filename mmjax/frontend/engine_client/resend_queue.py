@@ -28,7 +28,7 @@ from mmjax.errors import RequestError
 from mmjax.frontend.engine_client.committer import CommittedMessage, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
 from mmjax.frontend.engine_client.suspects import EngineExit, Suspects
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)

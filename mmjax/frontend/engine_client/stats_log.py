@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from mmjax.cache.lru import CacheInfo
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 from mmjax.transport.messages import Heartbeat
 
 logger = get_logger(__name__)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
-from mmjax.config import EngineConfig
+from mmjax.config.engine_config import EngineConfig
 from mmjax.errors import MMJaxError
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions, describe_exit
 from mmjax.frontend.engine_client.liveness import EngineWatch, Fault
 from mmjax.frontend.engine_client.restarts import FIRST_PAUSE_S, RestartBreaker
 from mmjax.frontend.engine_client.suspects import EngineExit, ExitCause
-from mmjax.logger import LogFormat, LogLevel, get_logger
+from mmjax.system.logger import LogFormat, LogLevel, get_logger
 from mmjax.transport.channel import MessagesLostError
 from mmjax.transport.codec import Remainder
 from mmjax.transport.messages import (

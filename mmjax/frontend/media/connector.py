@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.image_file import IMAGE_FORMATS
 from mmjax.decoders.limits import MediaLimits, check_num_frames, check_video_bytes
 from mmjax.decoders.video_file import SHOWN_FORMATS, VideoSampling
@@ -25,7 +25,7 @@ from mmjax.frontend.media.urls import HttpUrl, parse_http_url
 from mmjax.frontend.prompt.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
-from mmjax.request_times import measuring
+from mmjax.requests.request_times import measuring
 
 EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames
 

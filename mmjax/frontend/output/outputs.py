@@ -8,7 +8,7 @@ import msgspec
 
 from mmjax.frontend.output.output_html import draw_output
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.request_times import RequestTimes
+from mmjax.requests.request_times import RequestTimes
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_tools
 from mmjax.frontend.prompt.input_processor import InputProcessor, PromptDict
 from mmjax.frontend.prompt.literals import ControlTokens, Literals
-from mmjax.media_io import find_media_io_fault
-from mmjax.request_times import measuring
+from mmjax.requests.media_io import find_media_io_fault
+from mmjax.requests.request_times import measuring
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""

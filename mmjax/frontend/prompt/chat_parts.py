@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmjax.config import MultiModalConfig
+from mmjax.config.engine_config import MultiModalConfig
 from mmjax.decoders.limits import MediaLimits
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.media.connector import MediaConnector

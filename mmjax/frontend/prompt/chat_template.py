@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError, RequestValueError
 from mmjax.frontend.prompt.template_syntax import (
     ContentFormat,

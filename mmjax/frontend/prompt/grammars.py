@@ -8,9 +8,9 @@ import msgspec
 
 from mmjax.cache.lru import LRUCache
 from mmjax.errors import InternalError, RequestValueError
-from mmjax.logger import get_logger
-from mmjax.sampling_params import StructuredOutputsParams
-from mmjax.structured_outputs import ReadGrammar
+from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.requests.structured_outputs import ReadGrammar
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 
@@ -90,7 +90,7 @@ class GrammarReader:
 
     def _start(self) -> "subprocess.Popen[str]":
         self._process = process = subprocess.Popen(
-            [sys.executable, "-m", "mmjax.structured_outputs", str(self._cpu_seconds)],
+            [sys.executable, "-m", "mmjax.requests.structured_outputs", str(self._cpu_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

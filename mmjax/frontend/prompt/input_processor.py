@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from mmjax.cache import BaseMultiModalProcessorCache, processor_cache_from_config
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.committer import OnCommit, SenderCacheCommitter
 from mmjax.frontend.engine_client.requests import ProcessedRequest
@@ -29,15 +29,15 @@ from mmjax.frontend.prompt.explain import Explanation, explain_prompt
 from mmjax.frontend.prompt.grammars import GrammarReader
 from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.prompt.prompts import ParsedPrompt, PromptDict, PromptType, parse_prompt
-from mmjax.model_source import load_generation_defaults
+from mmjax.models.model_source import load_generation_defaults
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import DecodeControl
 from mmjax.processing.media.encoded import PixelRange
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
-from mmjax.request_times import current_times, measuring
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.request_times import current_times, measuring
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 __all__ = ["InputProcessor", "ProcessedRequest", "PromptDict", "PromptType"]

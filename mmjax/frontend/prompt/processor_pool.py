@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mmjax.config import ModelConfig
+from mmjax.config.engine_config import ModelConfig
 from mmjax.models.registry import create_processor
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 

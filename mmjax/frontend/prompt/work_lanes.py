@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
-from mmjax.allocator import return_free_pages
 from mmjax.errors import MMJaxError
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, Cancellation, DecodeControl
+from mmjax.system.allocator import return_free_pages
 
 MAX_LIGHT_BYTES = MAX_BATCH_BYTES
 """Bytes that a small request may decode: one batch of HF's processor."""

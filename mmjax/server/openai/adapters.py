@@ -6,10 +6,10 @@ from typing import Annotated
 from pydantic import Field
 from starlette.responses import Response
 
+from mmjax.config.lora_config import ADAPTER_NAME
 from mmjax.errors import RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
-from mmjax.lora_config import ADAPTER_NAME
-from mmjax.model_source import ADAPTER_FILES
+from mmjax.models.model_source import ADAPTER_FILES
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.protocol import Strict
 

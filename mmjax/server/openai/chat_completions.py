@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.engine_client.request_stream import RequestStream
@@ -20,7 +20,7 @@ from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.input_processor import PromptDict
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateLimits
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.openai.answer_reader import AnswerReader
 from mmjax.server.openai.continuation import new_hex
 from mmjax.server.openai.errors import json_response

@@ -19,7 +19,7 @@ from mmjax.errors import (
     RequestQuarantinedError,
     ShuttingDownError,
 )
-from mmjax.logger import REQUEST_ID, get_logger
+from mmjax.system.logger import REQUEST_ID, get_logger
 
 logger = get_logger(__name__)
 

@@ -9,13 +9,13 @@ import msgspec
 from starlette.requests import Request
 
 from mmjax import __version__
-from mmjax.config import SchedulingPolicy, ServerConfig
+from mmjax.config.engine_config import SchedulingPolicy, ServerConfig
 from mmjax.errors import ModelNotFoundError, RequestValueError
 from mmjax.frontend.engine_client.client import AsyncEngineClient, PromptSource
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.input_processor import PromptDict
-from mmjax.sampling_params import SamplingParams
+from mmjax.requests.sampling_params import SamplingParams
 from mmjax.server.middleware import API_KEY_STATE
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at
 from mmjax.server.openai.echo import PromptEcho

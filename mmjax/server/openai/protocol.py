@@ -26,7 +26,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
-from mmjax.sampling_params import (
+from mmjax.requests.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_LOGPROBS,

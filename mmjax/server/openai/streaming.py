@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 from mmjax.errors import RequestCancelledError, RequestError
 from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
-from mmjax.logger import get_logger
 from mmjax.server.openai.continuation import CONTINUATION
 from mmjax.server.openai.errors import ErrorBody, error_body, internal_error_body
 from mmjax.server.openai.media_headers import media_headers
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

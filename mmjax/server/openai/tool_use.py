@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestValueError
 from mmjax.frontend.output.tool_calls.parsers import (
     TOOL_CALL_FORMATS,
@@ -18,7 +18,7 @@ from mmjax.frontend.output.tool_calls.parsers import (
 )
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import read_tools
-from mmjax.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.server.openai.continuation import new_hex
 
 _MARKS: Mapping[str, str] = {

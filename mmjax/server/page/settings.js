@@ -29,7 +29,7 @@ export function showSettings(problem = "") {
 
 /** Read what was kept; call `onKey` when the API key has changed. */
 export function startSettings(onKey) {
-  const kept = JSON.parse(localStorage.getItem("mmjax.settings") ?? "{}");
+  const kept = JSON.parse(localStorage.getItem("mmjax.config.settings") ?? "{}");
   for (const name of [...NUMBERS, "system"]) {
     byId(name).value = kept[name] ?? "";
     byId(name).addEventListener("input", keep);
@@ -49,7 +49,7 @@ export function startSettings(onKey) {
 
 function keep() {
   const values = [...NUMBERS, "system"].map((name) => [name, byId(name).value]);
-  localStorage.setItem("mmjax.settings", JSON.stringify(Object.fromEntries(values)));
+  localStorage.setItem("mmjax.config.settings", JSON.stringify(Object.fromEntries(values)));
 }
 
 function startTheme() {

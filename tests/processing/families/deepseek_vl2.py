@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
-from mmjax.model_source import load_model_config
+from mmjax.models.model_source import load_model_config
 from tests.processing.families.family import Family, HFInputs, golden_path, golden_processor
 
 PATH = golden_path("deepseek_vl2")

@@ -7,8 +7,8 @@ from pathlib import Path
 from shutil import copytree
 from typing import Any, NamedTuple
 
-from mmjax.config import ModelConfig, MultiModalConfig
-from mmjax.model_source import load_model_config
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, get_processor_factories
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.processor import ProcessorCache

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
-from mmjax.config import ModelConfig, MultiModalConfig
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.models.registry import create_processor
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from tests.kit import gemma_tokenizer, save_gemma3_processor, tiny_gemma3_config

@@ -15,8 +15,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.video_processing_utils import VideoProcessorMixin
 
-from mmjax.config import MultiModalConfig
-from mmjax.model_source import load_model_config
+from mmjax.config.engine_config import MultiModalConfig
+from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.processing.processor import ProcessorCache

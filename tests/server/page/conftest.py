@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from PIL import Image, ImageDraw
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from mmjax.config import SchedulerConfig, ServerConfig
+from mmjax.config.engine_config import SchedulerConfig, ServerConfig
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.chat import ChatParser
 from mmjax.frontend.prompt.input_processor import InputProcessor

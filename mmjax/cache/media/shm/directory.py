@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -12,10 +12,10 @@ from mmjax.cache.media.processor_cache import CacheEntry, LRUProcessorCache, Sen
 from mmjax.cache.media.shm.directory import SharedDirectory
 from mmjax.cache.media.shm.layout import Plan, make_plan
 from mmjax.errors import ConfigError
-from mmjax.logger import get_logger
 from mmjax.processing.prepared import ProcessedItem
 from mmjax.processing.tensors.shared_item import SharedItem
 from mmjax.rounding import round_up
+from mmjax.system.logger import get_logger
 
 logger = get_logger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, StrictBool, StrictInt, Tag
 
 from mmjax.errors import RequestValueError
-from mmjax.sampling_params import MAX_LOGPROBS
+from mmjax.requests.sampling_params import MAX_LOGPROBS
 from mmjax.server.openai.protocol import (
     MAX_MESSAGES,
     Label,

@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmjax.config import ServerConfig
+from mmjax.config.engine_config import ServerConfig
 from mmjax.errors import RequestCancelledError, RequestError, RequestValueError
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.server.middleware import API_KEY_STATE

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mmjax.config.lora_config import LoRAConfig
+from mmjax.config.multimodal_config import MultiModalConfig
+from mmjax.config.server_config import ServerConfig
+from mmjax.config.settings import Setting, check_settings, setting, settings_of
 from mmjax.errors import ConfigError
-from mmjax.logger import LogFormat, LogLevel
-from mmjax.lora_config import LoRAConfig
-from mmjax.multimodal_config import MultiModalConfig
-from mmjax.server_config import ServerConfig
-from mmjax.settings import Setting, check_settings, setting, settings_of
+from mmjax.system.logger import LogFormat, LogLevel
 
 ChatContentFormat = Literal["auto", "string", "openai"]
 DtypeName = Literal["auto", "float32", "bfloat16"]

@@ -1,12 +1,12 @@
-"""The configuration of the HTTP server; `mmjax.config` has it among the others."""
+"""The configuration of the HTTP server; `mmjax.config.engine_config` has it among the others."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mmjax.config.settings import check_settings, setting
 from mmjax.errors import ConfigError
-from mmjax.logger import LogLevel
-from mmjax.settings import check_settings, setting
+from mmjax.system.logger import LogLevel
 
 ToolCallParserName = Literal["hermes", "internlm", "llama3_json", "mistral", "pythonic"]
 

@@ -1,12 +1,12 @@
-"""The configuration of LoRA adapters; `mmjax.config` has it among the others."""
+"""The configuration of LoRA adapters; `mmjax.config.engine_config` has it among the others."""
 
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+from mmjax.config.settings import check_settings, setting
 from mmjax.errors import ConfigError
-from mmjax.settings import check_settings, setting
 
 LoRADtypeName = Literal["auto", "float32", "bfloat16"]
 

@@ -1,13 +1,13 @@
-"""The configuration of media; `mmjax.config` has it among the others."""
+"""The configuration of media; `mmjax.config.engine_config` has it among the others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mmjax.config.settings import check_settings, setting
 from mmjax.errors import ConfigError
-from mmjax.media_io import find_media_io_fault
-from mmjax.settings import check_settings, setting
+from mmjax.requests.media_io import find_media_io_fault
 
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from mmjax.logger import MAX_SILENCE_S
+from mmjax.system.logger import MAX_SILENCE_S
 
 _SHARE = 0.1
 """Of the work, between two lines."""

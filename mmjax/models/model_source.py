@@ -10,7 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mmjax.config import SETTING_CLASSES, EngineConfig, LoRAConfig, ModelConfig, group_fields
+from mmjax.config.engine_config import (
+    SETTING_CLASSES,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    group_fields,
+)
 from mmjax.errors import CheckpointError, ConfigError
 
 DEFAULT_MODEL = "tiny_scenes"
@@ -280,8 +286,8 @@ def _embedded_adapter(name: str) -> Path:
 
 def _embedded_folders() -> tuple[Path, Path]:
     """Return where the default is in an installation, and in a checkout."""
-    packaged = Path(str(resources.files("mmjax"))) / "_checkpoints" / DEFAULT_MODEL
-    return packaged, Path(__file__).resolve().parents[1] / "checkpoints" / DEFAULT_MODEL
+    package = Path(str(resources.files("mmjax"))).resolve()
+    return package / "_checkpoints" / DEFAULT_MODEL, package.parent / "checkpoints" / DEFAULT_MODEL
 
 
 def _find_embedded(paths: Sequence[Path], file: str) -> Path:

@@ -3,7 +3,7 @@
 A grammar may still crash what reads it (thousands of rules that each name the next overflow its
 stack), or take minutes: P0 reads one in a process of its own first (`frontend/prompt/grammars.py`).
 
-    python -m mmjax.structured_outputs 2.0     # that process: CPU seconds; a line in, a line out
+    python -m mmjax.requests.structured_outputs 2.0     # CPU seconds; a line in, a line out
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from mmjax.sampling_params import StructuredOutputsParams
+from mmjax.requests.sampling_params import StructuredOutputsParams
 
 MAX_ERROR_CHARS = 300
 MAX_BYTES = 2**31

@@ -1,6 +1,6 @@
 """Settings: dataclass fields from which flags, keywords, YAML keys and documentation are derived.
 
-They are declared in `mmjax.config`.
+They are declared in `mmjax.config.engine_config`.
 """
 
 import json
