@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
 from mmjax.layers.linear import linear
-
 
 Padding = Sequence[tuple[int, int]]
 """Zeros before and behind: of the rows, of the columns."""

@@ -16,12 +16,11 @@ from jaxtyping import Array, Float
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.attention.api import dense_attention
-from mmjax.layers.vision import resize_square
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import MLP
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import LayerNorm, RMSNorm
-from mmjax.layers.vision import PatchEmbedding
+from mmjax.layers.vision import PatchEmbedding, resize_square
 
 _NORMS: Mapping[str, type[LayerNorm | RMSNorm]] = MappingProxyType(
     {"layer_norm": LayerNorm, "rms_norm": RMSNorm}

@@ -184,25 +184,6 @@ def test_a_stream_survives_two_deaths(deployment: Deployment) -> None:
     assert comparable(events(deployment.post(stream=True, max_tokens=12))) == whole
 
 
-def test_no_token_is_sampled_twice_or_left_out(deployment: Deployment) -> None:
-    fields: dict[str, Any] = {"stream": True, "return_token_ids": True, "temperature": 0}
-
-    def token_ids() -> list[int]:
-        chunks = [json.loads(one[6:]) for one in events(deployment.post(**fields))[:-1]]
-        return [
-            token_id
-            for chunk in chunks
-            for choice in chunk["choices"]
-            for token_id in choice.get("token_ids") or ()
-        ]
-
-    whole = token_ids()
-    assert len(whole) > 3
-    for num_items in range(1, 6):
-        deployment.replicas.cuts = [num_items]
-        assert token_ids() == whole
-
-
 @pytest.mark.parametrize("num_items", [0, 1, 2])
 def test_a_whole_answer_is_asked_for_again(deployment: Deployment, num_items: int) -> None:
     expected = deployment.post().json()["choices"]

@@ -1,7 +1,6 @@
 """The engine over a tiny random Gemma 3: every answer is the one of a dense forward pass alone."""
 
 import logging
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwa
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     TOKENS_PER_IMAGE,
-    abort_every_other,
     answer,
     dense_greedy,
     dense_logits,
@@ -97,38 +95,6 @@ def test_answers_depend_on_text_and_picture(expected: list[list[int]]) -> None:
 
 def test_alone(core: EngineCore, expected: list[list[int]]) -> None:
     assert [answer(core, request) for request in requests("alone")] == expected
-
-
-def test_together(core: EngineCore, expected: list[list[int]]) -> None:
-    batch = requests("together")
-    for request in batch:
-        core.add_request(request)
-    news = drain(core)
-    assert [tokens_of(news[request.request_id]) for request in batch] == expected
-
-
-def test_arriving_one_by_one_in_another_order(core: EngineCore, expected: list[list[int]]) -> None:
-    batch = requests("arriving")
-    order = random.Random(3).sample(range(len(batch)), len(batch))
-    news: dict[str, list[int]] = {request.request_id: [] for request in batch}
-    for place in order:
-        core.add_request(batch[place])
-        for delta in core.step():
-            news[delta.request_id] += delta.new_token_ids
-    for request_id, deltas in drain(core).items():
-        news[request_id] += tokens_of(deltas)
-    assert list(news.values()) == expected
-
-
-def test_under_preemption_and_eviction(cramped: EngineCore, expected: list[list[int]]) -> None:
-    batch = requests("cramped", max_tokens=8)
-    for request in batch[:1] + batch[3:]:
-        cramped.add_request(request)
-    preemptions = cramped.num_preemptions
-    news = drain(cramped)
-    answers = [tokens_of(news[request.request_id]) for request in batch[:1] + batch[3:]]
-    assert answers == expected[:1] + expected[3:]
-    assert cramped.num_preemptions > preemptions
 
 
 # ---- ends ----------------------------------------------------------------------------------------
@@ -385,14 +351,6 @@ def test_places_must_be_sorted_and_apart(core: EngineCore) -> None:
     assert not core.has_unfinished()
 
 
-def test_an_aborted_request_leaves_the_others_alone(
-    core: EngineCore, expected: list[list[int]]
-) -> None:
-    for num_steps in range(5):
-        batch = requests(f"abort after {num_steps}")
-        assert abort_every_other(core, batch, num_steps) == expected[1::2]
-
-
 def test_recovery_begins_all_again(core: EngineCore, expected: list[list[int]]) -> None:
     batch = requests("again")
     for request in batch:
@@ -505,43 +463,6 @@ def test_the_dtype_is_chosen_by_platform_and_checkpoint(
 ) -> None:
     chosen = resolve_dtype(name, platform, stored, cpu_has_bfloat16=cpu_has_bfloat16)
     assert chosen.name == expected
-
-
-# ---- random workloads ----------------------------------------------------------------------------
-
-
-def random_parts(rng: random.Random) -> list[Any]:
-    parts: list[Any] = [text(rng.randrange(1000), rng.choice([1, 3, 10, 40]))]
-    for _ in range(rng.choice([0, 1, 1, 2, 3])):
-        parts.append((rng.randrange(8), rng.choice([1, 1, 2])))
-        if rng.random() < 0.7:
-            parts.append(text(rng.randrange(1000), rng.choice([1, 2, 5])))
-    return parts
-
-
-def test_every_answer_of_a_random_workload_is_the_one_it_gets_alone(
-    core: EngineCore, cramped: EngineCore
-) -> None:
-    count = 60
-    rng = random.Random(count)
-    batch = [
-        message(f"{n}", random_parts(rng), max_tokens=rng.randint(1, 10), **rng.choice(SAMPLING))
-        if n % 3 == 0
-        else message(f"{n}", random_parts(rng), max_tokens=rng.randint(1, 10))
-        for n in range(count)
-    ]
-    alone = [answer(core, request) for request in batch]
-    for engine in (core, cramped):
-        news: dict[str, list[int]] = {}
-        waiting = [r for r in batch if engine is core or len(r.prompt_token_ids) < 100]
-        to_come = list(reversed(waiting))
-        while to_come or engine.has_unfinished():
-            while to_come and rng.random() < 0.4:
-                engine.add_request(to_come.pop())
-            for delta in engine.step():
-                news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
-        for request in waiting:
-            assert news[request.request_id] == alone[int(request.request_id)]
 
 
 def test_pictures_of_the_kit_are_what_they_seem() -> None:

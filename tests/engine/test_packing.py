@@ -1,6 +1,7 @@
 """Packed pictures: every item in one call, each kept apart; a mixed batch is one call of encode."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,15 +14,12 @@ from mmjax.engine.core import EngineCore
 from mmjax.engine.device import encoder, memory
 from mmjax.engine.device.encoder import EncoderCall, patch_buckets, plan_calls
 from mmjax.errors import RequestError
+from mmjax.parity.arrays import Sample
 from mmjax.transport.messages import EngineCoreRequest
-from tests.engine.packed import (
-    Grid,
-    embed_alone,
-    packed_engine,
-    packed_message,
-    picture_feature,
-)
-from tests.engine.tiny import answer, drain, tokens_of
+from tests.models.families import served_model
+from tests.models.families.family import DrawnItem, Media, Part, Words
+from tests.models.families.qwen2_vl import draw_grid
+from tests.models.served import make_request, serve, start_model
 
 # ---- the plan ------------------------------------------------------------------------------------
 
@@ -81,10 +79,52 @@ def test_the_first_call_with_room_takes_an_item() -> None:
     assert plan_calls([], buckets, 1) == []
 
 
-# ---- an engine -----------------------------------------------------------------------------------
+# ---- an engine, of Qwen2.5-VL: windows, and layers that see a whole picture ----------------------
 
+MODEL = served_model("qwen2_5_vl")
+MAX_EMBEDS = 100
+"""Of the largest picture, of 400 patches."""
+GRIDS = [(2, 2), (16, 20), (6, 10), (2, 20), (12, 4)]
+"""4, 320, 60, 40 and 48 patches; a picture's seed, in tens, decides its grid."""
+SEVERAL = [(16, 20), (12, 20), (6, 10)]
+PICTURES = [Media(seed) for seed in range(5)]
+MIXED: list[tuple[Part, ...]] = [
+    (Words(1, 5), PICTURES[0], Words(2, 3)),
+    (PICTURES[1], Words(3, 2)),
+    (Words(4, 1), PICTURES[2], Words(5, 2), PICTURES[3], Words(6, 1)),
+    (Words(7, 4), PICTURES[4], PICTURES[0], Words(8, 2)),
+]
 MEASURED: list[str] = []
 """What the engine's start compiled to learn what memory it needs."""
+
+
+def packed_engine(**settings: Any) -> EngineCore:
+    sizes = {"max_num_encoder_input_tokens": 256, "encoder_cache_size": 4 * MAX_EMBEDS}
+    sizes |= {"max_num_batched_tokens": 256, "max_num_seqs": 4, "max_model_len": 256}
+    model_class, embeds = MODEL.family.model_class, {"image": MAX_EMBEDS}
+    settings = {**sizes, **settings}
+    return start_model(model_class, MODEL.config, MODEL.params, max_embeds=embeds, **settings)
+
+
+def draw_picture(config: Any, media: Media) -> DrawnItem:
+    height, width = GRIDS[media.seed % 10]
+    return draw_grid(config, "image", media.seed, (1, height, width), 0.0)
+
+
+def draw(parts: Sequence[Part]) -> Sample:
+    return replace(MODEL.family, draw_item=draw_picture).draw_sample(MODEL.config, parts)
+
+
+def requests(prefix: str, turn: int = 0) -> list[EngineCoreRequest]:
+    """Build the mixed requests; another `turn` has other pictures."""
+    return [
+        make_request(
+            f"{prefix} {number}",
+            draw([Media(p.seed + 10 * turn) if isinstance(p, Media) else p for p in parts]),
+            max_tokens=6,
+        )
+        for number, parts in enumerate(MIXED)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -117,94 +157,42 @@ def calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[EncoderCall
 
 
 def record_calls(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[EncoderCall]:
-    made: list[EncoderCall] = []
-    encode = core._runner._run_encode
-    monkeypatch.setattr(
-        core._runner, "_run_encode", lambda call: (made.append(call), encode(call))[1]
-    )
+    runner, made = core._runner, list[EncoderCall]()
+    encode = runner._run_encode
+    monkeypatch.setattr(runner, "_run_encode", lambda call: (made.append(call), encode(call)))
     return made
-
-
-def text(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(2, 90, length).tolist()
-
-
-PICTURES: list[tuple[int, Grid]] = [
-    (1, (2, 2)),
-    (2, (16, 20)),
-    (3, (6, 10)),
-    (4, (2, 20)),
-    (5, (12, 4)),
-]
-"""4, 320, 60, 40 and 48 patches."""
-MIXED: list[tuple[Any, ...]] = [
-    (text(1, 5), PICTURES[0], text(2, 3)),
-    (PICTURES[1], text(3, 2)),
-    (text(4, 1), PICTURES[2], text(5, 2), PICTURES[3], text(6, 1)),
-    (text(7, 4), PICTURES[4], PICTURES[0], text(8, 2)),
-]
-
-
-def requests(prefix: str, seed: int = 0) -> list[EngineCoreRequest]:
-    """Build the mixed requests; another `seed` has other pictures."""
-    return [
-        packed_message(
-            f"{prefix} {number}",
-            [(part[0] + seed, part[1]) if isinstance(part, tuple) else part for part in parts],
-        )
-        for number, parts in enumerate(MIXED)
-    ]
-
-
-def serve(core: EngineCore, batch: Sequence[EngineCoreRequest]) -> list[list[int]]:
-    for request in batch:
-        core.add_request(request)
-    news = drain(core)
-    return [tokens_of(news[request.request_id]) for request in batch]
 
 
 def test_a_mixed_batch_is_one_call_with_the_answers_of_each_alone(
     core: EngineCore, calls: list[EncoderCall]
 ) -> None:
-    together = serve(core, requests("together", seed=100))
+    together = serve(core, requests("together", turn=1))
     assert [len(call.inputs["segment_ids"]) for call in calls] == [512]
     sizes = np.bincount(calls[0].inputs["segment_ids"] + 1)
     assert sizes.tolist() == [512 - 472, 320, 60, 48, 40, 4]
-    core.reset_prefix_cache()
-    evict(core)
+    assert core.recover() == []  # nothing is held of them
     calls.clear()
-    alone = [answer(core, request) for request in requests("alone", seed=100)]
+    alone = [answer for one in requests("alone", turn=1) for answer in serve(core, [one])]
     assert len(calls) == 4, "one for each request, but for what it shares with another"
     assert alone == together
+    others = serve(core, requests("others", turn=2))
+    assert all(a != b for a, b in zip(together, others, strict=True)), "no picture changes them"
 
 
-def evict(core: EngineCore) -> None:
-    """Fill the pool with other pictures, so that those before must be encoded again."""
-    for number in range(4):
-        grids = [(20, 20), (4, 20)]
-        parts = [(1000 + 10 * number + n, grid) for n, grid in enumerate(grids)]
-        answer(core, packed_message(f"evict {number}", [*parts, [5]], max_tokens=1))
-
-
-def test_answers_depend_on_every_picture(core: EngineCore) -> None:
-    answers = serve(core, requests("these", seed=200))
-    others = serve(core, requests("others", seed=300))
-    assert all(a != b for a, b in zip(answers, others, strict=True))
-
-
-def test_the_pool_holds_what_dense_attention_gives(
+def test_the_pool_holds_what_each_picture_gives_alone(
     core: EngineCore, calls: list[EncoderCall]
 ) -> None:
-    """Rows of the pool, picture by picture, against the tower over one picture alone."""
-    serve(core, requests("pool", seed=400))
+    batch = requests("pool", turn=4)
+    serve(core, batch)
     (call,) = calls
-    pool = np.asarray(core._runner._pool)
-    ids = call.inputs["segment_ids"][::4]
-    by_size = sorted(PICTURES, key=lambda picture: -picture[1][0] * picture[1][1])
-    for number, (seed, grid) in enumerate(by_size):
-        rows = pool[call.dst_rows[ids == number]]
-        np.testing.assert_allclose(rows, embed_alone(seed + 400, grid), atol=2e-5, rtol=2e-5)
-    assert (call.dst_rows[ids < 0] == len(pool)).all()
+    pool, held = np.asarray(core._runner._pool), core._runner.rows
+    for parts, request in zip(MIXED, batch, strict=True):
+        pictures = [part for part in parts if isinstance(part, Media)]
+        for picture, feature in zip(pictures, request.mm_features, strict=True):
+            alone = MODEL.paged.embed(draw([Media(40 + picture.seed), Words(1, 1)]))
+            rows = pool[held.get(feature.identifier)]
+            np.testing.assert_allclose(rows, alone, atol=2e-5, rtol=2e-5)
+    assert (call.dst_rows[call.inputs["segment_ids"][::4] < 0] == len(pool)).all()
 
 
 def test_the_start_measures_the_largest_call(core: EngineCore) -> None:
@@ -218,41 +206,43 @@ def test_more_than_one_call_holds_takes_several(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoder, "MAX_PACKED_PATCHES", 128)
+    monkeypatch.setattr("tests.engine.test_packing.GRIDS", SEVERAL)
     small = packed_engine()
     assert small._runner.buckets.encode == (128, 256, 512)
     calls = record_calls(small, monkeypatch)
     # 320, 240 and 60 patches: the third fits beside the first.
-    batch = [[PICTURES[1], [3]], [(7, (12, 20)), [4]], [PICTURES[2], [5]]]
-    messages = [packed_message(f"several {n}", parts) for n, parts in enumerate(batch)]
-    answers = serve(small, messages)
+    batch = [
+        make_request(f"several {n}", draw([Media(70 + n), Words(n, 2)]), max_tokens=6)
+        for n in range(3)
+    ]
+    answers = serve(small, batch)
     assert [len(call.inputs["segment_ids"]) for call in calls] == [512, 256]
-    assert [answer(core, message) for message in messages] == answers
+    assert [answer for one in batch for answer in serve(core, [one])] == answers
     assert small.compilations == 0
 
 
 def test_items_that_do_not_fit_their_placeholders_are_refused(core: EngineCore) -> None:
-    def refuse(words: str, grid: Grid = (4, 4), **instead: np.ndarray) -> None:
-        message = packed_message("bad", [(1, grid), [3]])
-        message.mm_features[0] = picture_feature(9, grid, 0, **instead)
-        with pytest.raises(RequestError, match=words):
-            core.add_request(message)
+    sample = draw([Media(2), Words(1, 1)])
+    (item,) = sample.items
 
-    pixels = np.zeros((20, 12), np.float32)
-    refuse(
-        r"inputs of item .* have \[16, 20\] patch rows; all must have as many", pixel_values=pixels
-    )
-    refuse("each patch must have shape", pixel_values=pixels[:16, :5])
-    refuse("each patch must have shape", pixel_values=np.array(1.0))
-    refuse("lacks what the model encodes", grid=(4, 4), pixel_values=np.array(["a"] * 16))
-    refuse("1156 patches; the encoder takes 1024", grid=(34, 34))
+    def refuse(words: str, **instead: np.ndarray) -> None:
+        request = make_request("bad", sample, tensors=[{**item.tensors, **instead}])
+        with pytest.raises(RequestError, match=words):
+            core.add_request(request)
+
+    pixels = np.asarray(item.tensors["pixel_values"])
+    refuse(r"all must have as many", pixel_values=np.concatenate([pixels, pixels[:4]]))
+    refuse("each patch must have shape", pixel_values=pixels[:, :5])
+    refuse("1156 patches; the encoder takes 1024", image_grid_thw=np.array([1, 34, 34]),
+           pixel_values=np.zeros((1156, pixels.shape[1]), np.uint8))  # fmt: skip
 
 
 def test_a_pack_is_whole_on_every_device(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
-    spread = packed_engine(tensor_parallel_size=2)
+    spread = packed_engine(size=2)
     calls = record_calls(spread, monkeypatch)
-    answers = serve(spread, requests("spread", seed=500))
+    answers = serve(spread, requests("spread", turn=5))
     assert len(calls) == 1
-    assert answers == serve(core, requests("one device", seed=500))
+    assert answers == serve(core, requests("one device", turn=5))
     assert spread.compilations == 0
     program = spread._runner._programs.by_kind(spread.num_kv_blocks)["encode"][0]
     lowered = program.jitted.lower(**program.arguments).compile().as_text()

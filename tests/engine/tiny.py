@@ -221,22 +221,6 @@ def tokens_of(news: Sequence[RequestOutputDelta]) -> list[int]:
     return [token for delta in news for token in delta.new_token_ids]
 
 
-def abort_every_other(
-    core: EngineCore, batch: Sequence[EngineCoreRequest], num_steps: int
-) -> list[list[int]]:
-    """Run a batch, abort the first, third, ... after `num_steps`; return the others' answers."""
-    for request in batch:
-        core.add_request(request)
-    news: dict[str, list[int]] = {}
-    for _ in range(num_steps):
-        for delta in core.step():
-            news.setdefault(delta.request_id, []).extend(delta.new_token_ids)
-    core.abort([request.request_id for request in batch[::2]])
-    for request_id, deltas in drain(core).items():
-        news.setdefault(request_id, []).extend(tokens_of(deltas))
-    return [news[request.request_id] for request in batch[1::2]]
-
-
 def answer(core: EngineCore, request: EngineCoreRequest) -> list[int]:
     """Serve one request alone."""
     core.add_request(request)

@@ -1,7 +1,7 @@
 """Published names and shapes of families that transformers has no class for.
 
-DeepSeek-VL2's are listed as the published code makes them; Molmo's are those of the tiny
-checkpoints, repeated to the published depth.
+DeepSeek-VL2's and Qwen-VL's are listed as the published code makes them; Molmo's are those of the
+tiny checkpoints, repeated to the published depth.
 """
 
 import json
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from mmjax.models.model_source import load_model_config
 from mmjax.weights.safetensors import open_safetensors
@@ -179,3 +181,68 @@ def list_molmo(config: Any) -> dict[str, tuple[int, ...]]:
             depth = VIT_BLOCKS if "resblocks" in name else config.num_hidden_layers
             names |= {re.sub(r"blocks\.\d+\.", f"blocks.{i}.", name) for i in range(depth)}
     return {name: published_shape(name, config) for name in sorted(names)}
+
+
+D, F, W, M = 4096, 22016 // 2, 1664, 8192
+"""Widths of the decoder, of half an MLP, of the tower, of the tower's MLP."""
+BLOCK = {
+    "ln_1": (W,),
+    "ln_2": (W,),
+    "attn.in_proj": (3 * W, W),
+    "attn.out_proj": (W, W),
+    "mlp.c_fc": (M, W),
+    "mlp.c_proj": (W, M),
+}
+VISUAL = {
+    "conv1.weight": (W, 3, 14, 14),
+    "positional_embedding": (256, W),
+    "ln_pre.weight": (W,),
+    "ln_pre.bias": (W,),
+    "attn_pool.query": (256, D),
+    "attn_pool.pos_embed": (256, D),
+    "attn_pool.kv_proj.weight": (D, W),
+    "attn_pool.attn.in_proj_weight": (3 * D, D),
+    "attn_pool.attn.in_proj_bias": (3 * D,),
+    "attn_pool.attn.out_proj.weight": (D, D),
+    "attn_pool.attn.out_proj.bias": (D,),
+    **{
+        f"{norm}.{part}": (D,)
+        for norm in ("attn_pool.ln_q", "attn_pool.ln_kv", "ln_post")
+        for part in ("weight", "bias")
+    },
+    "proj": (D, D),
+}
+LAYER = {
+    "ln_1.weight": (D,),
+    "ln_2.weight": (D,),
+    "attn.c_attn.weight": (3 * D, D),
+    "attn.c_attn.bias": (3 * D,),
+    "attn.c_proj.weight": (D, D),
+    "mlp.w1.weight": (F, D),
+    "mlp.w2.weight": (F, D),
+    "mlp.c_proj.weight": (D, F),
+}
+
+
+def list_qwen_vl(config: Any) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of Qwen-VL-Chat's files, 48 blocks and 32 layers."""
+    del config
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (151936, D),
+        "transformer.ln_f.weight": (D,),
+        "lm_head.weight": (151936, D),
+    }
+    shapes |= {f"transformer.visual.{name}": shape for name, shape in VISUAL.items()}
+    for number in range(48):
+        for name, shape in BLOCK.items():
+            block = f"transformer.visual.transformer.resblocks.{number}.{name}"
+            shapes |= {f"{block}.weight": shape, f"{block}.bias": shape[:1]}
+    for number in range(32):
+        shapes |= {f"transformer.h.{number}.{name}": shape for name, shape in LAYER.items()}
+    return shapes
+
+
+def read_qwen_vl(**changes: Any) -> Any:
+    """Read the tiny stand-in's config.json with the published sizes in it."""
+    raw = json.loads((GOLDEN_MODELS / "qwen_vl_chat" / "config.json").read_text())
+    return PreTrainedConfig(**{**raw, **changes})

@@ -1,6 +1,5 @@
 """Chameleon beyond the laws: codes, refusals, published sizes, cut norms, a directory."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh
-from transformers import ChameleonConfig
-from transformers import ChameleonForConditionalGeneration as HFModel
 
 from mmjax import LLM
 from mmjax.errors import CheckpointError
@@ -23,8 +20,6 @@ from mmjax.models.host_inputs import EncoderSpec, byte_pixels
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
 from mmjax.requests.sampling_params import SamplingParams
-from mmjax.weights.load import match_tensors
-from mmjax.weights.safetensors import StoredTensor
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_chameleon
@@ -36,7 +31,6 @@ from tests.models.families.chameleon import (
     VOCAB_SIZE,
     draw_item,
     tiny_config,
-    vocabulary_map,
 )
 from tests.models.families.family import Media, Words
 from tests.models.served import ask
@@ -102,65 +96,6 @@ WORDS = {"<image>": 2, "word": 3}
 def test_a_vocabulary_without_codes_is_refused(mapping: Any, words: str):
     with pytest.raises(CheckpointError, match=words):
         CodeTokens.from_map(mapping, 3)
-
-
-def test_heads_that_do_not_fit_are_refused():
-    with pytest.raises(CheckpointError, match="`num_attention_heads` is 5; it must divide"):
-        build_abstract(Model, tiny_config(num_attention_heads=5), dtype=jnp.float32)
-
-
-# ---- the published sizes -------------------------------------------------------------------------
-
-PUBLISHED: Mapping[str, Mapping[str, Any]] = {
-    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32},
-    "30b": {
-        "hidden_size": 8192,
-        "intermediate_size": 22016,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-        "swin_norm": True,
-    },
-}
-"""What the hub's config.json files say; the rest are defaults, as there."""
-NUM_PARAMETERS = {"7b": 7.0e9, "30b": 34.3e9}
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_every_tensor_is_used_once_and_none_is_left_over(size: str):
-    config = ChameleonConfig(
-        **PUBLISHED[size], vocabulary_map=vocabulary_map(8192, 4), vq_config={}
-    )
-    with torch.device("meta"):
-        module = HFModel(config)
-    # The hub's names are the module's, and so are save_pretrained's.
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    unused = {"model.vqmodel.decoder.conv_in.weight": (512, 256, 3, 3)}
-    tensors = [
-        StoredTensor(name, "model.safetensors", shape, "BF16", None)
-        for name, shape in (shapes | unused).items()
-    ]
-    graphdef, params = build_abstract(Model, config, dtype=jnp.bfloat16)
-    abstract = flatten_params(params)
-    sources = match_tensors(tensors, abstract, RULES, source=size)
-    assert sources.keys() == abstract.keys()
-    used = {tensor.name for tensor in sources.values()}
-    assert shapes.keys() - used == {
-        f"model.vqmodel.post_quant_conv.{part}" for part in ("weight", "bias")
-    }
-    assert len(used) == len(sources)
-    total = sum(int(np.prod(leaf.shape)) for leaf in abstract.values())
-    assert total == pytest.approx(NUM_PARAMETERS[size], rel=0.01)
-    for name, leaf in abstract.items():
-        assert leaf.dtype == (jnp.float32 if name.startswith("vqmodel.") else jnp.bfloat16)
-
-    width = PUBLISHED[size]["hidden_size"]
-    pixels = jax.ShapeDtypeStruct((2, 3, 512, 512), jnp.float32)
-    rows = jax.eval_shape(lambda p, x: bind(graphdef, p).embed_multimodal(x), params, pixels)
-    assert (rows.shape, rows.dtype) == ((2, 1024, width), jnp.bfloat16)
-    hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
-    logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
-    assert (logits.shape, logits.dtype) == ((4, 65536), jnp.float32)
 
 
 # ---- devices -------------------------------------------------------------------------------------

@@ -207,6 +207,8 @@ def test_the_engine_answers_as_published(size: str):
     core = start(size)
     check_answers(core, size)
     assert core.stats().prefix_cache_hits > 0
+    assert core.recover() == []
+    check_answers(core, size)  # the learned rows are in the new pool, too
 
 
 def test_chunks_of_seven_tokens_change_nothing():

@@ -1,14 +1,11 @@
 """Florence-2 beyond the laws: what the engine must know, what is refused."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from mmjax.config.engine_config import MultiModalConfig
-from mmjax.errors import CheckpointError, RequestError
+from mmjax.errors import RequestError
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.models.florence2.model import Florence2ForConditionalGeneration as Model
 from mmjax.models.host_inputs import EncoderSpec
 from tests.models.families import served_model
 from tests.models.families.family import Media, Words
@@ -32,25 +29,6 @@ def test_what_the_engine_must_know_is_said():
 def test_the_longest_encoder_prompt_is_bounded():
     config = tiny_config(text={"max_position_embeddings": 4096})
     assert Florence2HostInputs(config).max_encoder_len == 1024
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"vision": {"projection_dim": 16}}, "`vision_config.projection_dim` is 16"),
-        ({"text": {"tie_word_embeddings": False}}, "`text_config.tie_word_embeddings` is false"),
-        ({"text": {"max_position_embeddings": 10}}, "is 10 tokens, and the encoder takes 10"),
-        ({"vision": {"max_position_embeddings": 2}}, "pictures of 24x24 pixels make 3 columns"),
-        ({"vision": {"num_heads": [2]}}, "`num_heads` 1"),
-        ({"vision": {"activation_function": "mish"}}, "activation `mish` is unknown"),
-        ({"vision": {"image_feature_source": ["last_frame"]}}, "is \\['last_frame'\\]"),
-        ({"vision": {"image_size": None}}, "the image processor's configuration in ``"),
-        ({"text": {"model_type": "llama"}}, "`text_config.model_type` is `llama`"),
-    ],
-)
-def test_what_a_config_cannot_have_is_named(settings: dict[str, Any], message: str):
-    with pytest.raises(CheckpointError, match=message):
-        Model(tiny_config(**settings), dtype=np.dtype(np.float32))
 
 
 def test_the_tower_runs_once_for_three_prompts_about_an_image(monkeypatch: pytest.MonkeyPatch):

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh
-from transformers import AutoConfig, FuyuConfig, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers import FuyuForCausalLM as HFModel
 
 from mmjax import LLM
-from mmjax.errors import CheckpointError
 from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.fuyu.model import FuyuForCausalLM
@@ -22,8 +20,6 @@ from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, make_pixels
 from mmjax.requests.sampling_params import SamplingParams
-from mmjax.weights.load import match_tensors
-from mmjax.weights.safetensors import StoredTensor
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_fuyu
@@ -59,87 +55,6 @@ def test_what_the_engine_must_know_is_said():
     assert host_inputs.embed_rows(item) is None
     spec = FuyuForCausalLM(config, dtype=jnp.float32).kv_cache_spec
     assert spec == KVCacheSpec.alike(2, num_kv_heads=4, head_dim=8)
-
-
-def test_another_decoder_is_refused():
-    config = tiny_config()
-    config.text_config.model_type = "gpt_neox"
-    with pytest.raises(CheckpointError, match=r"`text_config\.model_type` is `gpt_neox`"):
-        build_abstract(FuyuForCausalLM, config, dtype=jnp.float32)
-
-
-# ---- the published size --------------------------------------------------------------------------
-
-PUBLISHED = {
-    "hidden_act": "relu2",
-    "hidden_size": 4096,
-    "image_size": 300,
-    "intermediate_size": 16384,
-    "layer_norm_eps": 1e-05,
-    "max_position_embeddings": 16384,
-    "num_attention_heads": 64,
-    "num_channels": 3,
-    "num_hidden_layers": 36,
-    "partial_rotary_factor": 0.5,
-    "patch_size": 30,
-    "qk_layernorm": True,
-    "rope_theta": 25000.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 262144,
-}
-"""What config.json of fuyu-8b says, which is flat."""
-
-LAYOUTS = {
-    "hub": {
-        "model.language_model.": "language_model.model.",
-        "model.vision_embed_tokens.": "vision_embed_tokens.",
-        "lm_head.": "language_model.lm_head.",
-    },
-    "module": {},
-}
-"""How each layout tells a prefix of the module's own names; `save_pretrained` writes the hub's."""
-
-
-def tell(name: str, layout: str) -> str:
-    for old, new in LAYOUTS[layout].items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_tensor_is_used_and_none_is_left_over(layout: str):
-    config: Any = FuyuConfig(**PUBLISHED)
-    assert config.text_config.rope_parameters["partial_rotary_factor"] == 0.5
-    with torch.device("meta"):
-        module = HFModel(config)
-    tensors = [
-        StoredTensor(tell(name, layout), "model.safetensors", tuple(tensor.shape), "BF16", None)
-        for name, tensor in module.state_dict().items()
-    ]
-    abstract = flatten_params(build_abstract(FuyuForCausalLM, config, dtype=jnp.bfloat16)[1])
-    sources = match_tensors(tensors, abstract, FuyuForCausalLM.rules(config), source=layout)
-    assert sources.keys() == abstract.keys()
-    used = [tensor.name for tensor in sources.values()]
-    assert set(used) == {tensor.name for tensor in tensors}
-    # A fused tensor is three, and all others one.
-    assert len(used) == len(tensors) + 2 * 2 * config.text_config.num_hidden_layers
-    total = sum(int(np.prod(leaf.shape)) for leaf in abstract.values())
-    assert total == pytest.approx(9.4e9, rel=0.01)
-
-
-def test_a_picture_and_a_step_have_their_shapes():
-    config = FuyuConfig(**PUBLISHED)
-    graphdef, params = build_abstract(FuyuForCausalLM, config, dtype=jnp.bfloat16)
-    patches = jax.ShapeDtypeStruct((128, 2700), jnp.float32)
-    ids = jax.ShapeDtypeStruct((128,), jnp.int32)
-    rows = jax.eval_shape(
-        lambda p, x, s: bind(graphdef, p).embed_multimodal(x, s), params, patches, ids
-    )
-    assert (rows.shape, rows.dtype) == ((128, 4096), jnp.bfloat16)
-    hidden = jax.ShapeDtypeStruct((4, 4096), jnp.bfloat16)
-    logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
-    assert (logits.shape, logits.dtype) == ((4, 262144), jnp.float32)
 
 
 # ---- devices -------------------------------------------------------------------------------------

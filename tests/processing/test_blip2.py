@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import CheckpointError, RequestError
+from mmjax.errors import RequestError
 from tests.kit import draw
 from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
@@ -49,26 +49,6 @@ def test_special_tokens_are_left_out_on_demand(processor: Any):
     assert inputs.prompt_token_ids == [IMAGE_ID] * 8 + words
 
 
-def test_a_second_picture_is_refused(processor: Any):
-    with pytest.raises(RequestError, match=r"At most 1 image\(s\) may be provided") as caught:
-        processor.apply("what", {"image": [draw(9, 9)] * 2})
-    assert caught.value.status == 400
-    assert "limit-mm-per-prompt" not in str(caught.value)  # the model takes no more
-
-
-def test_the_queries_token_is_not_for_clients(processor: Any):
-    for prompt in ("a <image>", processor.info.get_tokenizer().encode("a <image>")):
-        for images in ([], [draw(9, 9)]):
-            with pytest.raises(RequestError, match=r"has `<image>` at .*reserved.*; leave it out"):
-                processor.apply(prompt, {"image": images})
-
-
-def test_an_expanded_prompt_is_refused_rather_than_expanded_twice(processor: Any):
-    inputs = processor.apply("a", {"image": draw(4, 4)})
-    with pytest.raises(RequestError, match="reserved"):
-        processor.apply(inputs.prompt_token_ids, {"image": draw(4, 4)})
-
-
 def test_the_count_is_the_configs(tmp_path: Path):
     edit = {"num_query_tokens": 3}
     path = edit_golden("blip2", tmp_path, config=edit, processor_config=edit)
@@ -94,35 +74,6 @@ def test_a_checkpoint_from_before_the_image_token_gets_it(tmp_path: Path):
         golden_processor("blip2", path=path).apply("a <image>", {})  # already in the first prompt
 
 
-@pytest.mark.parametrize(
-    ("edits", "message"),
-    [
-        (
-            {"processor_config": {"num_query_tokens": 32}},
-            "`num_query_tokens` of processor_config.json is 32, but config.json has 8",
-        ),
-        ({"config": {"image_token_index": 7}}, "`<image>` is token 999, .* is 7"),
-        (
-            {"config": {"text_config": {"model_type": "t5", "vocab_size": 1008}}},
-            "`text_config.model_type` is `t5`, which has an encoder of its own",
-        ),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served_is_named(
-    tmp_path: Path, edits: dict[str, Any], message: str
-):
-    path = edit_golden("blip2", tmp_path, **edits)
-    with pytest.raises(CheckpointError, match=message):
-        golden_processor("blip2", path=path).apply("a", {"image": draw(4, 4)})
-
-
-def test_pixels_that_the_tower_cannot_take_are_refused():
-    processor = golden_processor("blip2", trust_request_mm_kwargs=True)
-    kwargs = {"size": {"height": 28, "width": 42}}
-    with pytest.raises(RequestError, match=r"became 28x42 pixels .* takes 56x56; leave"):
-        processor.apply("a", {"image": draw(90, 70)}, hf_processor_mm_kwargs=kwargs)
-
-
 def test_embeddings_stand_where_a_picture_would():
     processor = golden_processor("blip2", enable_mm_embeds=True)
     for prompt in ("what", processor.info.get_tokenizer().encode("what")):
@@ -131,11 +82,3 @@ def test_embeddings_stand_where_a_picture_would():
         (item,) = inputs.mm_kwargs["image"]
         assert item is not None
         assert np.asarray(item["image_embeds"].data).shape == (8, 64)
-
-
-@pytest.mark.parametrize("num_rows", [7, 16])
-def test_embeddings_are_one_for_each_query(num_rows: int):
-    processor = golden_processor("blip2", enable_mm_embeds=True)
-    rows = np.ones((num_rows, 64), np.float32)
-    with pytest.raises(RequestError, match=f"have {num_rows} rows; an image has 8"):
-        processor.apply("what", {"image": {"image_embeds": rows[None]}})

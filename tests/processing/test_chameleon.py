@@ -5,11 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import CheckpointError, RequestError
-from mmjax.processing import PromptUpdateError
 from tests.kit import draw
 from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
@@ -85,13 +82,6 @@ def test_frames_in_the_users_text_bind_no_picture(processor: Any):
     assert inputs.prompt_token_ids[:5] == [0, START_ID, END_ID, START_ID, IMAGE_ID]
 
 
-@pytest.mark.parametrize("num_images", [0, 2])
-def test_placeholders_and_pictures_go_together(processor: Any, num_images: int):
-    for kind in both_kinds(processor, f"a {IMAGE}"):
-        with pytest.raises(PromptUpdateError, match=f"1 `{IMAGE}` placeholder but {num_images}"):
-            processor.apply(kind, {"image": [draw(4, 4)] * num_images})
-
-
 def test_the_count_is_the_vq_vaes(tmp_path: Path):
     path = edit_golden(
         "chameleon",
@@ -119,43 +109,3 @@ def test_a_checkpoint_of_old_names_no_length_and_no_image_token(tmp_path: Path):
     )
     inputs = golden_processor("chameleon", path=path).apply(IMAGE, {"image": draw(9, 9)})
     assert inputs.prompt_token_ids.count(IMAGE_ID) == 256
-
-
-@pytest.mark.parametrize(
-    ("edits", "message"),
-    [
-        (
-            {"processor_config": {"image_seq_length": 1024}},
-            "`image_seq_length` of processor_config.json is 1024, .* gives 256; make them equal",
-        ),
-        (
-            {"config": {"vocabulary_map.<image>": 7, "image_token_id": 7}},
-            "`<image>` is token 964, but .* is 7",
-        ),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served_is_named(
-    tmp_path: Path, edits: dict[str, Any], message: str
-):
-    path = edit_golden("chameleon", tmp_path, **edits)
-    with pytest.raises(CheckpointError, match=message):
-        golden_processor("chameleon", path=path).apply(IMAGE, {"image": draw(4, 4)})
-
-
-def test_pixels_that_the_vq_vae_does_not_expect_are_refused():
-    processor = golden_processor("chameleon", trust_request_mm_kwargs=True)
-    kwargs = {"crop_size": {"height": 32, "width": 32}}
-    with pytest.raises(RequestError, match=r"became 32x32 pixels .* takes 64x64; leave"):
-        processor.apply(IMAGE, {"image": draw(90, 70)}, hf_processor_mm_kwargs=kwargs)
-
-
-def test_a_sliver_that_would_grow_to_a_bomb_is_refused(processor: Any):
-    with pytest.raises(RequestError, match=r"1x100000 pixels; .* it has 409600000, .* crop it"):
-        processor.apply(IMAGE, {"image": draw(1, 100_000)})
-
-
-def test_embeddings_are_refused_by_name():
-    processor = golden_processor("chameleon", enable_mm_embeds=True)
-    for kind in both_kinds(processor, IMAGE):
-        with pytest.raises(RequestError, match="takes images, not their embeddings"):
-            processor.apply(kind, {"image": [torch.ones(256, 64)]})

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
@@ -69,22 +68,6 @@ def test_a_task_without_input_stands_alone(processor: Any, prompt: str):
         with pytest.raises(RequestError, match="among other words; send the task alone") as caught:
             processor.apply(kind, {"image": draw(9, 9)})
         assert (caught.value.status, caught.value.param) == (400, "prompt")
-
-
-def test_what_is_refused(processor: Any):
-    picture = draw(9, 9)
-    with pytest.raises(RequestError, match=r"At most 1 image\(s\)"):
-        processor.apply("<OD>", {"image": [picture, picture]})
-    for kind in ("a <image>", [5, IMAGE_ID]):
-        with pytest.raises(RequestError, match=r"`<image>` at .* reserved"):
-            processor.apply(kind, {"image": picture})
-    with pytest.raises(RequestError, match="Unsupported modality: video"):
-        processor.apply("<OD>", {"video": [picture]})
-    with pytest.raises(RequestError, match="takes images, not their embeddings"):
-        processor.apply("<OD>", {"image": torch.zeros(1, 17, 64)})
-    size = {"size": {"height": 64, "width": 64}}
-    with pytest.raises(RequestError, match="became 64x64 pixels"):
-        processor.apply("<OD>", {"image": picture}, hf_processor_mm_kwargs=size)
 
 
 def test_a_cached_picture_serves_every_task():

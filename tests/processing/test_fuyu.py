@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
-from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.fuyu.processor import FuyuImageProcessor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
@@ -156,35 +154,11 @@ def test_a_tokenizer_that_begins_with_end_of_text_loses_it_beside_a_picture(tmp_
         assert inputs.prompt_token_ids == [*rows(1, 1), START_ID, 479, ANSWER_ID]
 
 
-def test_a_second_picture_is_refused(processor: Any):
-    with pytest.raises(RequestError, match=r"At most 1 image\(s\) may be provided") as caught:
-        processor.apply("what", {"image": [draw(9, 9)] * 2})
-    assert "limit-mm-per-prompt" not in str(caught.value)
-
-
-def test_the_patches_token_is_not_for_clients(processor: Any):
-    for kind in both_kinds(processor, "a |SPEAKER|"):
-        for images in ([], [draw(9, 9)]):
-            with pytest.raises(RequestError, match=r"has `\|SPEAKER\|` at .*reserved"):
-                processor.apply(kind, {"image": images})
-
-
-def test_an_expanded_prompt_is_refused_rather_than_expanded_twice(processor: Any):
-    inputs = processor.apply("a", {"image": draw(9, 9)})
-    with pytest.raises(RequestError, match="reserved"):
-        processor.apply(inputs.prompt_token_ids, {"image": draw(9, 9)})
-
-
 def test_newlines_in_the_users_text_are_words(processor: Any):
     inputs = processor.apply("|NEWLINE|", {"image": draw(25, 12)})
     (placeholder,) = inputs.mm_placeholders["image"]
     assert (placeholder.offset, placeholder.get_num_embeds()) == (0, 6)
     assert inputs.prompt_token_ids.count(NEWLINE_ID) == 3
-
-
-def test_a_sliver_of_which_nothing_would_be_left_is_refused(processor: Any):
-    with pytest.raises(RequestError, match=r"image is 400x1 pixels: .* scaled to fit 90x60; crop"):
-        processor.apply("a", {"image": draw(400, 1)})
 
 
 def test_the_operators_size_sets_the_maximum():
@@ -197,28 +171,6 @@ def test_the_operators_size_sets_the_maximum():
         assert inputs.prompt_token_ids[:24] == rows(4, 5)
         expected = {"image": 20 if config else 54}
         assert processor.info.get_mm_max_tokens_per_item(4096) == expected
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"size": "huge"}, "processing fails with `size`, and not without"),
-        (
-            {"images_kwargs": {"do_resize": False}},
-            "has `images_kwargs.do_resize`, which this model",
-        ),
-        (
-            {"patch_size": {"height": 5, "width": 5}},
-            "`patch_size` in mm_proc.* must be the model's",
-        ),
-        ({"size": {"height": 0, "width": 9}}, "its short side would have none"),
-    ],
-)
-def test_impossible_kwargs_are_the_requests_error(
-    processor: Any, kwargs: dict[str, Any], message: str
-):
-    with pytest.raises(RequestError, match=message):
-        processor.apply("a", {"image": draw(99, 99)}, hf_processor_mm_kwargs=kwargs)
 
 
 def test_settings_are_the_checkpoints(tmp_path: Path):
@@ -238,37 +190,3 @@ def test_settings_are_the_checkpoints(tmp_path: Path):
     first, last = (pixels.T[:10, :10].swapaxes(0, 1), pixels.T[80:90, 40:50].swapaxes(0, 1))
     np.testing.assert_allclose(patches[0].reshape(10, 10, 3), first, rtol=0, atol=1e-6)
     np.testing.assert_allclose(patches[-1].reshape(10, 10, 3), last, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("edits", "message"),
-    [
-        (
-            {"processor_config": {"image_processor.patch_size": {"height": 30, "width": 30}}},
-            r"`patch_size` of the image processor is .*30.*, but config.json has 10",
-        ),
-        ({"tokenizer": {"model.vocab.|SPEAKER|": None}}, r"tokenizer does not know `\|SPEAKER\|`"),
-        ({"config": {"image_token_id": 5}}, r"`\|SPEAKER\|` is token 997, but .* is 5"),
-        (
-            {"processor_config": {"image_processor.do_normalize": False}},
-            "`do_normalize` .* is False; it must be True",
-        ),
-        (
-            {"processor_config": {"image_processor.padding_mode": "edge"}},
-            "`padding_mode` .* is 'edge'; it must be 'constant'",
-        ),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_served_is_named(
-    tmp_path: Path, edits: dict[str, Any], message: str
-):
-    path = edit_golden("fuyu", tmp_path, **edits)
-    with pytest.raises(CheckpointError, match=message):
-        golden_processor("fuyu", path=path).apply("a", {"image": draw(4, 4)})
-
-
-def test_embeddings_are_refused_by_name():
-    processor = golden_processor("fuyu", enable_mm_embeds=True)
-    for kind in both_kinds(processor, "a"):
-        with pytest.raises(RequestError, match="takes images, not their embeddings"):
-            processor.apply(kind, {"image": [torch.ones(4, 64)]})

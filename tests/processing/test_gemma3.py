@@ -8,7 +8,7 @@ import pytest
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.gemma3.processor import PanAndScan
-from mmjax.processing import ImageSize, PromptUpdateError
+from mmjax.processing import ImageSize
 from tests.kit import draw
 from tests.processing.families import gemma3
 
@@ -23,42 +23,6 @@ def processor(request: pytest.FixtureRequest) -> Any:
 
 def both_kinds(processor: Any, prompt: str) -> list[Any]:
     return [prompt, processor.info.get_tokenizer().encode(prompt)]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "num_images", "message"),
-    [
-        ("look", 1, "prompt has 0 `<start_of_image>` placeholders but 1 image was given"),
-        (BOI, 0, "prompt has 1 `<start_of_image>` placeholder but 0 images were given"),
-        (f"{BOI} {BOI}", 1, "2 `<start_of_image>` placeholders but 1 image was given"),
-        (BOI, 2, "1 `<start_of_image>` placeholder but 2 images were given"),
-    ],
-)
-def test_placeholders_and_pictures_go_together(
-    processor: Any, prompt: str, num_images: int, message: str
-):
-    for kind in both_kinds(processor, prompt):
-        with pytest.raises(PromptUpdateError, match=message) as caught:
-            processor.apply(kind, {"image": [draw(4, 4)] * num_images})
-        assert caught.value.status == 400
-        assert caught.value.param == "prompt"
-        assert "pass one image for each" in str(caught.value)
-
-
-@pytest.mark.parametrize("prompt", ["a <image_soft_token>", f"{BOI} <image_soft_token>"])
-def test_soft_tokens_are_not_for_clients(processor: Any, prompt: str):
-    images = [draw(4, 4)] * prompt.count(BOI)
-    for kind in both_kinds(processor, prompt):
-        with pytest.raises(RequestError, match=r"has `<image_soft_token>` at .*reserved") as caught:
-            processor.apply(kind, {"image": images})
-        assert caught.value.status == 400
-        assert f"write `{BOI}` where an item stands" in str(caught.value)
-
-
-def test_an_expanded_prompt_is_refused_rather_than_expanded_twice(processor: Any):
-    inputs = processor.apply(BOI, {"image": draw(4, 4)})
-    with pytest.raises(RequestError, match="reserved"):
-        processor.apply(inputs.prompt_token_ids, {"image": draw(4, 4)})
 
 
 def test_other_marks_in_the_users_text_bind_no_picture(processor: Any):
@@ -142,17 +106,6 @@ def test_kwargs_of_a_request_win_over_the_operators():
     for kwargs in ({"do_pan_and_scan": False}, {"images_kwargs": {"do_pan_and_scan": False}}):
         inputs = processor.apply(BOI, {"image": draw(900, 300)}, hf_processor_mm_kwargs=kwargs)
         assert inputs.mm_placeholders["image"][0].get_num_embeds() == 4
-
-
-@pytest.mark.parametrize("kwargs", [{"pan_and_scan_min_crop_size": 0}, {"size": "huge"}])
-def test_impossible_kwargs_are_the_requests_error(processor: Any, kwargs: dict[str, Any]):
-    with pytest.raises(RequestError, match=r"processing fails with .*, and not without") as caught:
-        processor.apply(
-            BOI,
-            {"image": draw(900, 300)},
-            hf_processor_mm_kwargs={"do_pan_and_scan": True, **kwargs},
-        )
-    assert caught.value.param == "mm_processor_kwargs"
 
 
 def test_transparency_is_white_before_hf_sees_it(processor: Any):

@@ -23,7 +23,7 @@ from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import make_pixels
-from mmjax.processing import ImageSize, PromptUpdateError
+from mmjax.processing import ImageSize
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
 from tests.kit import draw
@@ -203,52 +203,6 @@ def test_a_checkpoint_without_thumbnails():
 def test_hfs_layout_takes_hfs_kwargs(hf_layout: Any, kwargs: dict[str, Any], number: int):
     assert num_tiles(hf_layout, kwargs) == number
     assert num_tiles(internvl.make_processor(mm_processor_kwargs=kwargs), {}) == number
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_dynamic_patch": 0}, "`max_dynamic_patch` is 0; .* from 1 to 128"),
-        ({"max_dynamic_patch": 10**9}, "`max_dynamic_patch` is 1000000000"),
-        ({"min_dynamic_patch": 2.5}, "`min_dynamic_patch` is 2.5"),
-        ({"min_dynamic_patch": 9}, "`min_dynamic_patch` is 9; .*at most `max_dynamic_patch`.* 6"),
-        ({"dynamic_image_size": "no"}, "`dynamic_image_size` is 'no'; .*true or false"),
-    ],
-)
-def test_kwargs_that_no_picture_can_follow(processor: Any, kwargs: dict[str, Any], message: str):
-    with pytest.raises(RequestError, match=message) as caught:
-        num_tiles(processor, kwargs)
-    assert caught.value.param == "mm_processor_kwargs"
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"max_patches": 500}, "`max_patches` is 500; .* from 1 to 128"),
-        ({"min_patches": 7}, "`min_patches` is 7; .*at most `max_patches`, which is 6"),
-        ({"size": {"height": 28, "width": 28}}, "tiles became 28x28 .*takes 56x56"),
-    ],
-)
-def test_hfs_kwargs_that_no_picture_can_follow(
-    hf_layout: Any, kwargs: dict[str, Any], message: str
-):
-    with pytest.raises(RequestError, match=message) as caught:
-        num_tiles(hf_layout, kwargs)
-    assert caught.value.param == "mm_processor_kwargs"
-
-
-def test_markers_go_with_pictures(processor: Any):
-    tokenizer = processor.info.get_tokenizer()
-    for prompt, number, message in (
-        ("look <image> <image>", 1, "2 `<image>` placeholders but 1 image was"),
-        ("look", 1, "0 `<image>` placeholders but 1 image was"),
-        ("<image>", 0, "1 `<image>` placeholder but 0 images were"),
-    ):
-        for kind in (prompt, tokenizer.encode(prompt)):
-            with pytest.raises(PromptUpdateError, match=message):
-                processor.apply(kind, {"image": [draw(9, 9)] * number})
-    with pytest.raises(RequestError, match=r"`<IMG_CONTEXT>` at .* reserved"):
-        processor.apply("<image> <IMG_CONTEXT>", {"image": draw(9, 9)})
 
 
 class Stub:

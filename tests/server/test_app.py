@@ -15,7 +15,6 @@ from mmjax.frontend.output.output_processor import OutputProcessor
 from mmjax.processing import BaseMultiModalProcessor
 from mmjax.server.openai.streaming import KEEP_ALIVE, EventStream
 from mmjax.transport.messages import Ready
-from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.server.conftest import MakeServer, Server
 
@@ -70,19 +69,6 @@ def test_chat(server: Server) -> None:
     assert details.model_extra == {} or details.to_dict()["image_tokens"] == 0
 
 
-def test_chat_about_an_image(server: Server) -> None:
-    answer = server.openai().chat.completions.create(
-        model="tiny",
-        messages=[image_message()],  # type: ignore[list-item]
-        temperature=0,
-    )
-    assert answer.usage is not None
-    assert answer.usage.to_dict()["prompt_tokens_details"]["image_tokens"] == 4  # type: ignore[index]
-    request = server.supervisor.engine.added[0]
-    assert len(request.mm_features) == 1
-    assert request.sampling_params.is_greedy
-
-
 def test_chat_stream_contract(server: Server) -> None:
     response = server.chat(stream=True, stream_options={"include_usage": True})
     first, *middle, last = events_of(response)
@@ -99,34 +85,6 @@ def test_chat_stream_contract(server: Server) -> None:
     assert response.headers["cache-control"] == "no-cache"
 
 
-def test_a_stream_begins_with_its_first_token(
-    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else clients, and benchmarks, would take an empty chunk for the first token."""
-    server = make_server(supervisor=EchoSupervisor(delay_s=0.1))
-    engine = server.supervisor.engine
-    num_steps, sent = [0], []
-    step, respond = engine.step, EventStream.__call__
-
-    def count() -> list[Any]:
-        num_steps[0] += 1
-        return step()
-
-    async def note(self: EventStream, scope: Any, receive: Any, send: Any) -> None:
-        async def noting(message: Any) -> None:
-            sent.append((message["type"], num_steps[0]))
-            await send(message)
-
-        await respond(self, scope, receive, noting)
-
-    monkeypatch.setattr(engine, "step", count)
-    monkeypatch.setattr(EventStream, "__call__", note)
-    events_of(server.chat(stream=True, max_tokens=2))
-    # Status, headers and the role: all leave when the first token is there, and not before.
-    assert [kind for kind, _ in sent[:2]] == ["http.response.start", "http.response.body"]
-    assert all(steps >= 1 for _, steps in sent)
-
-
 def test_chat_stream_without_usage_and_with_it_all_along(server: Server) -> None:
     plain = events_of(server.chat(stream=True))
     assert all("usage" not in event and event["choices"] for event in plain)
@@ -134,17 +92,6 @@ def test_chat_stream_without_usage_and_with_it_all_along(server: Server) -> None
     counted = events_of(server.chat(stream=True, stream_options=options))
     counts = [event["usage"]["completion_tokens"] for event in counted if "usage" in event]
     assert counts == [*range(len(counts) - 1), len(counts) - 2]
-
-
-def test_chat_stream_through_the_client(server: Server) -> None:
-    stream = server.openai().chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "a red circle"}], stream=True, n=2
-    )
-    texts = {0: "", 1: ""}
-    for chunk in stream:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == {0: PROMPT, 1: PROMPT}
 
 
 def test_n_stop_and_length(server: Server) -> None:
@@ -174,20 +121,6 @@ def test_token_ids_on_demand(server: Server) -> None:
     body = server.chat(return_token_ids=True).json()
     assert body["choices"][0]["token_ids"][:-1] == body["prompt_token_ids"]
     assert "token_ids" not in server.chat().json()["choices"][0]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_completions(server: Server, stream: bool) -> None:
-    prompts = ["a red circle", "a star"]
-    body = {"model": "tiny", "prompt": prompts, "n": 2, "max_tokens": 64, "stream": stream}
-    response = server.http.post("/v1/completions", json=body)
-    texts = [""] * 4
-    answers = events_of(response) if stream else [response.json()]
-    for answer in answers:
-        assert answer["object"] == "text_completion"
-        for choice in answer["choices"]:
-            texts[choice["index"]] += choice["text"]
-    assert texts == [prompts[0], prompts[0], prompts[1], prompts[1]]
 
 
 def test_completions_of_ids_and_logprobs(server: Server) -> None:

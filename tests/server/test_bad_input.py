@@ -30,7 +30,11 @@ def error_of(response: Any, status: int = 400) -> dict[str, Any]:
     return body["error"]
 
 
-PART = "messages[0].content[0]"
+PART, TOOL_CALLS = "messages[0].content[0]", "messages[0].tool_calls"
+FTP = {"type": "image_url", "image_url": {"url": "ftp://x"}}
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+NAMED_X = {"type": "function", "function": {"name": "x"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "red"}, "messages"),
@@ -148,6 +152,16 @@ CHAT_MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"priority": 3}, "priority"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "user", "content": [FTP]}]}, f"{PART}.image_url.url"),
+    ({"tools": [WEATHER], "tool_choice": NAMED_X}, "tool_choice"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, TOOL_CALLS),
+    ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"request_id": "a\nb"}, "request_id"),
+    ({"cache_salt": "a\0"}, "cache_salt"),
+    ({"functions": [{"name": "a"}]}, "functions"),
+    ({"modalities": ["audio"]}, "modalities"),
     # What decides of an item's identity or place is never a client's.
     ({"mm_hashes": {"image": ["a"]}}, "mm_hashes"),
     ({"mm_features": []}, "mm_features"),

@@ -1,0 +1,140 @@
+"""What a config.json says that no model of a family can be is refused by its name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import T5Config
+
+from mmjax.errors import CheckpointError
+from mmjax.layers.module import build_abstract
+from mmjax.models.model_source import load_model_config
+from mmjax.models.molmo.model import MolmoForCausalLM
+from tests.models.families import TINY_FAMILIES
+from tests.models.golden_models import GOLDEN_MODELS
+
+Values = Mapping[str, Any]
+REFUSED: Mapping[str, list[tuple[Values, str]]] = {
+    "blip2": [
+        (
+            {"text": {"word_embed_proj_dim": 16}},
+            r"`text_config.word_embed_proj_dim` is 16, and `hidden_size` 32",
+        ),
+        (
+            {"text": {"layer_norm_elementwise_affine": False}},
+            "`layer_norm_elementwise_affine` is false",
+        ),
+        ({"vision": {"image_size": [32, 40]}}, r"`vision_config.image_size` is \[32, 40\]"),
+        ({"qformer": {"hidden_act": "mish"}}, "activation `mish` is unknown"),
+    ],
+    "chameleon": [({"num_attention_heads": 5}, "`num_attention_heads` is 5; it must divide")],
+    "florence2": [
+        ({"vision": {"projection_dim": 16}}, "`vision_config.projection_dim` is 16"),
+        ({"text": {"tie_word_embeddings": False}}, "`text_config.tie_word_embeddings` is false"),
+        ({"text": {"max_position_embeddings": 10}}, "is 10 tokens, and the encoder takes 10"),
+        ({"vision": {"max_position_embeddings": 2}}, "pictures of 24x24 pixels make 3 columns"),
+        ({"vision": {"num_heads": [2]}}, "`num_heads` 1"),
+        ({"vision": {"activation_function": "mish"}}, "activation `mish` is unknown"),
+        ({"vision": {"image_feature_source": ["last_frame"]}}, "is \\['last_frame'\\]"),
+        ({"vision": {"image_size": None}}, "the image processor's configuration in ``"),
+        ({"text": {"model_type": "llama"}}, "`text_config.model_type` is `llama`"),
+    ],
+    "internvl": [
+        ({"vision_feature_select_strategy": "full"}, "vision_feature_select_strategy.*full"),
+        ({"vision_feature_layer": [-1, -2]}, r"vision_feature_layer.*\[-1, -2\]"),
+        ({"vision_feature_layer": 4}, "vision_feature_layer.*4"),
+        ({"vision_feature_layer": -5}, "vision_feature_layer.*-5"),
+        ({"downsample_ratio": 0.3}, "downsample_ratio.*0.3"),
+        ({"downsample_ratio": 1 / 3}, "downsample_ratio.*0.33"),
+        ({"downsample_ratio": 2.0}, "downsample_ratio.*2.0"),
+        ({"projector_hidden_act": "mish"}, "mish"),
+        ({"vision": {"norm_type": "batch_norm"}}, "norm_type.*batch_norm"),
+        ({"vision": {"image_size": [32, 64]}}, r"image_size.*\[32, 64\]"),
+        ({"vision": {"patch_size": [8, 4]}}, r"patch_size.*\[8, 4\]"),
+        ({"text": {"model_type": "gpt2"}}, "gpt2"),
+    ],
+}
+"""Keywords of a family's `make_config`."""
+REFUSED_VALUES: Mapping[str, list[tuple[Values, str]]] = {
+    "blip2": [
+        (
+            {
+                "text_config": T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2),
+                "use_decoder_only_language_model": False,
+            },
+            r"`text_config.model_type` is `t5`, which has an encoder of its own",
+        )
+    ],
+    "fuyu": [({"text_config.model_type": "gpt_neox"}, r"`text_config\.model_type` is `gpt_neox`")],
+    "llava": [
+        ({"vision_feature_layer": -5}, r"`vision_feature_layer` is -5, .* 3 layers; .* -4 to 3"),
+        ({"vision_feature_layer": [1, 4]}, r"`vision_feature_layer` is \[1, 4\]"),
+        ({"vision_feature_layer": []}, r"`vision_feature_layer` is \[\]"),
+        ({"vision_feature_select_strategy": "most"}, "'most'; it must be one of default, full"),
+        ({"projector_hidden_act": "mish"}, "activation `mish` is unknown"),
+        ({"vision_config.model_type": "dinov2"}, "`vision_config.model_type` is `dinov2`"),
+        ({"text_config.model_type": "mamba"}, "`text_config.model_type` is `mamba`"),
+        ({"vision_config.image_size": [28, 14]}, r"`vision_config.image_size` is \[28, 14\]"),
+    ],
+    "molmo": [
+        ({"clip_qkv": 8.0}, "clip_qkv.*8.0"),
+        ({"layer_norm_type": "default"}, "layer_norm_type.*default"),
+        ({"weight_tying": True}, "weight_tying.*True"),
+        ({"moe_num_experts": 64}, "moe_num_experts.*64"),
+        ({"num_attention_heads": 7}, "hidden_size.*7"),
+        ({"test_vision_backbone": {"image_num_pos": 64}}, "image_num_pos.*64"),
+        ({"test_vision_backbone": {"image_head_dim": 32}}, "image_head_dim.*32"),
+        ({"test_vision_backbone": {"image_num_key_value_heads": 2}}, "image_num_key_value_heads"),
+        ({"test_vision_backbone": {"image_default_input_size": [336, 224]}}, "336, 224"),
+        ({"test_vision_backbone": {"vit_layers": [-1, -24]}}, r"vit_layers.*-24"),
+        ({"test_vision_backbone": {"image_mlp_activations": "swish"}}, "swish"),
+        ({"test_vision_backbone": {"image_size": 4}}, "image_size"),
+        (
+            {"test_vision_backbone": {"image_default_input_size": [126, 126], "image_num_pos": 82}},
+            "come out even",
+        ),
+    ],
+}
+"""Values of a config that is made: HF's own checks would refuse some, in words of their own."""
+
+
+def name_case(value: object) -> str | None:
+    return ", ".join(value) if isinstance(value, Mapping) else None
+
+
+def refuse(model_class: Any, config: Any, match: str) -> None:
+    def build() -> None:
+        build_abstract(model_class, config, dtype=np.dtype(np.float32))
+        model_class.host_inputs(config)
+
+    with pytest.raises(CheckpointError, match=match):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "match"),
+    [(name, *case) for name, cases in REFUSED.items() for case in cases],
+    ids=name_case,
+)
+def test_a_config_that_no_model_can_have(name: str, settings: Values, match: str):
+    family = TINY_FAMILIES[name]
+    refuse(family.model_class, family.make_config(**settings), match)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "match"),
+    [(name, *case) for name, cases in REFUSED_VALUES.items() for case in cases],
+    ids=name_case,
+)
+def test_a_value_that_no_model_can_have(name: str, values: Values, match: str):
+    if name == "molmo":
+        model_class: Any = MolmoForCausalLM
+        config = load_model_config(str(GOLDEN_MODELS / "molmo_7b_d")).hf_config
+    else:
+        model_class = TINY_FAMILIES[name].model_class
+        config = TINY_FAMILIES[name].make_config()
+    for path, value in values.items():
+        *outer, last = path.split(".")
+        object.__setattr__(getattr(config, outer[0]) if outer else config, last, value)
+    refuse(model_class, config, match)
