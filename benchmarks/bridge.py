@@ -13,6 +13,7 @@ from mmjax.cache import (
     ShmObjectStoreReceiverCache,
     ShmObjectStoreSenderCache,
 )
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldConfig,
@@ -21,7 +22,6 @@ from mmjax.processing import (
     PlaceholderRange,
 )
 from mmjax.processing.tensors.inputs import ItemData
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 

@@ -22,7 +22,7 @@ from mmjax.config.engine_config import (
 from mmjax.engine.core import EngineCore
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 MAX_MODEL_LEN = 1024

@@ -11,7 +11,7 @@ import pytest
 
 from mmjax import LLM, SamplingParams, StructuredOutputsParams
 from mmjax.errors import RequestValueError
-from mmjax.requests.sampling_params import MAX_BAD_WORDS
+from mmjax.params.sampling_params import MAX_BAD_WORDS
 
 NUM_SCHEMAS = 15
 NUM_SCHEMAS_SLOW = 200

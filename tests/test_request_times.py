@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmjax.requests.request_times import RequestTimes, current_times, measuring, recording
+from mmjax.system.request_times import RequestTimes, current_times, measuring, recording
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("mmjax.requests.request_times.time.monotonic", clock)
+    monkeypatch.setattr("mmjax.system.request_times.time.monotonic", clock)
     return clock
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mmjax.errors import RequestTypeError, RequestValueError
-from mmjax.requests import sampling_params
-from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.params import sampling_params
+from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
 
 WRONG = [
     ("n", 1.5),

@@ -31,7 +31,7 @@ def _ask_server(client: ApiClient, lora: str | None, fields: dict[str, Any]) -> 
 def _ask_here(model: str | None, lora: str | None, fields: dict[str, Any]) -> Answer:
     """Load the model into this process."""
     from mmjax.models.model_source import resolve_adapter
-    from mmjax.requests.sampling_params import SamplingParams
+    from mmjax.params.sampling_params import SamplingParams
 
     params = SamplingParams(**fields)
     path = None if lora is None else str(resolve_adapter(lora))

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mmjax.config.settings import check_settings, setting
 from mmjax.errors import ConfigError
-from mmjax.requests.media_io import find_media_io_fault
+from mmjax.params.media_io import find_media_io_fault
 
 HasherAlgorithm = Literal["blake3", "sha256", "sha512"]
 ProcessorCacheType = Literal["lru", "shm", "processor_only"]

@@ -65,7 +65,7 @@ def _load(kind: str) -> Mapping[str, _Operation]:
 
             return OPERATIONS
         case "grammar":
-            from mmjax.requests.structured_outputs import read_grammar, warm_up
+            from mmjax.params.structured_outputs import read_grammar, warm_up
 
             warm_up()
             return {kind: _text_operation(read_grammar)}

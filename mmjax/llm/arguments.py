@@ -10,7 +10,7 @@ from mmjax.config.refused_flags import is_held, refusal_of
 from mmjax.config.settings import Setting, nearest_name
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.requests.prompts import PromptType
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -39,10 +39,10 @@ from mmjax.llm.arguments import (
 )
 from mmjax.models.model_source import load_engine_config, resolve_adapter
 from mmjax.models.registry import require_model
-from mmjax.requests.request_times import RequestTimes, measuring, recording
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
 from mmjax.system.progress import progress
+from mmjax.system.request_times import RequestTimes, measuring, recording
 from mmjax.transport.messages import AbortRequests, CacheMiss, EngineCoreRequest, EngineMessage
 
 logger = get_logger(__name__)

@@ -32,10 +32,10 @@ from mmjax.layers.module import (
 )
 from mmjax.models.host_inputs import EncoderSpec, HostInputs, PromptItem
 from mmjax.models.interface import AdapterSizes, build_model
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import PROBED
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.rounding import cdiv, round_up
 from mmjax.weights.adapter import AdapterReader, fill_slot, read_adapter_config, slot_axis
 from mmjax.weights.load import load_params

@@ -81,7 +81,7 @@ from mmjax.processing.validation import (
     validate_prompt,
     validate_reserved_tokens,
 )
-from mmjax.requests.request_times import measuring
+from mmjax.system.request_times import measuring
 
 
 class BaseMultiModalProcessor(ABC, Generic[InfoT]):

@@ -35,7 +35,7 @@ from mmjax.frontend.engine_client.request_stream import EndReason
 from mmjax.frontend.engine_client.supervisor import EngineLink, EngineState
 from mmjax.frontend.output.outputs import FinishedSequence, NewTokens
 from mmjax.frontend.requests.request import ProcessedRequest
-from mmjax.requests.request_times import Stage
+from mmjax.system.request_times import Stage
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -3,9 +3,9 @@
 import msgspec
 
 from mmjax.errors import InternalError, RequestError, make_request_error
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec
-from mmjax.requests.request_times import RequestTimes
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.request_times import RequestTimes
 
 MESSAGES_LOST_STATUS = 75
 """P1's exit status where messages to it were lost (EX_TEMPFAIL of sysexits.h)."""

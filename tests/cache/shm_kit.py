@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -15,7 +16,6 @@ from mmjax.processing import (
 )
 from mmjax.processing.tensors.fields import MultiModalBatchedField
 from mmjax.processing.tensors.inputs import ItemData, SharedItem
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 

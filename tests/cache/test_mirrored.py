@@ -19,6 +19,7 @@ from mmjax.cache import (
     MultiModalReceiverCache,
 )
 from mmjax.cache.media.processor_cache import get_item_size
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import (
     MultiModalFeatureSpec,
     MultiModalFieldElem,
@@ -29,7 +30,6 @@ from mmjax.processing import (
 )
 from mmjax.processing.tensors.fields import MultiModalBatchedField
 from mmjax.processing.tensors.inputs import ItemData
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 

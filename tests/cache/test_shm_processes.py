@@ -17,8 +17,8 @@ import pytest
 from mmjax.cache.media.shared_cache import ShmObjectStoreReceiverCache, ShmObjectStoreSenderCache
 from mmjax.cache.media.shared_directory import SharedDirectory
 from mmjax.errors import ConfigError
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import ItemData, SharedItem
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import EngineCoreRequest
 from tests.cache.shm_kit import PAGE, feature, make_item, put, read

@@ -17,7 +17,7 @@ from mmjax.frontend.media_budget import with_encoder_budget
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.registry import with_model_class
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.flags import parse_flags, to_engine_config
 from tests.kit import IMAGE_START, draw
 

@@ -11,7 +11,7 @@ import zmq
 
 from mmjax.errors import InternalError
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.channel import _NUMBER
 from mmjax.transport.messages import StepOutput
 from tests.chaos.service import ECHO_MAIN, Service, echo_config, run, serving

@@ -14,7 +14,7 @@ import pytest
 from mmjax.errors import RequestQuarantinedError
 from mmjax.frontend.engine_client.liveness import Fault
 from mmjax.frontend.prompt.input_processor import InputProcessor
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from tests.chaos.hanging_engine import CULPRIT_TOKENS, LONG_STEP_S
 from tests.chaos.service import (
     ECHO_MAIN,

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.logit_rules import Grammars
-from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import make_grammar
+from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import EOS, VOCAB_SIZE, message
 

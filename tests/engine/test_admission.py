@@ -9,8 +9,8 @@ import pytest
 from mmjax.engine.scheduling.admission import AdmissionLimits
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.errors import RequestValueError
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 
 LIMITS: dict[str, Any] = {
     "max_model_len": 32,

@@ -17,8 +17,8 @@ from mmjax.engine.device.batch import (
 from mmjax.engine.scheduling.buckets import StepBucket
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import EncoderItem, Request
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 50, 4, 6
 ROWS = {"x": np.array([30, 31, 40, 41], np.int32), "y": np.array([7], np.int32)}

@@ -14,7 +14,7 @@ from mmjax.engine.scheduling import logit_rules
 from mmjax.engine.scheduling.outputs import ScheduledRequest
 from mmjax.engine.scheduling.request import Request
 from mmjax.errors import RequestError
-from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.params.sampling_params import StructuredOutputsParams
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender
 from mmjax.transport.messages import EngineCoreRequest, RequestFailed, StepOutput
 from mmjax.transport.step_record import StepRecord

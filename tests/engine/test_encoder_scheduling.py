@@ -14,8 +14,8 @@ from mmjax.engine.scheduling.outputs import ModelRunnerOutput, SampledToken, Sch
 from mmjax.engine.scheduling.request import EncoderItem, EncoderPrompt, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import MediaIdConflictError, RequestValueError
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_ENCODER_LEN = 4, 32, 12
 

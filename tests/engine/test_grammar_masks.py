@@ -15,8 +15,8 @@ import regex
 from transformers import AutoTokenizer
 
 from mmjax.engine.scheduling.logit_rules import Grammars
-from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import make_grammar
+from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import make_grammar
 
 ROOT = Path(__file__).parents[2]
 TOKENIZERS = {

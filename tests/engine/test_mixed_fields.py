@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from mmjax.engine.core import EngineCore
-from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import make_grammar
+from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 from tests.engine.bench import choose_max_model_len, random_parts
 from tests.engine.grammars import choice, install_tokenizer, prompt, regex

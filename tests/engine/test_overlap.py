@@ -14,7 +14,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.scheduling.request import BlockHasher, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import (
     answer,

@@ -14,8 +14,8 @@ from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.outputs import SampledToken
 from mmjax.engine.scheduling.request import BlockHasher, EncoderItem, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.weights.adapter import Adapter
 from tests.engine.tiny import answer, dense_greedy, drain, message, tiny_engine, tokens_of
 

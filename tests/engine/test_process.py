@@ -23,6 +23,7 @@ from mmjax.engine.process import (
     run_engine,
 )
 from mmjax.errors import ConfigError
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -30,7 +31,6 @@ from mmjax.processing.tensors.fields import (
     MultiModalSharedField,
 )
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem, PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.system.logger import get_logger
 from mmjax.transport import channel
 from mmjax.transport.channel import IpcDirectory, Receiver, Sender, step_record_path

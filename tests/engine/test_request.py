@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from mmjax.engine.scheduling.request import EncoderItem, Request, RequestStatus
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 
 
 def make_request(

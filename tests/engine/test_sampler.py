@@ -23,7 +23,7 @@ from mmjax.engine.device.sampler import (
     sample_greedy,
 )
 from mmjax.engine.scheduling.logit_rules import pack_token_ids
-from mmjax.requests.sampling_params import MAX_BIASES
+from mmjax.params.sampling_params import MAX_BIASES
 
 VOCAB = 40
 DEFAULTS: dict[str, Any] = {

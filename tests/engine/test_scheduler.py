@@ -14,8 +14,8 @@ from mmjax.engine.scheduling.outputs import SampledToken, SchedulerOutput
 from mmjax.engine.scheduling.request import EncoderItem, Request
 from mmjax.engine.scheduling.scheduler import Scheduler
 from mmjax.errors import CapacityError, MediaIdConflictError, RequestValueError
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 64

@@ -19,8 +19,8 @@ from mmjax.engine.core import EngineCore
 from mmjax.engine.device.runner import InFlight
 from mmjax.engine.scheduling.logit_rules import Grammars
 from mmjax.errors import RequestError, RequestRuntimeError, RequestValueError
-from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import make_grammar
+from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import make_grammar
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 from tests.engine.grammars import (
     LETTERS,

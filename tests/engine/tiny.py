@@ -23,6 +23,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind, build_abstract, flatten_params, unflatten_params
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
@@ -31,7 +32,6 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta
 
 VOCAB_SIZE = 96

@@ -24,13 +24,13 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.module import build_abstract, flatten_params, unflatten_params
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.interface import MultiModalModel
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import (
     MultiModalFeatureSpec,
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest
 
 VOCAB_SIZE, WIDTH, NUM_LAYERS, NUM_HEADS, HEAD_DIM = 96, 32, 2, 2, 16

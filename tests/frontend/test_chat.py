@@ -25,8 +25,8 @@ from mmjax.models.gemma3.processor import (
     Gemma3MultiModalProcessor,
     Gemma3ProcessingInfo,
 )
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.media.encoded import PixelRange
-from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 PLAIN = "{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"

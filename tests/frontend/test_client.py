@@ -25,7 +25,7 @@ from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineMessage
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine, EchoSupervisor
 

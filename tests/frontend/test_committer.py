@@ -20,8 +20,8 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.committer import CommittedMessage
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.context import InputProcessingContext
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import decode, encode
 from mmjax.transport.messages import CacheMiss, EngineCoreRequest
 from tests.echo_engine import EchoSupervisor, item_tokens

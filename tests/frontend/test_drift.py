@@ -23,7 +23,7 @@ from mmjax.errors import EngineUnavailableError, RequestError
 from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from tests.cache.shm_kit import num_mapped
 from tests.echo_engine import FORGET_TOKEN, REFUSED_TOKEN, EchoSupervisor, item_tokens
 from tests.kit import IMAGE_START, draw

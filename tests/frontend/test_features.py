@@ -11,13 +11,13 @@ from mmjax.frontend.prompt.committer import (
 )
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import (
     MultiModalInputs,
     MultiModalKwargsItem,
     MultiModalKwargsItems,
     PlaceholderRange,
 )
-from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 
 

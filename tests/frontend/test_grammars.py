@@ -9,7 +9,7 @@ import pytest
 
 from mmjax.errors import RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.grammars import GrammarReader
-from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.params.sampling_params import StructuredOutputsParams
 
 NUM_BAD = 60
 NUM_BAD_SLOW = 1000

@@ -10,8 +10,8 @@ from mmjax.errors import RequestError, RequestTypeError, RequestValueError
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_model_config
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.items import parse
-from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_SOFT, IMAGE_START, draw
 from tests.processing.families.family import GOLDEN
 

@@ -10,8 +10,8 @@ from mmjax.config.engine_config import MultiModalConfig
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
 from mmjax.models.model_source import load_model_config
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import MultiModalHasher
-from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import IMAGE_START, draw
 from tests.processing.test_media import encode
 

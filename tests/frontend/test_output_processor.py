@@ -13,7 +13,7 @@ from mmjax.frontend.output.output_processor import OutputProcessor, ProcessedOut
 from mmjax.frontend.output.outputs import CompletionOutput, RequestOutput
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.transport.messages import RequestOutputDelta
 from tests.echo_engine import REFUSED_TOKEN, EchoEngine
 

@@ -15,11 +15,11 @@ from mmjax.frontend.media import connector
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.processor_pool import RequestThreads
 from mmjax.frontend.requests.request import GenerateRequest
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing import MediaLimits, processor
 from mmjax.processing.media import encoded
 from mmjax.processing.media.decode_budget import Cancellation, split_by_bytes
 from mmjax.processing.media.encoded import EncodedImage
-from mmjax.requests.sampling_params import SamplingParams
 from tests.echo_engine import EchoSupervisor
 from tests.kit import draw
 from tests.processing.test_media import encode

@@ -17,7 +17,7 @@ from mmjax.config.engine_config import EngineConfig, ModelConfig
 from mmjax.frontend.engine_client.engine_process import EngineProcess, SpawnOptions
 from mmjax.frontend.engine_client.supervisor import EngineStartError, Supervisor
 from mmjax.frontend.engine_client.suspects import EngineExit
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import (
     AdapterLoaded,
     CacheMiss,

@@ -16,7 +16,7 @@ from mmjax.frontend.engine_client.client import AsyncEngineClient
 from mmjax.frontend.engine_client.supervisor import Supervisor
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest, EngineMessage
 from tests.echo_engine import DEATH_TOKEN, FORGET_TOKEN

@@ -7,10 +7,10 @@ from typing import Any
 
 from mmjax.config.engine_config import LoRAConfig, MultiModalConfig, ParallelConfig
 from mmjax.engine.core import EngineCore
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.arrays import Sample
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.rounding import cdiv
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.tiny import drain, engine_config, tokens_of

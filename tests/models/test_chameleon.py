@@ -17,9 +17,9 @@ from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration as Model
 from mmjax.models.chameleon.model import CodeTokens
 from mmjax.models.host_inputs import EncoderSpec, byte_pixels
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_chameleon

@@ -17,9 +17,9 @@ from mmjax.layers.attention.kv_cache import KVCacheSpec
 from mmjax.layers.module import bind, build_abstract, flatten_params
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.models.host_inputs import PackedEncoderSpec, byte_pixels
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, make_pixels
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.weights.sharding import param_sharding
 from tests.kit import draw
 from tests.models.directories import write_fuyu

@@ -11,11 +11,11 @@ import pytest
 from mmjax import LLM
 from mmjax.errors import ConfigError
 from mmjax.models.model_source import load_model_config
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity import reference
 from mmjax.parity.__main__ import main
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
-from mmjax.requests.sampling_params import SamplingParams
 from tests.kit import draw, random_image_prompt, tiny_gemma3_checkpoint
 
 PAN_AND_SCAN = {

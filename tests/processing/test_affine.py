@@ -15,6 +15,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from mmjax.cache.media.processor_cache import get_item_size
 from mmjax.errors import ProcessingError, RequestError
 from mmjax.models.host_inputs import AFFINE, EncoderSpec, HostInputs, byte_pixels
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.image_processors.affine import (
     _Unresized,
@@ -24,7 +25,6 @@ from mmjax.processing.image_processors.affine import (
 )
 from mmjax.processing.tensors.fields import MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import encode
 from mmjax.transport.messages import EngineCoreRequest
 from tests.kit import draw

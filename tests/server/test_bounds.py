@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mmjax import SamplingParams
 from mmjax.errors import RequestValueError
-from mmjax.requests.sampling_params import LIMITS
+from mmjax.params.sampling_params import LIMITS
 from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionRequest
 
 PACKAGE = Path(__file__).parents[2] / "mmjax"

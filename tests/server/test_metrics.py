@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mmjax.config.engine_config import LoRAConfig
 from mmjax.frontend.requests.request import GenerateRequest
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.metrics import STATUSES
 from mmjax.transport.messages import MEMORY_CAUSES, STEP_TOKEN_BOUNDS, Heartbeat, Ready
 from tests.echo_engine import EchoSupervisor

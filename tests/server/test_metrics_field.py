@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mmjax.requests.request_times import RequestTimes
+from mmjax.system.request_times import RequestTimes
 from tests.echo_engine import EchoEngine, EchoSupervisor
 from tests.server.conftest import MakeServer, Server
 from tests.server.test_app import image_message

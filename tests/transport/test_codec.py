@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -21,7 +22,6 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.fields import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -18,7 +19,6 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
-from mmjax.requests.sampling_params import SamplingParams
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode, read_remainder
 from mmjax.transport.messages import (
     AbortRequests,

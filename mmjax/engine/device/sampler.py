@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mmjax.engine.device.batch import NO_TOKEN, SampleBatch
 from mmjax.engine.scheduling.outputs import ScheduledRequest
-from mmjax.requests.sampling_params import (
+from mmjax.params.sampling_params import (
     MAX_BAD_WORD_SEQUENCES,
     MAX_BIASES,
     MAX_LOGPROBS,

@@ -18,8 +18,8 @@ from mmjax.errors import (
     RequestValueError,
 )
 from mmjax.models.host_inputs import EncoderSpec, PackedEncoderSpec
+from mmjax.params.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.processing.tensors.inputs import MultiModalFeatureSpec, MultiModalKwargsItem
-from mmjax.requests.sampling_params import MAX_BAD_WORD_SEQUENCES, MAX_STOP_TOKEN_IDS
 from mmjax.rounding import cdiv
 from mmjax.transport.messages import EngineCoreRequest
 

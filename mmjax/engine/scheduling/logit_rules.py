@@ -17,8 +17,8 @@ import numpy as np
 
 from mmjax.cache.media.lru import LRUCache
 from mmjax.errors import InternalError, RequestError, RequestRuntimeError, RequestValueError
-from mmjax.requests.sampling_params import SamplingParams
-from mmjax.requests.structured_outputs import STACK_BYTES, make_limits, shorten
+from mmjax.params.sampling_params import SamplingParams
+from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger
 

@@ -12,9 +12,9 @@ from mmjax.cache.kv.block_hash import BlockHash, BlockHashAlgorithm, iter_block_
 from mmjax.engine.scheduling.adapters import RegisteredAdapter
 from mmjax.engine.scheduling.logit_rules import LogitRules
 from mmjax.models.host_inputs import RotaryPositions
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from mmjax.requests.request_times import RequestTimes
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.request_times import RequestTimes
 from mmjax.transport.messages import TokenLogprobs
 
 NUM_MASKED = 32

@@ -34,8 +34,8 @@ from mmjax.frontend.prompt.processor_pool import RequestThreads
 from mmjax.frontend.requests.prompts import PromptType
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest, PromptSource
 from mmjax.processing.media.decode_budget import Cancellation
-from mmjax.requests.request_times import RequestTimes, measuring, recording
 from mmjax.system.logger import get_logger
+from mmjax.system.request_times import RequestTimes, measuring, recording
 from mmjax.transport.messages import (
     AdapterLoaded,
     CacheMiss,

@@ -27,7 +27,7 @@ from mmjax.frontend.requests.prompts import PromptDict, PromptType
 from mmjax.processing.media.decode import decode_data_url, decode_payload, find_payload
 from mmjax.processing.media.decode_budget import MAX_BATCH_BYTES, DecodeBudget
 from mmjax.processing.media.encoded import EncodedFrames, EncodedImage, EncodedVideo, PixelRange
-from mmjax.requests.request_times import measuring
+from mmjax.system.request_times import measuring
 
 EncodedMedium = EncodedImage | EncodedVideo | EncodedFrames
 

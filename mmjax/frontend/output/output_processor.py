@@ -24,7 +24,7 @@ from mmjax.frontend.output.outputs import (
 )
 from mmjax.frontend.output.token_bytes import split_unfinished
 from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest, RequestItem
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.transport.messages import EngineCoreRequest, RequestOutputDelta, TokenLogprobs
 
 _CONTEXT_TOKENS = 5

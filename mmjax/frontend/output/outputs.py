@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from mmjax.frontend.output.output_html import draw_output
 from mmjax.frontend.requests.request import PlacedItem, ProcessedRequest
 from mmjax.processing.items.items import MultiModalDataItems
-from mmjax.requests.request_times import RequestTimes
+from mmjax.system.request_times import RequestTimes
 
 
 @dataclass(slots=True, kw_only=True)

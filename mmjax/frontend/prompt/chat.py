@@ -14,8 +14,8 @@ from mmjax.frontend.prompt.chat_tools import map_texts, read_tool_calls, read_to
 from mmjax.frontend.prompt.input_processor import InputProcessor
 from mmjax.frontend.prompt.literals import ControlTokens, Literals
 from mmjax.frontend.requests.prompts import PromptDict
-from mmjax.requests.media_io import find_media_io_fault
-from mmjax.requests.request_times import measuring
+from mmjax.params.media_io import find_media_io_fault
+from mmjax.system.request_times import measuring
 
 _REASONING = ("reasoning", "reasoning_content")
 """Two names of one field, which clients send back under either; templates know one of them."""

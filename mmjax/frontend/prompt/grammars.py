@@ -7,8 +7,8 @@ import msgspec
 from mmjax.cache.media.lru import LRUCache
 from mmjax.decoders.worker_pool import WorkerError, WorkerPool
 from mmjax.errors import InternalError, RequestValueError
-from mmjax.requests.sampling_params import StructuredOutputsParams
-from mmjax.requests.structured_outputs import MAX_BYTES, ReadGrammar
+from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.params.structured_outputs import MAX_BYTES, ReadGrammar
 
 CPU_SECONDS = 2.0
 """What one grammar may take; a schema of 2,000 properties takes 0.1 s."""

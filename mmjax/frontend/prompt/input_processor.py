@@ -28,14 +28,14 @@ from mmjax.frontend.prompt.processor_pool import ProcessorPool
 from mmjax.frontend.requests.prompts import ParsedPrompt, PromptType, parse_prompt
 from mmjax.frontend.requests.request import GenerateRequest, ProcessedRequest
 from mmjax.models.model_source import load_generation_defaults
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.media.decode_budget import Cancellation
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.validation import validate_num_embeds
-from mmjax.requests.request_times import current_times, measuring
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.request_times import current_times, measuring
 from mmjax.transport.messages import EngineCoreRequest
 
 MAX_CHARS_PER_TOKEN = 128

@@ -7,10 +7,10 @@ from dataclasses import KW_ONLY, dataclass, replace
 import msgspec
 
 from mmjax.frontend.requests.prompts import PromptType
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.processing.prepared import PreparedInputs
 from mmjax.processing.tensors.inputs import argsort_mm_positions
-from mmjax.requests.request_times import RequestTimes
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.system.request_times import RequestTimes
 from mmjax.transport.messages import EngineCoreRequest
 
 PromptSource = PromptType | Callable[[], PromptType]

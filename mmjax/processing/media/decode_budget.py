@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from mmjax.errors import RequestCancelledError
-from mmjax.requests.request_times import measuring
+from mmjax.system.request_times import measuring
 
 MAX_BATCH_BYTES = 64 * 2**20
 """Images are decoded, and given to HF's processor, so much at a time; a larger one alone."""

@@ -22,7 +22,7 @@ from mmjax.frontend.prompt.explain import Explanation
 from mmjax.frontend.prompt.request_template import RequestTemplate, TemplateRenderer
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import PromptSource
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.generation import (
     GenerationService,

@@ -19,7 +19,7 @@ from mmjax.frontend.engine_client.request_stream import RequestStream
 from mmjax.frontend.output.outputs import RequestOutput
 from mmjax.frontend.requests.prompts import PromptDict
 from mmjax.frontend.requests.request import GenerateRequest, PromptSource
-from mmjax.requests.sampling_params import SamplingParams
+from mmjax.params.sampling_params import SamplingParams
 from mmjax.server.openai.continuation import CONTINUATION, age_s, created_at, new_hex
 from mmjax.server.openai.errors import json_response
 from mmjax.server.openai.protocol import GenerationRequest, StreamOptions

@@ -26,7 +26,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from mmjax.errors import RequestValueError
-from mmjax.requests.sampling_params import LIMITS, MAX_BAD_WORD_CHARS, SamplingParams
+from mmjax.params.sampling_params import LIMITS, MAX_BAD_WORD_CHARS, SamplingParams
 from mmjax.server.openai.request_body import unknown_fields_error
 from mmjax.server.openai.structure import read_structure
 

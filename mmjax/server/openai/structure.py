@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from mmjax.errors import RequestError, RequestTypeError, RequestValueError
-from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.params.sampling_params import StructuredOutputsParams
 
 _SCHEMA = "response_format.json_schema.schema"
 _FIELDS = frozenset(StructuredOutputsParams.__struct_fields__)

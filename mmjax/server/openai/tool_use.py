@@ -22,7 +22,7 @@ from mmjax.frontend.output.tool_calls.parsers import (
 )
 from mmjax.frontend.prompt.chat_template import ChatTemplate
 from mmjax.frontend.prompt.chat_tools import read_tools
-from mmjax.requests.sampling_params import SamplingParams, StructuredOutputsParams
+from mmjax.params.sampling_params import SamplingParams, StructuredOutputsParams
 from mmjax.server.openai.continuation import new_hex
 
 _MARKS: Mapping[str, str] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from mmjax.requests.sampling_params import StructuredOutputsParams
+from mmjax.params.sampling_params import StructuredOutputsParams
 
 MAX_ERROR_CHARS = 300
 MAX_BYTES = 2**31

@@ -1,0 +1,72 @@
+"""The laws of the layout: no circle of folders, few modules in each, a short way for a picture."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from docs.make_folders import (
+    count_folder_imports,
+    find_circles,
+    find_modules,
+    folder_of,
+    read_imports,
+)
+from tests.test_serve import FEW, Served, ask_about
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mmjax"
+MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 60
+ENCODER_IS_CALLED = ("engine/device/compilation.py", "__call__")
+"""The first program that a picture's request runs is its encoder."""
+
+
+def test_no_circle_leads_through_folders():
+    assert find_circles(count_folder_imports(read_imports(PACKAGE))) == []
+
+
+def test_a_circle_is_found():
+    imports = {"m.a.x": {"m.a.b.y"}, "m.a.b.y": {"m.a.z"}, "m.a.z": {"m.c.w"}, "m.c.w": set[str]()}
+    assert find_circles(count_folder_imports(imports)) == [{"m.a", "m.a.b"}]
+
+
+def test_a_folder_has_few_modules():
+    modules = [name for name in find_modules(PACKAGE) if not name.endswith(".__init__")]
+    counts = Counter(name.rpartition(".")[0] for name in modules)
+    assert {name: number for name, number in counts.items() if number > MAX_MODULES} == {}
+    assert folder_of("mmjax.engine.core") == "mmjax.engine"
+
+
+@pytest.fixture
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have processes that start from now on write which of our files run (`sitecustomize.py`)."""
+    (tmp_path / "is_on").write_bytes(b"\0")
+    (tmp_path / "calls.txt").touch()
+    monkeypatch.setenv("MMJAX_TRACE", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(ROOT))))
+    return tmp_path
+
+
+def test_a_picture_passes_few_files_from_http_to_the_tower(trace: Path):
+    """All that run meanwhile are counted, whether or not the picture is in their hands."""
+    server = Served(*FEW, "--precompile", "none")
+    try:
+        address = server.wait_for(r"mmjax serving tiny_scenes at (\S+)\n").group(1)
+        ask_about(address, Image.new("RGB", (320, 240), "red"))
+        _set(trace / "is_on", b"\1")
+        ask_about(address, Image.new("RGB", (320, 240), "blue"))
+        _set(trace / "is_on", b"\0")
+    finally:
+        server.end()
+    calls = [line.split() for line in (trace / "calls.txt").read_text().splitlines()]
+    encoded_at = min(float(at) for at, *call in calls if tuple(call) == ENCODER_IS_CALLED)
+    passed = {file for at, file, _ in calls if float(at) <= encoded_at}
+    assert {"server/app.py", "processing/processor.py", "engine/core.py"} <= passed
+    assert len(passed) <= MAX_FILES_OF_A_PICTURE, sorted(passed)
+
+
+def _set(file: Path, byte: bytes) -> None:
+    with file.open("r+b") as opened:
+        opened.write(byte)
