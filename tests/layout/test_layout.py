@@ -18,7 +18,7 @@ from tests.test_serve import FEW, Served, ask_about
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mmjax"
-MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 60
+MAX_MODULES, MAX_FILES_OF_A_PICTURE = 12, 95
 ENCODER_IS_CALLED = ("engine/device/compilation.py", "__call__")
 """The first program that a picture's request runs is its encoder."""
 
