@@ -164,7 +164,8 @@ class UnitHostInputs(HostInputs):
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the item's units as `[units, C, Y, X]`."""
-        pixels = next(item[name] for name in self.pixel_keys if name in item)
+        name = next((name for name in self.pixel_keys if name in item), self.pixel_keys[0])
+        pixels = item[name]
         return {"pixel_values": pixels if pixels.ndim == 4 else pixels[None]}
 
 

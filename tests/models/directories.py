@@ -153,7 +153,7 @@ DIRECTORIES: Mapping[str, Callable[[Path], Path]] = {
     "InternVLChatModel": write_internvl_original,
     "InternVLForConditionalGeneration": write_internvl,
     "LlavaForConditionalGeneration": write_llava,
-    "LlavaForConditionalGeneration, Pixtral": write_pixtral_weights,
+    "PixtralForConditionalGeneration": write_pixtral_weights,
     "MolmoForCausalLM": write_molmo,
     "QWenLMHeadModel": write_qwen_vl,
     "Qwen2VLForConditionalGeneration": write_qwen2_vl,

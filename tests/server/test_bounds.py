@@ -16,8 +16,8 @@ from mmjax.server.openai.protocol import ChatCompletionRequest, CompletionReques
 
 PACKAGE = Path(__file__).parents[2] / "mmjax"
 DECLARE = [
-    PACKAGE / "sampling_params.py",
-    PACKAGE / "media_io.py",
+    PACKAGE / "params" / "sampling_params.py",
+    PACKAGE / "params" / "media_io.py",
     *sorted((PACKAGE / "server").rglob("*.py")),
 ]
 BOUNDS = {"ge", "gt", "le", "lt", "max_length", "min_length"}

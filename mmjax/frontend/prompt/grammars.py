@@ -1,6 +1,7 @@
 """Grammars of requests, read in a process that a bad one may crash, fill or keep busy."""
 
 import threading
+from functools import partial
 
 import msgspec
 
@@ -23,9 +24,14 @@ class GrammarReader:
 
     def __init__(self, *, cpu_seconds: float = CPU_SECONDS) -> None:
         """Start nothing: the process starts with the first grammar."""
-        self._workers = WorkerPool(
-            "grammar", 1, timeout_s=MAX_SECONDS, memory_bytes=MAX_BYTES, cpu_seconds=cpu_seconds
+        self._new_workers = partial(
+            WorkerPool,
+            *("grammar", 1),
+            timeout_s=MAX_SECONDS,
+            memory_bytes=MAX_BYTES,
+            cpu_seconds=cpu_seconds,
         )
+        self._workers = self._new_workers()
         self._lock = threading.Lock()
         self._known: LRUCache[bytes, ReadGrammar] = LRUCache(CACHE_CHARS, getsizeof=_count_chars)
 
@@ -46,8 +52,9 @@ class GrammarReader:
         return answer.grammar
 
     def close(self) -> None:
-        """End the process."""
-        self._workers.close()
+        """End the process; a later grammar starts another."""
+        ended, self._workers = self._workers, self._new_workers()
+        ended.close()
 
     def _ask(self, key: bytes) -> ReadGrammar:
         try:

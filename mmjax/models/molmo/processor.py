@@ -138,18 +138,18 @@ class MolmoProcessingInfo(FamilyInfo):
                     f"`{token}` is token {found} of the tokenizer, but {expected} by "
                     "`embedding_size` of config.json; make them agree"
                 )
-        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-            raise CheckpointError(
-                "the tokenizer has neither a BOS nor an EOS token; Molmo's prompts begin with one "
-                "of them: name it in tokenizer_config.json"
-            )
 
     @property
     def bos_token_id(self) -> int:
         """The tokenizer's BOS; its EOS where it has none, as Qwen2's."""
         tokenizer = self.get_tokenizer()
-        found = tokenizer.bos_token_id
-        return tokenizer.eos_token_id if found is None else found
+        for found in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            if found is not None:
+                return found
+        raise CheckpointError(
+            "the tokenizer has neither a BOS nor an EOS token; Molmo's prompts begin with one "
+            "of them: name it in tokenizer_config.json"
+        )
 
     def begin_prompt(self, token_ids: Sequence[int], mm_kwargs: Mapping[str, Any]) -> list[int]:
         """Return the ids of a whole prompt: BOS, once, and its text as a user's turn."""

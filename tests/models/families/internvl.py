@@ -109,7 +109,7 @@ INTERNVL = TinyFamily(
                 "downsample_ratio": 0.25,
                 "projector_hidden_act": "relu",
             },
-            8,
+            9,
         ),
         "llama, 6b": Variant(
             {
