@@ -1,5 +1,7 @@
 """Messages survive the wire, and nothing else does."""
 
+import gc
+import weakref
 from typing import get_args
 
 import ml_dtypes
@@ -22,6 +24,7 @@ from mmjax.processing.tensors.inputs import (
     MultiModalKwargsItem,
     PlaceholderRange,
 )
+from mmjax.processing.tensors.wire_forms import WireArray, pack_item, unpack_item
 from mmjax.transport.codec import VERSION, Message, WireError, decode, encode
 from mmjax.transport.messages import (
     AbortRequests,
@@ -298,3 +301,26 @@ def test_bad_sampling_values_are_a_frame_error() -> None:
     header["sampling_params"]["temperature"] = -1.0
     with pytest.raises(WireError, match="temperature"):
         decode([bytes([VERSION]) + msgspec.msgpack.encode(header), b"\x00" * 8])
+
+
+class Memory:
+    """What an item is read from."""
+
+    def read(self, array: WireArray) -> np.ndarray:
+        return np.ones(array.shape, array.dtype)
+
+
+def test_no_cycle_keeps_the_memory_that_an_item_was_read_from() -> None:
+    """Else shared memory stays mapped, and its file open, until the garbage collector comes by."""
+    field = MultiModalBatchedField()
+    item = MultiModalKwargsItem({"pixels": MultiModalFieldElem([np.ones(2)], field)})
+    wire = pack_item(item, lambda array: WireArray(str(array.dtype), list(array.shape), 0))
+    memory = Memory()
+    left = weakref.ref(memory)
+    gc.disable()
+    try:
+        unpack_item(wire, memory.read)
+        del memory
+        assert left() is None
+    finally:
+        gc.enable()

@@ -58,32 +58,40 @@ def pack_item(
 ) -> dict[str, _WireElem]:
     """Return what msgspec encodes of an item; `place` puts an array's bytes where they go."""
 
-    def pack(data: NestedTensors) -> Any:
-        if data is None:
-            return None
-        if isinstance(data, list | tuple):
-            return [pack(part) for part in data]
-        return place(np.asarray(data))
-
     def pack_elem(elem: MultiModalFieldElem) -> _WireElem:
         if not isinstance(elem.field, _Field):
             raise WireError(f"a {type(elem.field).__name__} has no wire form")
-        return _WireElem(pack(elem.data), elem.field)
+        return _WireElem(_pack(elem.data, place), elem.field)
 
     return {key: pack_elem(elem) for key, elem in item.items()}
 
 
 def unpack_item(wire: Any, read: Callable[[WireArray], np.ndarray]) -> MultiModalKwargsItem:
     """Return an item of what msgspec decoded; `msgspec.ValidationError` where it is none."""
-
-    def unpack(data: Any) -> NestedTensors:
-        if data is None:
-            return None
-        if isinstance(data, list):
-            return [unpack(part) for part in data]
-        return read(data if isinstance(data, WireArray) else msgspec.convert(data, WireArray))
-
     elems = msgspec.convert(wire, dict[str, _WireElem])
     return MultiModalKwargsItem(
-        {key: MultiModalFieldElem(unpack(elem.data), elem.field) for key, elem in elems.items()}
+        {
+            key: MultiModalFieldElem(_unpack(elem.data, read), elem.field)
+            for key, elem in elems.items()
+        }
     )
+
+
+# Not within the others: a closure that calls itself is a cycle, which keeps the arrays that `place`
+# and `read` hold until the garbage collector comes by.
+
+
+def _pack(data: NestedTensors, place: Callable[[np.ndarray], WireArray]) -> Any:
+    if data is None:
+        return None
+    if isinstance(data, list | tuple):
+        return [_pack(part, place) for part in data]
+    return place(np.asarray(data))
+
+
+def _unpack(data: Any, read: Callable[[WireArray], np.ndarray]) -> NestedTensors:
+    if data is None:
+        return None
+    if isinstance(data, list):
+        return [_unpack(part, read) for part in data]
+    return read(data if isinstance(data, WireArray) else msgspec.convert(data, WireArray))
