@@ -6,13 +6,12 @@ stack), or take minutes: the API server reads one in a worker process first
 """
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from mmjax.params.sampling_params import StructuredOutputsParams
+from mmjax.system.threads import DeepStackPool
 
 MAX_ERROR_CHARS = 300
 MAX_BYTES = 2**31
@@ -116,15 +115,16 @@ def _close_objects(schema: Any) -> Any:
 
 
 def warm_up() -> None:
-    """Load what a first grammar would wait for, and bound the stack of what reads it."""
-    threading.stack_size(READER_STACK_BYTES)
+    """Load what a first grammar would wait for."""
     read_grammar(msgspec.json.encode(StructuredOutputsParams(json_object=True)))
 
 
 def read_grammar(params: bytes) -> bytes:
     """Return a `ReadGrammar` as JSON; `params` are the encoded `StructuredOutputsParams`."""
     # In a thread, for its stack.
-    with ThreadPoolExecutor(1) as reader:
+    with DeepStackPool(
+        1, stack_bytes=READER_STACK_BYTES, thread_name_prefix="mmjax-grammar"
+    ) as reader:
         return msgspec.json.encode(reader.submit(_read, params).result())
 
 

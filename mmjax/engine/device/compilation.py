@@ -4,7 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import count, takewhile
@@ -17,6 +17,7 @@ from mmjax.engine.scheduling.buckets import Buckets, ProgramKey
 from mmjax.system.allocator import return_free_pages
 from mmjax.system.logger import get_logger, reporting
 from mmjax.system.progress import has_bars
+from mmjax.system.threads import DeepStackPool
 
 logger = get_logger(__name__)
 
@@ -80,7 +81,11 @@ def compile_programs(
     with (
         tqdm(total=len(programs), desc="Compiling", unit="program", disable=not has_bar) as bar,
         reporting(logger, partial(_describe, futures, programs)),
-        _compiling_threads(num_threads or default_num_threads()) as pool,
+        DeepStackPool(
+            num_threads or default_num_threads(),
+            stack_bytes=_STACK_BYTES,
+            thread_name_prefix="mmjax-compile",
+        ) as pool,
     ):
 
         def compile_one(number: int, lowered: Any) -> int:
@@ -164,16 +169,6 @@ def _compile(program: Program, lowered: Any) -> tuple[Any, str]:
     seconds = time.perf_counter() - start
     verb = "compiled" if events.num_fetched == num_before else "fetched"
     return compiled, f"{verb} {program.label} in {seconds:.2f} s"
-
-
-@contextmanager
-def _compiling_threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        with ThreadPoolExecutor(number, thread_name_prefix="mmjax-compile") as pool:
-            yield pool
-    finally:
-        threading.stack_size(before)
 
 
 class CompilationCounter:

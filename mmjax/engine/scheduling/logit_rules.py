@@ -9,7 +9,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.params.structured_outputs import STACK_BYTES, make_limits, shorten
 from mmjax.rounding import cdiv
 from mmjax.system.logger import get_logger
+from mmjax.system.threads import DeepStackPool
 
 logger = get_logger(__name__)
 
@@ -140,7 +141,9 @@ class Grammars:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._all_bits = pack_token_ids(range(vocab_size), vocab_size)
-        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mmjax-grammar")
+        self._pool = DeepStackPool(
+            NUM_THREADS, stack_bytes=STACK_BYTES, thread_name_prefix="mmjax-grammar"
+        )
         self._pending: set[Future[np.ndarray]] = set()
         self._lock = threading.Lock()
         self._vocabularies: dict[tuple[int, ...], Any] = {}
@@ -187,12 +190,7 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, job: Callable[[], np.ndarray]) -> "Future[np.ndarray]":
-        # A thread that the pool starts for the job gets the stack.
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            future = self._pool.submit(job)
-        finally:
-            threading.stack_size(before)
+        future = self._pool.submit(job)
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
