@@ -22,7 +22,7 @@ class Need(NamedTuple):
 
     weights: int
     kv_cache_token: int
-    """Of the KV cache for one token, without padding."""
+    """What the KV cache stores for one token, without padding."""
     kv_cache_request: int
     """For the longest request."""
 

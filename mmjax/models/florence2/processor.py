@@ -31,7 +31,7 @@ CHAT_TEMPLATE = r"""
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
 IMAGE_TOKEN = "<image>"
-"""Of checkpoints whose tokenizer names none."""
+"""The image token of checkpoints whose tokenizer names none."""
 
 
 class Florence2ProcessingInfo(FamilyInfo):
