@@ -9,6 +9,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from mmjax.models.florence2.answers import VAGUE_PHRASES, parse_answer
+from mmjax.models.florence2.processor import Florence2ProcessingInfo
 from mmjax.processing.items.items import ImageSize
 from tests.families.florence2 import FLORENCE2
 
@@ -61,6 +62,14 @@ def check(hf: Any, task: str, text: str, size: ImageSize) -> dict[str, Any]:
     found = parse_answer(text, task=task, kind=kind, image_size=size)
     assert found == hf.post_process_generation(text, task=task, image_size=size), (task, text)
     return found
+
+
+def test_the_tasks_that_pages_offer_are_hfs(hf: Any):
+    known = sorted(hf.task_prompts_without_inputs) + sorted(hf.task_prompts_with_input)
+    for prompt in Florence2ProcessingInfo.tasks.values():
+        task = prompt[: prompt.index(">") + 1]
+        assert task in known
+        assert (task in hf.task_prompts_with_input) == (prompt != task), prompt
 
 
 def test_every_task_s_answer_is_hfs(hf: Any):
