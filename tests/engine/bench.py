@@ -22,7 +22,7 @@ from mmjax.errors import RequestValueError
 from mmjax.transport.messages import EngineCoreRequest
 from tests.engine.dense import Answer, DenseOracle
 from tests.engine.tiny import EOS, drain, tokens_of
-from tests.models.families.family import Media, Part, Parts, TinyFamily, TinyModel, Words
+from tests.families.tiny import Media, Part, Parts, TinyFamily, TinyModel, Words
 from tests.models.served import count_least_blocks, make_request, start_engine
 
 MAX_ANSWER = 20

@@ -11,7 +11,7 @@ from mmjax.engine.core import EngineCore
 from mmjax.processing.tensors.fields import MultiModalBatchedField, MultiModalFieldElem
 from mmjax.processing.tensors.inputs import MultiModalKwargsItem
 from tests.engine.tiny import answer, message, tiny_engine
-from tests.processing.families import FAMILIES
+from tests.families import FAMILIES
 
 ODD_SIZE = 1009
 """Elements of the field on the host: no other array has as many."""
