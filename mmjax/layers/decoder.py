@@ -222,13 +222,19 @@ class Decoder(nnx.Module):
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
+        fed: Sequence[Float[Array, "T D"]] = (),
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the hidden states after the final norm, and the cache (None in, None out)."""
+        """Return the hidden states after the final norm, and the cache (None in, None out).
+
+        `fed[i]` is added to what layer i gives; it is 0 where no item stands.
+        """
         inputs = self.layer_inputs(positions)
         caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
         hidden, written = inputs_embeds, []
-        for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
+        layers = zip(self.layers, inputs, caches, strict=True)
+        for number, (layer, layer_input, cache) in enumerate(layers):
             hidden, cache = call_block(layer, hidden, layer_input, cache, metadata)
+            hidden = hidden + fed[number] if number < len(fed) else hidden
             written.append(cache)
         hidden = hidden if self.norm is None else self.norm(hidden)
         return hidden, None if kv_cache is None else tuple(written)

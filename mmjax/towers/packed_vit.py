@@ -1,9 +1,11 @@
 """Vision transformers over packed patches of pictures of any size, with rotary places.
 
-Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191) and Qwen2.5-VL's (arXiv 2502.13923):
-they differ by configuration alone: norms, MLPs, windows, and whether squares of patches merge.
+Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923) and
+Qwen3-VL's (arXiv 2511.21631): they differ by configuration alone: norms, MLPs, windows, learned
+positions, whether squares of patches merge, and after which blocks beside the last.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.segments import segment_attention
+from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear, linear
 from mmjax.layers.mlp import MLP, GatedMLP
 from mmjax.layers.module import call_block
@@ -62,6 +65,11 @@ class PackedViTConfig:
     """Side of the square of patches that becomes one embedding."""
     merged_width: int | None = None
     """Width of these embeddings; None: patches are not merged."""
+    num_positions: int | None = None
+    """Learned positions, those of a square grid; None: places are rotary alone. Patches have a bias
+    then."""
+    fed_blocks: tuple[int, ...] = ()
+    """The blocks whose outputs are merged, too, each by a merger of its own (DeepStack)."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "PackedViTConfig":
@@ -72,11 +80,12 @@ class PackedViTConfig:
             raise CheckpointError(
                 f"`vision_config.rope_parameters.rope_type` is `{kind}`; expected `axial`"
             )
-        if not isinstance(hf_config.patch_size, int):
-            raise CheckpointError(
-                f"`vision_config.patch_size` is {hf_config.patch_size!r}; a "
-                f"`{hf_config.model_type}` has one number there, the side of a square"
-            )
+        for key in ("patch_size", "temporal_patch_size"):
+            if not isinstance(size := getattr(hf_config, key, 1), int):
+                raise CheckpointError(
+                    f"`vision_config.{key}` is {size!r}; a `{hf_config.model_type}` has one number "
+                    "there"
+                )
         theta = float(rope.get("rope_theta", 10_000.0))
         return PackedViTConfig(
             **_READERS[hf_config.model_type](hf_config),
@@ -89,10 +98,10 @@ class PackedViTConfig:
         """Width of a head."""
         return self.hidden_size // self.num_heads
 
-    def make_norm(self, *, dtype: Any) -> nnx.Module:
-        """Return a norm of the tower's width."""
+    def make_norm(self, num_patches: int = 1, *, dtype: Any) -> nnx.Module:
+        """Return a norm of the tower's width, or of so many patches together."""
         kind = RMSNorm if self.has_rms_norm else LayerNorm
-        return kind(self.hidden_size, eps=self.norm_eps, dtype=dtype)
+        return kind(self.hidden_size * num_patches, eps=self.norm_eps, dtype=dtype)
 
 
 def _read_pixtral(vision: Any) -> dict[str, Any]:
@@ -140,11 +149,35 @@ def _read_qwen2_5_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
+    num_positions, fed = vision.num_position_embeddings, tuple(vision.deepstack_visual_indexes)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise CheckpointError(
+            f"`vision_config.num_position_embeddings` is {num_positions}; they are those of a "
+            "square grid"
+        )
+    if len(set(fed)) != len(fed) or not all(0 <= block < vision.depth for block in fed):
+        raise CheckpointError(
+            f"`vision_config.deepstack_visual_indexes` is {list(fed)}; expected different blocks "
+            f"of 0 to {vision.depth - 1}"
+        )
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "merged_width": vision.out_hidden_size,
+        "num_positions": num_positions,
+        "fed_blocks": fed,
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
+        "qwen3_vl_vision": _read_qwen3_vl,
+        "qwen3_vl_moe_vision": _read_qwen3_vl,
     }
 )
 """By `model_type`."""
@@ -154,12 +187,14 @@ class PatchEmbed(nnx.Module):
     """A convolution whose stride is its kernel, over patches that are cut already."""
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((config.hidden_size, *config.kernel), dtype))
+        width, has_bias = config.hidden_size, config.num_positions is not None
+        self.weight = nnx.Param(jnp.zeros((width, *config.kernel), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if has_bias else None
 
     def __call__(self, pixel_values: Float[Array, "P _pixels"]) -> Float[Array, "P D"]:
         """Project patches whose pixels lie as the kernel's."""
-        weight = self.weight[...]
-        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1))
+        weight, bias = self.weight[...], None if self.bias is None else self.bias[...]
+        return linear(pixel_values.astype(weight.dtype), weight.reshape(len(weight), -1), bias)
 
 
 class PackedAttention(nnx.Module):
@@ -226,17 +261,22 @@ class PackedBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Each square of `merge_size` patches a side becomes one embedding."""
 
-    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
-        width = config.hidden_size * config.merge_size**2
-        self.ln_q = config.make_norm(dtype=dtype)
+    def __init__(self, config: PackedViTConfig, *, norms_squares: bool = False, dtype: Any) -> None:
+        """`norms_squares`: whether the patches of a square are normed together."""
+        assert config.merged_width is not None
+        num_patches = config.merge_size**2
+        width = config.hidden_size * num_patches
+        self.ln_q = config.make_norm(num_patches if norms_squares else 1, dtype=dtype)
+        self.norms_squares = norms_squares
         self.fc1 = Linear(width, width, use_bias=True, dtype=dtype)
-        self.fc2 = Linear(width, out_features, use_bias=True, dtype=dtype)
+        self.fc2 = Linear(width, config.merged_width, use_bias=True, dtype=dtype)
         self.activation = get_activation("gelu")
         self.width = width
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
         """Project squares; the patches of one stand behind each other."""
-        return self.fc2(self.activation(self.fc1(self.ln_q(x).reshape(-1, self.width))))
+        normed = self.ln_q(x.reshape(-1, self.width) if self.norms_squares else x)
+        return self.fc2(self.activation(self.fc1(normed.reshape(-1, self.width))))
 
 
 class PackedViT(nnx.Module):
@@ -247,8 +287,14 @@ class PackedViT(nnx.Module):
         self.patch_embed = PatchEmbed(config, dtype=dtype)
         self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
         self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
-        width = config.merged_width
-        self.merger = None if width is None else PatchMerger(config, width, dtype=dtype)
+        self.merger = None if config.merged_width is None else PatchMerger(config, dtype=dtype)
+        self.deepstack_merger_list = nnx.List(
+            [PatchMerger(config, norms_squares=True, dtype=dtype) for _ in config.fed_blocks]
+        )
+        num_positions = config.num_positions
+        self.pos_embed = (
+            None if num_positions is None else Embed(num_positions, config.hidden_size, dtype=dtype)
+        )
         self.config = config
 
     def __call__(
@@ -258,19 +304,25 @@ class PackedViT(nnx.Module):
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
         window_ids: Int[Array, " P"] | None = None,
+        positions: tuple[Int[Array, "P 4"], Float[Array, "P 4"]] | None = None,
         feature_layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
         """Return the last state, merged where the config says so, and the states asked for.
+
+        Behind the last state stand those of `fed_blocks`, merged, in the order of the blocks.
 
         Args:
             pixel_values: A patch a row, square by square where squares are merged.
             places: Row and column of each patch in its picture or frame.
             segment_ids: Its picture or frame.
             window_ids: Its window, numbered over all pictures, where the config has windows.
+            positions: Where they are learned: the four around each patch, and their weights.
             feature_layers: As HF's `hidden_states`: 0 is the normed embedding, n the output of
                 block n - 1.
         """
         x = self.patch_embed(pixel_values)
+        if self.pos_embed is not None and positions is not None:
+            x = x + self._weigh_positions(*positions).astype(x.dtype)
         states = [x if self.first_norm is None else self.first_norm(x)]
         angles, full = self._angles(places), self.config.full_attention_blocks
         for number, block in enumerate(self.blocks):
@@ -279,7 +331,19 @@ class PackedViT(nnx.Module):
                 call_block(block, states[-1], angles, segment_ids if sees_all else window_ids)
             )
         last = states[-1] if self.merger is None else self.merger(states[-1])
+        mergers = sorted(zip(self.config.fed_blocks, self.deepstack_merger_list, strict=True))
+        if mergers:
+            fed = [merge(states[number + 1]) for number, merge in mergers]
+            last = jnp.concatenate([last, *fed], axis=-1)
         return last, [states[layer] for layer in feature_layers]
+
+    def _weigh_positions(
+        self, taps: Int[Array, "P 4"], weights: Float[Array, "P 4"]
+    ) -> Float[Array, "P D"]:
+        """Return the weighted sums of learned positions, in float32."""
+        assert self.pos_embed is not None
+        nearest = self.pos_embed(taps.reshape(-1)).astype(jnp.float32)
+        return (nearest.reshape(*taps.shape, -1) * weights[:, :, None]).sum(1)
 
     def _angles(self, places: Int[Array, "P 2"]) -> Angles:
         theta, width = {"rope_theta": self.config.rope_theta}, self.config.head_dim

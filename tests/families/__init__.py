@@ -16,6 +16,7 @@ from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.molmo import MOLMO
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
@@ -34,6 +35,8 @@ _ROWS = (
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN_VL,
 )
 FAMILIES = {row.name: row for row in _ROWS}
