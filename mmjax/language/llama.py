@@ -3,20 +3,24 @@
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
 arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
-Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146).
+Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
+Ministral 3 (queries that grow with their positions, as Llama 4's).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.decoder import (
     GroupedQueryAttention,
     PostNormLayer,
@@ -62,6 +66,8 @@ class LlamaConfig:
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
+    query_scales: tuple[int, tuple[float, ...]] | None = None
+    """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -147,8 +153,20 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_ministral3(hf_config: Any) -> dict[str, Any]:
+    rope = hf_config.rope_parameters
+    given = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    missing = [name for name in given if rope.get(name) is None]
+    if missing:
+        raise CheckpointError(f"`rope_parameters` of a Ministral 3 lacks {', '.join(missing)}")
+    beta, length = (rope[name] for name in given)
+    # 1 + beta * log(1 + floor(position / length)), of which there are few values.
+    factors = 1 + beta * np.log1p(np.arange(hf_config.max_position_embeddings // length + 1))
+    return {**_read_llama(hf_config), "query_scales": (length, tuple(factors.tolist()))}
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
-    {"chameleon": _read_chameleon, "molmo": _read_molmo}
+    {"chameleon": _read_chameleon, "ministral3": _read_ministral3, "molmo": _read_molmo}
 )
 """By `model_type`, where it is not as Llama's."""
 
@@ -169,6 +187,22 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
+class ScaledQueryAttention(GroupedQueryAttention):
+    """Attention whose queries are multiplied by a factor of their position."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend; `angles` are a pair, of the rotary angles and of float32[T], the factors."""
+        angles, scales = angles
+        query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
+        return self.attend(query, x, angles, cache, metadata)
+
+
 class LlamaTextModel(RotaryDecoder):
     """Llama's text model, and its relatives'."""
 
@@ -181,6 +215,16 @@ class LlamaTextModel(RotaryDecoder):
             is_tied=is_tied,
             dtype=dtype,
         )
+        self.query_scales = config.query_scales
+
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
+        """Return the rotary angles, and what queries are multiplied by where they are."""
+        angles = super().layer_inputs(positions)
+        if self.query_scales is None:
+            return angles
+        length, factors = self.query_scales
+        scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
+        return [(each, scales) for each in angles]
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -194,7 +238,8 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
 
 def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
-    attention = GroupedQueryAttention(
+    scales = config.query_scales is not None
+    attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
         width,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,

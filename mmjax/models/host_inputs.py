@@ -185,6 +185,22 @@ def choose_features(num_features: int, strategy: str) -> slice:
     return slice(*kept[strategy].indices(num_features))
 
 
+def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
+    places = np.indices((rows, columns)).transpose(1, 2, 0)
+    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+def find_square_offsets(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns]: what brings patches that come row by row into squares.
+
+    Patch i + offsets[i], row by row, is patch i square by square: no place in a pack is in it.
+    """
+    order = find_places(rows, columns, merge_size) @ (columns, 1)
+    return order - np.arange(rows * columns)
+
+
 def _find_affine(item: Mapping[str, np.ndarray]) -> np.ndarray:
     for key in AFFINE_KEYS.values():
         if key in item:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
@@ -73,6 +74,11 @@ _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
 }
 """Model types that transformers does not know -> one that computes the same; of its keys, those
 that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
+
+_UNQUANTIZED: Mapping[str, str] = MappingProxyType(
+    {"mistral3": ", which for Ministral 3 is the one whose name ends in `-BF16`"}
+)
+"""Where the unquantized weights of a model type are published, if in another place."""
 
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
@@ -376,6 +382,7 @@ def _refuse_quantized(hf_config: Any) -> None:
     raise CheckpointError(
         f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
         "that are not quantized: take the checkpoint that this one was made of"
+        + _UNQUANTIZED.get(hf_config.model_type, "")
     )
 
 

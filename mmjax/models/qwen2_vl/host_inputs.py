@@ -16,6 +16,7 @@ from mmjax.models.host_inputs import (
     PromptItem,
     RotaryPositions,
     byte_pixels,
+    find_places,
 )
 
 Grid = tuple[int, int, int]
@@ -146,10 +147,3 @@ def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
     name = "image_grid_thw" if "image_grid_thw" in item else "video_grid_thw"
     time, rows, columns = (int(size) for size in item[name])
     return time, rows, columns
-
-
-def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
-    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
-    places = np.indices((rows, columns)).transpose(1, 2, 0)
-    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
-    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
