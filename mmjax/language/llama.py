@@ -4,7 +4,8 @@ Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values;
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
 arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
 Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
-Ministral 3 (queries that grow with their positions, as Llama 4's).
+Ministral 3 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as
+Qwen2-VL's, without biases; arXiv 2510.14528).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -103,8 +104,8 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-    # NOTE: HF's Qwen2-VL assumes these sections where the config names none.
-    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text")
+    # NOTE: HF's Qwen2-VL and PaddleOCR-VL assume these sections where the config names none.
+    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
     return {
         "vocab_size": hf_config.vocab_size,
@@ -153,6 +154,11 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
+    biases = ("has_qkv_bias", "has_output_bias", "has_mlp_bias")
+    return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
+
+
 def _read_ministral3(hf_config: Any) -> dict[str, Any]:
     rope = hf_config.rope_parameters
     given = ("llama_4_scaling_beta", "original_max_position_embeddings")
@@ -166,7 +172,12 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
 
 
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
-    {"chameleon": _read_chameleon, "ministral3": _read_ministral3, "molmo": _read_molmo}
+    {
+        "chameleon": _read_chameleon,
+        "ministral3": _read_ministral3,
+        "molmo": _read_molmo,
+        "paddleocr_vl_text": _read_paddleocr_vl,
+    }
 )
 """By `model_type`, where it is not as Llama's."""
 

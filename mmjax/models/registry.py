@@ -65,6 +65,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "LlavaForConditionalGeneration": ModelRow("llava"),
         "Mistral3ForConditionalGeneration": ModelRow("pixtral"),
         "MolmoForCausalLM": ModelRow("molmo"),
+        "PaddleOCRVLForConditionalGeneration": ModelRow("paddleocr_vl"),
         "PixtralForConditionalGeneration": ModelRow("pixtral"),
         "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),

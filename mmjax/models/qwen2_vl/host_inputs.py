@@ -28,17 +28,20 @@ class Qwen2VLHostInputs(HostInputs):
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
-        vision = hf_config.vision_config
-        self.merge_size: int = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.merge_size: int = hf_config.vision_config.spatial_merge_size
         self.encoder_spec = PackedEncoderSpec(
-            inputs={
-                **byte_pixels("pixel_values", (width,)),
-                "places": ((2,), "int32"),
-                "frame_ids": ((), "int32"),
-            },
+            inputs=self.read_inputs(hf_config.vision_config),
             patches_per_token=self.merge_size**2,
         )
+
+    def read_inputs(self, vision: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the encoder's inputs: the shape and dtype of a patch's row."""
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            **byte_pixels("pixel_values", (width,)),
+            "places": ((2,), "int32"),
+            "frame_ids": ((), "int32"),
+        }
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches of a picture or a video, their places and their frames."""
