@@ -5,7 +5,8 @@ Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms 
 arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
 Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
 Ministral 3 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as
-Qwen2-VL's, without biases; arXiv 2510.14528).
+Qwen2-VL's, without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP,
+neighbours rotated as pairs, a part of each head; arXiv 2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from mmjax.layers.decoder import (
     PostNormLayer,
     PreNormLayer,
     RotaryDecoder,
+    SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
@@ -62,8 +64,10 @@ class LlamaConfig:
     qk_norm: Literal["head", "own", "wide"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
     a norm of its own; all heads together; None: not at all."""
-    is_post_norm: bool = False
-    """Whether what attention and MLP give is normed, and not what they read."""
+    norm_order: Literal["pre", "post", "both"] = "pre"
+    """Whether what attention and MLP read is normed, what they give, or both."""
+    is_interleaved: bool = False
+    """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
@@ -131,7 +135,7 @@ def _read_chameleon(hf_config: Any) -> dict[str, Any]:
         "has_output_bias": bool(hf_config.attention_bias),
         "has_mlp_bias": hf_config.mlp_bias,
         "qk_norm": "own",
-        "is_post_norm": bool(hf_config.swin_norm),
+        "norm_order": "post" if hf_config.swin_norm else "pre",
         "rope_parameters": dict(hf_config.rope_parameters),
     }
 
@@ -149,8 +153,20 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
         "rms_norm_eps": hf_config.layer_norm_eps,
         "has_qkv_bias": hf_config.qkv_bias,
         "qk_norm": "wide" if hf_config.attention_layer_norm else None,
-        "is_post_norm": hf_config.norm_after,
+        "norm_order": "post" if hf_config.norm_after else "pre",
         "rope_parameters": {"rope_theta": float(hf_config.rope_theta)},
+    }
+
+
+def _read_glm(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_qkv_bias": hf_config.model_type == "glm4v_text",
+        "has_output_bias": False,
+        "norm_order": "both",
+        "is_interleaved": True,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
     }
 
 
@@ -174,6 +190,8 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
+        "glm4v_text": _read_glm,
+        "glm_ocr_text": _read_glm,
         "ministral3": _read_ministral3,
         "molmo": _read_molmo,
         "paddleocr_vl_text": _read_paddleocr_vl,
@@ -247,6 +265,12 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
 
 
+_LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
+    {"pre": PreNormLayer, "post": PostNormLayer, "both": SandwichNormLayer}
+)
+"""By `norm_order`."""
+
+
 def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
     scales = config.query_scales is not None
@@ -262,6 +286,7 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
             _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
         ),
         norms_are_wide=config.qk_norm == "wide",
+        is_interleaved=config.is_interleaved,
         window=window,
         dtype=dtype,
     )
@@ -272,5 +297,4 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         use_bias=config.has_mlp_bias,
         dtype=dtype,
     )
-    kind = PostNormLayer if config.is_post_norm else PreNormLayer
-    return kind(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

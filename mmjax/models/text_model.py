@@ -20,6 +20,8 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "bart": (BartConfig.from_hf, BartDecoder),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
+        "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),
         "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),

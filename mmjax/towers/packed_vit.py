@@ -1,8 +1,8 @@
 """Vision transformers over packed patches of pictures of any size, with rotary places.
 
-Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923) and
-PaddleOCR-VL's (arXiv 2510.14528): they differ by configuration alone: norms, MLPs, windows, learned
-positions, and whether squares of patches merge.
+Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
+PaddleOCR-VL's (arXiv 2510.14528) and GLM-V's (arXiv 2507.01006): they differ by configuration
+alone: norms, MLPs, windows, learned positions, and whether and how squares of patches merge.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +59,11 @@ class PackedViTConfig:
     has_last_norm: bool = False
     """Whether the last state is, before patches merge."""
     has_patch_bias: bool = False
+    has_qk_norm: bool = False
+    """Whether each head's queries and keys are normed, before they are rotated."""
+    merger_inner: int | None = None
+    """Width inside of the gated MLP behind a convolution that merges squares; None: they are merged
+    by two linear layers."""
     rope_theta: float
     alternates_axes: bool = False
     """Whether every second frequency turns by the row and the others by the column; else those of
@@ -166,8 +171,46 @@ def _read_paddleocr_vl(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_glm4v(vision: Any) -> dict[str, Any]:
+    if vision.attention_bias:
+        raise CheckpointError(
+            "`vision_config.attention_bias` is true; mmjax's GLM-4.1V has it false, as published"
+        )
+    return {
+        **_read_glm(vision),
+        "intermediate_size": vision.out_hidden_size,
+        "num_positions": (vision.image_size // vision.patch_size) ** 2,
+        "has_first_norm": True,
+        "has_bias": False,
+        "merger_inner": vision.intermediate_size,
+    }
+
+
+def _read_glm_ocr(vision: Any) -> dict[str, Any]:
+    return {
+        **_read_glm(vision),
+        "intermediate_size": vision.intermediate_size,
+        "has_bias": vision.attention_bias,
+        "has_qk_norm": True,
+        "merger_inner": vision.out_hidden_size * vision.in_channels,
+    }
+
+
+def _read_glm(vision: Any) -> dict[str, Any]:
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "norm_eps": vision.rms_norm_eps,
+        "merged_width": vision.out_hidden_size,
+        **dict.fromkeys(("has_rms_norm", "is_gated", "has_last_norm", "has_patch_bias"), True),
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
+        "glm4v_moe_vision": _read_glm4v,
+        "glm4v_vision": _read_glm4v,
+        "glm_ocr_vision": _read_glm_ocr,
         "paddleocr_vl_vision": _read_paddleocr_vl,
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
@@ -180,10 +223,9 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
 class PatchEmbed(nnx.Module):
     """A convolution whose stride is its kernel, over patches that are cut already."""
 
-    def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
-        self.weight = nnx.Param(jnp.zeros((config.hidden_size, *config.kernel), dtype))
-        zeros = jnp.zeros((config.hidden_size,), dtype)
-        self.bias = nnx.Param(zeros) if config.has_patch_bias else None
+    def __init__(self, width: int, kernel: Sequence[int], *, use_bias: bool, dtype: Any) -> None:
+        self.weight = nnx.Param(jnp.zeros((width, *kernel), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if use_bias else None
 
     def __call__(self, pixel_values: Float[Array, "P _pixels"]) -> Float[Array, "P D"]:
         """Project patches whose pixels lie as the kernel's."""
@@ -205,6 +247,12 @@ class PackedAttention(nnx.Module):
                 Linear(width, width, **options) for _ in range(3)
             )
         self.proj = Linear(width, width, **options)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, eps=config.norm_eps, dtype=dtype)
+            if config.has_qk_norm
+            else None
+            for _ in range(2)
+        )
 
     def __call__(
         self, x: Float[Array, "P D"], angles: Angles, segment_ids: Int[Array, " P"]
@@ -219,6 +267,8 @@ class PackedAttention(nnx.Module):
                 project(x).reshape(len(x), config.num_heads, -1)
                 for project in (self.q_proj, self.k_proj, self.v_proj)
             )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         # bfloat16 would round the angles of every place.
         dtype = x.dtype if config.alternates_axes else jnp.float32
         query, key = (
@@ -269,12 +319,35 @@ class PatchMerger(nnx.Module):
         return self.fc2(self.activation(self.fc1(self.ln_q(x).reshape(-1, self.width))))
 
 
+class DownsamplingMerger(GatedMLP):
+    """A convolution makes one row of each square, which a gated MLP transforms; GLM-V's."""
+
+    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
+        inner, side = config.merger_inner, config.merge_size
+        assert inner is not None
+        super().__init__(out_features, inner, activation=config.hidden_act, dtype=dtype)
+        kernel = (config.hidden_size, side, side)
+        self.downsample = PatchEmbed(out_features, kernel, use_bias=True, dtype=dtype)
+        self.proj = Linear(out_features, out_features, use_bias=False, dtype=dtype)
+        self.post_projection_norm = LayerNorm(out_features, eps=1e-5, dtype=dtype)
+        self.first_activation = get_activation("gelu")
+        self.per_square = side**2
+
+    def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
+        """Merge squares; the patches of one stand behind each other."""
+        squares = x.reshape(-1, self.per_square, x.shape[-1]).transpose(0, 2, 1)
+        rows = self.proj(self.downsample(squares.reshape(len(squares), -1)))
+        return super().__call__(self.first_activation(self.post_projection_norm(rows)))
+
+
 class PackedViT(nnx.Module):
     """Packed patches to embeddings; parameters bear the names of HF's Qwen2-VL."""
 
     def __init__(self, config: PackedViTConfig, *, dtype: Any) -> None:
         """`config.num_blocks` may be what is read, and not what there is."""
-        self.patch_embed = PatchEmbed(config, dtype=dtype)
+        self.patch_embed = PatchEmbed(
+            config.hidden_size, config.kernel, use_bias=config.has_patch_bias, dtype=dtype
+        )
         self.first_norm = config.make_norm(dtype=dtype) if config.has_first_norm else None
         self.blocks = nnx.List([PackedBlock(config, dtype=dtype) for _ in range(config.num_blocks)])
         num_positions = config.num_positions
@@ -283,7 +356,8 @@ class PackedViT(nnx.Module):
         )
         self.post_layernorm = config.make_norm(dtype=dtype) if config.has_last_norm else None
         width = config.merged_width
-        self.merger = None if width is None else PatchMerger(config, width, dtype=dtype)
+        kind = PatchMerger if config.merger_inner is None else DownsamplingMerger
+        self.merger = None if width is None else kind(config, width, dtype=dtype)
         self.config = config
 
     def __call__(

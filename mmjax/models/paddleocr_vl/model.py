@@ -20,6 +20,7 @@ _NAMES: dict[str, str | None] = {
     _TOWER + r"(?:embeddings\.packing_position_embedding|head)\.": None,  # nothing reads them
     _TOWER + r"embeddings\.patch_embedding\.": "visual.patch_embed.",
     _TOWER + r"embeddings\.position_embedding\.": "visual.pos_embed.",
+    _TOWER + r"embeddings\.$": None,  # HF's module of both has no output here
     _BLOCK + r"layer_norm([12])\.": r"visual.blocks.\1.norm\2.",
     _BLOCK + r"self_attn\.out_proj\.": r"visual.blocks.\1.attn.proj.",
     _BLOCK + r"self_attn\.": r"visual.blocks.\1.attn.",

@@ -44,10 +44,12 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         segment_ids: Int[Array, " P"],
         frame_ids: Int[Array, " P"],
         window_ids: Int[Array, " P"] | None = None,
-    ) -> Float[Array, "_rows D"]:
+        **more: Any,
+    ) -> Float[Array, "_rows _out"]:
         """Return the embeddings of packed pictures and videos, in the order of their patches.
 
-        `frame_ids`, and `window_ids` where the tower has windows: numbers within an item.
+        `frame_ids`, and `window_ids` where the tower has windows: numbers within an item. `more` is
+        the tower's.
         """
         parts = [frame_ids] if window_ids is None else [frame_ids, window_ids]
         # A frame or a window has one embedding at least.
@@ -55,7 +57,11 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         segments = [refine_segments(segment_ids, part, num_parts=num_parts) for part in parts]
         with jax.named_scope("visual"):
             embeds, _ = self.visual(
-                pixel_values, places=places, segment_ids=segments[0], window_ids=segments[-1]
+                pixel_values,
+                places=places,
+                segment_ids=segments[0],
+                window_ids=segments[-1],
+                **more,
             )
             return embeds
 
