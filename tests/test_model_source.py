@@ -5,8 +5,10 @@ import shutil
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save
 
 from mmjax.errors import CheckpointError, ConfigError
@@ -99,6 +101,15 @@ def test_the_hub_is_asked_without_pickles(monkeypatch: pytest.MonkeyPatch, tmp_p
     patterns = asked["allow_patterns"]
     assert "*.safetensors" in patterns
     assert not {"*", "*.bin", "*.pt", "*.py", "*.pkl"} & set(patterns)
+
+
+def test_a_gated_checkpoint_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise GatedRepoError("gated", response=MagicMock())
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(CheckpointError, match=r"https://huggingface.co/owner/name.*HF_TOKEN"):
+        resolve_model("owner/name")
 
 
 def test_what_the_hub_lacks_is_named() -> None:

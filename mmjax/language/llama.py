@@ -34,7 +34,7 @@ from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
 
 HEAD_NORM_EPS = 1e-5
-"""Of Chameleon's queries and keys; no key of the config."""
+"""The epsilon of the norms of Chameleon's queries and keys; no key of the config names it."""
 _MOLMO_REQUIRED = {
     "layer_norm_type": "rms",
     "clip_qkv": None,

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar
 
 from transformers import BatchFeature
 
@@ -120,6 +121,12 @@ class BaseProcessingInfo(ABC):
     """For checkpoints that have none: published ones of older families lack it.
 
     It leaves BOS to the tokenizer, as the families' own documentation does.
+    """
+
+    tasks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """What the model was trained to do -> the text that asks for it, for pages to offer.
+
+    `{...}` in a text stands for the words of whoever asks.
     """
 
     data_parser: type[MultiModalDataParser] = MultiModalDataParser

@@ -31,11 +31,21 @@ CHAT_TEMPLATE = r"""
 """
 """The task of the last turn alone: the model was trained on tasks, not on conversations."""
 IMAGE_TOKEN = "<image>"
-"""Of checkpoints whose tokenizer names none."""
+"""The image token of checkpoints whose tokenizer names none."""
 
 
 class Florence2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
+    tasks: ClassVar = {
+        "Caption": "<CAPTION>",
+        "Detailed caption": "<DETAILED_CAPTION>",
+        "Objects": "<OD>",
+        "Find a phrase": "<CAPTION_TO_PHRASE_GROUNDING>{a green car}",
+        "Outline": "<REFERRING_EXPRESSION_SEGMENTATION>{a green car}",
+        "Regions": "<DENSE_REGION_CAPTION>",
+        "Read text": "<OCR>",
+        "Text with places": "<OCR_WITH_REGION>",
+    }
     data_parser = ImagesOnlyDataParser
     """The encoder's prompt has positions for whole images."""
     host_inputs = Florence2HostInputs

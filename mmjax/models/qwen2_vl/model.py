@@ -11,7 +11,7 @@ from mmjax.models.interface import MultiModalModel
 from mmjax.models.qwen2_vl.host_inputs import Qwen2VLHostInputs, Qwen25VLHostInputs
 from mmjax.models.text_model import build_text_model
 from mmjax.towers.packed_vit import PackedViT, PackedViTConfig
-from mmjax.weights.rules import Rule
+from mmjax.weights.rules import Rule, RuleTypes
 
 
 class Qwen2VLForConditionalGeneration(MultiModalModel):
@@ -26,7 +26,7 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         self.language_model = build_text_model(hf_config, dtype=dtype)
 
     @staticmethod
-    def rules(hf_config: Any) -> Sequence[Rule]:
+    def rules(hf_config: Any) -> Sequence[RuleTypes]:
         """Map the hub's layout, which is also save_pretrained's, and the module's own names."""
         return (
             Rule(r"^(model\.)?visual\.patch_embed\.proj\.", "visual.patch_embed."),
