@@ -35,7 +35,7 @@ class PixtralHostInputs(HostInputs):
         units = cut_patches(item["pixel_values"], self.hf_config.vision_config.patch_size)
         if self.merge_size == 1:
             return units
-        rows, columns = units["places"][-1] + 1
+        rows, columns = (int(last) + 1 for last in units["places"][-1])
         return {**units, "square_offsets": find_square_offsets(rows, columns, self.merge_size)}
 
 
