@@ -60,7 +60,7 @@ def tiny_config(
     """Return HF's config of a kind, with 25 learned positions where it has such."""
     part = "glm_ocr" if kind == "glm_ocr" else "glm4v"
     rope = {"rope_parameters": {**ROPE, "mrope_section": [1, 0, 1]}}
-    tied = {"tie_word_embeddings": is_tied}
+    tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
     config = CLASSES[kind][0](
         text_config={"model_type": f"{part}_text", **TEXT, **rope, **tied, **(text or {})},
         vision_config={"model_type": f"{part}_vision", **VISION, **(vision or {})},

@@ -41,7 +41,7 @@ YARN = {
 """Of Ministral 3: queries grow at every 16th position."""
 DECODERS: dict[str, Any] = {
     "mistral": MistralConfig,
-    "ministral3": partial(Ministral3Config, rope_parameters=YARN),
+    "ministral3": lambda **text: Ministral3Config(**{"rope_parameters": YARN, **text}),
     "qwen3": Qwen3Config,
 }
 

@@ -41,7 +41,7 @@ def tiny_config(
     is_tied: bool = False,
 ) -> Any:
     """Return HF's config, with 25 learned positions."""
-    tied = {"tie_word_embeddings": is_tied}
+    tied: dict[str, Any] = {"tie_word_embeddings": is_tied}
     config = PaddleOCRVLConfig(
         text_config={**TEXT, "head_dim": 8, **tied, **(text or {})},
         vision_config={**VISION, **(vision or {})},

@@ -29,10 +29,22 @@ from transformers import (
     FuyuForCausalLM,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
+    GlmOcrConfig,
+    GlmOcrForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
+    LightOnOcrConfig,
+    LightOnOcrForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PaddleOCRVLConfig,
+    PaddleOCRVLForConditionalGeneration,
     PreTrainedConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -90,6 +102,13 @@ class Family:
     layouts: Mapping[str, Layout] | None = None
     unread: tuple[str, ...] = ()
     """Names that some files have beside those of the module, and nothing reads."""
+
+
+def make_paddleocr_vl(**settings: Any) -> Any:
+    """Return HF's config of the published one, whose head is its own: the files have it."""
+    config = PaddleOCRVLConfig(**settings)
+    config.tie_word_embeddings = False
+    return config
 
 
 FAMILIES = {
@@ -194,6 +213,45 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES["mistral3"] = Family(
+    architecture="Mistral3ForConditionalGeneration",
+    make_config=Mistral3Config,
+    hf_class=Mistral3ForConditionalGeneration,
+    layouts={"hub": LLM_FIRST, "module": MODULE},
+)
+FAMILIES["lighton_ocr"] = Family(
+    architecture="LightOnOcrForConditionalGeneration",
+    make_config=LightOnOcrConfig,
+    hf_class=LightOnOcrForConditionalGeneration,
+)
+FAMILIES["paddleocr_vl"] = Family(
+    architecture="PaddleOCRVLForConditionalGeneration",
+    make_config=make_paddleocr_vl,
+    hf_class=PaddleOCRVLForConditionalGeneration,
+    layouts={
+        "hub": {
+            "model.projector.": "mlp_AR.",
+            "model.visual.": "visual.",
+            "model.language_model.": "model.",
+        },
+        "module": MODULE,
+    },
+    unread=(
+        "visual.vision_model.embeddings.packing_position_embedding.weight",
+        "visual.vision_model.head.probe",
+    ),
+)
+for name, glm in {
+    "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
+    "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
+    "glm_ocr": (GlmOcrConfig, GlmOcrForConditionalGeneration),
+}.items():
+    FAMILIES[name] = Family(
+        architecture=glm[1].__name__,
+        make_config=glm[0],
+        hf_class=glm[1],
+        unread=() if name != "glm_ocr" else ("model.language_model.layers.16.eh_proj.weight",),
+    )
 FAMILIES["pixtral"] = replace(FAMILIES["llava"], architecture="PixtralForConditionalGeneration")
 
 
