@@ -20,6 +20,7 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size
+from mmjax.processing.image_processors.parts import read_json
 from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
@@ -51,8 +52,6 @@ class FamilyInfo(BaseProcessingInfo):
     """Whether only updates may write it: a prompt that has it is refused."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
-    hf_updates_prompt: ClassVar[bool] = False
-    """Whether HF's processor writes an item's tokens itself, given text and items together."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -135,6 +134,16 @@ class FamilyInfo(BaseProcessingInfo):
         return {"image": self.get_max_image_tokens()}
 
     # ---- what rows are written with --------------------------------------------------------------
+
+    @cached_property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """What the checkpoint's processor_config.json has; empty where there is none."""
+        return read_json(self.ctx.model_config.path / "processor_config.json")
+
+    def find_token(self, name: str, default: str) -> str:
+        """Return the token that the tokenizer calls `name`, or processor_config.json does."""
+        named = getattr(self.get_tokenizer(), name, None)
+        return named or self.processor_settings.get(name, default)
 
     def get_token_id(self, token: str) -> int:
         """Return the id of a token that prompts are made of; `CheckpointError` where it is none."""
@@ -230,14 +239,22 @@ InfoT = TypeVar("InfoT", bound=FamilyInfo)
 
 
 class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
-    """The hooks of `BaseMultiModalProcessor`, by the row."""
+    """The hooks of `BaseMultiModalProcessor`, by the row.
 
-    only_tokenizes_text = True
+    The tokenizer makes ids of a text, and the row's updates write the items: HF's processor is
+    called for the items' tensors alone.
+    """
 
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
-        return self.info.hf_updates_prompt and super()._hf_processor_applies_updates(
-            *args, **kwargs
-        )
+        return False
+
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
 
     def _call_hf_processor(
         self,

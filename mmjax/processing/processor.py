@@ -89,10 +89,6 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
 
     requires_tokenizer: ClassVar[bool] = True
 
-    only_tokenizes_text: ClassVar[bool] = False
-    """Whether the HF processor only tokenizes a text without media. Then the tokenizer is called:
-    the processor would check and merge kwargs for longer than it tokenizes."""
-
     def __init__(
         self,
         info: InfoT,
@@ -184,23 +180,26 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> list[int]:
-        """Return the prompt's token ids, begun and ended as the model has it, before any update.
-
-        Of text, those that the HF processor makes of it alone. One that refuses placeholders
-        without media, or writes something for media that are not there, is mended in
-        `_call_hf_processor`, where `mm_data` is empty.
-        """
+        """Return the prompt's token ids, begun and ended as the model has it, before any update."""
         if not isinstance(prompt, str):
             return self._apply_hf_processor_tokens_only(list(prompt))
         with measuring("tokenize"):
-            if self.only_tokenizes_text and not self.info.ctx.merge_mm_kwargs(
-                hf_processor_mm_kwargs
-            ):
-                return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
-            (row,) = self._call_hf_processor(
-                prompt, {}, hf_processor_mm_kwargs, tokenization_kwargs
-            )["input_ids"]
-            return row.tolist() if hasattr(row, "tolist") else list(row)
+            return self._tokenize_text(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
+
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        """Return the token ids that the HF processor makes of a text alone.
+
+        One that refuses placeholders without media, or writes something for media that are not
+        there, is mended in `_call_hf_processor`, where `mm_data` is empty.
+        """
+        arguments = (hf_processor_mm_kwargs, tokenization_kwargs)
+        (row,) = self._call_hf_processor(prompt, {}, *arguments)["input_ids"]
+        return row.tolist() if hasattr(row, "tolist") else list(row)
 
     def _cached_apply_hf_processor(
         self,

@@ -15,7 +15,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.processing.image_processors.affine import keep_bytes
+from mmjax.processing.image_processors.pil_classes import find_pil_class
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
@@ -51,7 +51,6 @@ class Florence2ProcessingInfo(FamilyInfo):
     host_inputs = Florence2HostInputs
     limits: ClassVar = {"image": 1}
     inserts_items = True
-    hf_updates_prompt = True
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer, with the tokens that Microsoft's own layout adds in its code."""
@@ -65,14 +64,12 @@ class Florence2ProcessingInfo(FamilyInfo):
         return {processor.image_token: processor.image_token_id}
 
     def load_hf_processor(self) -> Any:
-        """Assemble the HF processor: AutoProcessor needs torchvision."""
-        # Imported here: they import torch if it is installed.
-        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        """Assemble the HF processor, which knows the tasks: AutoProcessor needs torchvision."""
+        # On use only: it brings an installed torch along.
         from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-        path = self.ctx.model_config.path
-        settings, _ = Florence2Processor.get_processor_dict(path)
-        image_processor = keep_bytes(CLIPImageProcessorPil).from_pretrained(path)
+        clip, settings = find_pil_class("CLIP", "clip"), self.processor_settings
+        image_processor = clip.from_pretrained(self.ctx.model_config.path)
         if not getattr(image_processor, "image_seq_length", None):
             raise CheckpointError(
                 "the image processor's configuration has no `image_seq_length`: the number of "
@@ -122,8 +119,6 @@ class Florence2ProcessingInfo(FamilyInfo):
 class Florence2MultiModalProcessor(
     FamilyProcessor[Florence2ProcessingInfo], EncDecMultiModalProcessor[Florence2ProcessingInfo]
 ):
-    only_tokenizes_text = False
-
     def create_encoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
