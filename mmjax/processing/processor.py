@@ -7,9 +7,9 @@ A request is processed in two steps. `prepare` does the work, and changes no cac
 short, and the only place where the cache changes: who sends the result to the engine holds a lock
 around both, so that the engine sees requests in the order of their commits.
 
-`prepare` tokenizes the prompt alone (`_tokenize`), has the HF processor process the items that the
-cache lacks, apart from the prompt and beside dummy text, and applies the items' prompt updates,
-unless the HF processor has written them into the text already.
+`prepare` tokenizes the prompt alone (`_tokenize`, `info.frame_prompt`), has the HF processor
+process the items that the cache lacks, apart from the prompt and beside dummy text, and applies
+the items' prompt updates, unless the HF processor has written them into the text already.
 """
 
 from abc import ABC, abstractmethod
@@ -180,7 +180,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
         hf_processor_mm_kwargs: Mapping[str, object],
         tokenization_kwargs: Mapping[str, object],
     ) -> list[int]:
-        """Return the prompt's token ids, begun and ended as the model has it, before any update."""
+        """Return the prompt's token ids, before any update."""
         if not isinstance(prompt, str):
             return self._apply_hf_processor_tokens_only(list(prompt))
         with measuring("tokenize"):
@@ -432,6 +432,7 @@ class BaseMultiModalProcessor(ABC, Generic[InfoT]):
     ) -> ProcessedPrompt:
         """`known`: the updates of the items that are not `missing`, by hash."""
         token_ids = self._tokenize(prompt, mm_kwargs, tok_kwargs)
+        token_ids = self.info.frame_prompt(token_ids, mm_items.get_all_counts(), mm_kwargs)
         fresh = self._process_rows(missing, mm_items, mm_kwargs)
         alternatives = {**known, **{mm_hash: updates for mm_hash, (_, updates) in fresh.items()}}
         updates = {

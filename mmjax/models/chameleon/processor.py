@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError
 from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
-from mmjax.models.family import FamilyInfo, FamilyProcessor, check_settings, make_factories
+from mmjax.models.family import FamilyInfo, check_settings, make_factories
 from mmjax.processing.image_processors.image import check_resized_pixels
 from mmjax.processing.image_processors.parts import ProcessorOfParts
 from mmjax.processing.image_processors.pil_classes import find_pil_class
@@ -47,9 +47,15 @@ class ChameleonProcessingInfo(FamilyInfo):
             text_settings=frozenset({_COMPLETES}),
         )
 
-    def is_for_completion(self, mm_kwargs: Mapping[str, object]) -> bool:
-        """Return whether the model should continue the prompt's text, rather than answer it."""
-        return bool(self.scope_kwargs(mm_kwargs, "text_kwargs").get(_COMPLETES, False))
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """End a prompt with the separator, but one whose text the model is to continue."""
+        separator = self.get_tokenizer().sep_token_id
+        is_for_completion = self.scope_kwargs(mm_kwargs, "text_kwargs").get(_COMPLETES, False)
+        if is_for_completion or token_ids[-1:] == [separator]:
+            return token_ids
+        return [*token_ids, separator]
 
     def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse also what HF would scale to a bomb."""
@@ -67,20 +73,4 @@ class ChameleonProcessingInfo(FamilyInfo):
         return [start, *super().write_item(modality, size), end]
 
 
-class ChameleonMultiModalProcessor(FamilyProcessor[ChameleonProcessingInfo]):
-    def _tokenize(
-        self,
-        prompt: str | list[int],
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """End every prompt with the separator, of text and of token ids alike."""
-        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
-        sep_token_id = self.info.get_tokenizer().sep_token_id
-        is_for_completion = self.info.is_for_completion(hf_processor_mm_kwargs)
-        if token_ids[-1:] == [sep_token_id] or is_for_completion:
-            return token_ids
-        return [*token_ids, sep_token_id]
-
-
-FACTORIES = make_factories(ChameleonProcessingInfo, ChameleonMultiModalProcessor)
+FACTORIES = make_factories(ChameleonProcessingInfo)

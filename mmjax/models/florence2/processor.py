@@ -98,6 +98,15 @@ class Florence2ProcessingInfo(FamilyInfo):
     def get_target(self, modality: str) -> Target:
         return PromptIndexTargets.start()
 
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Add `<s>` and `</s>` around the encoder's prompt, as HF does only with an image."""
+        if not mm_counts.get("image"):
+            return token_ids
+        tokenizer = self.get_tokenizer()
+        return [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
+
     def write_task(self, prompt: str) -> str:
         """Replace a task such as `<OD>` by its sentence; other text is unchanged."""
         try:
@@ -122,15 +131,10 @@ class Florence2MultiModalProcessor(
     def create_encoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
     ) -> list[int]:
-        """Replace the task by its sentence, with `<s>` and `</s>` only if there is an image."""
-        tokenizer = self.info.get_tokenizer()
+        """Replace the task by its sentence, without `<s>` and `</s>`."""
         if isinstance(prompt, str):
-            token_ids = as_ids(self.info.write_task(prompt), tokenizer)
-        else:
-            token_ids = self._write_task_in_tokens(prompt)
-        if not mm_items.get_count("image", strict=False):
-            return token_ids
-        return [tokenizer.bos_token_id, *token_ids, tokenizer.eos_token_id]
+            return as_ids(self.info.write_task(prompt), self.info.get_tokenizer())
+        return self._write_task_in_tokens(prompt)
 
     def create_decoder_prompt(
         self, prompt: str | list[int], mm_items: MultiModalDataItems
