@@ -20,7 +20,8 @@ from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
 from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
 from mmjax.processing.image_processors.image import check_pixel_size
-from mmjax.processing.image_processors.parts import read_json
+from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
@@ -37,11 +38,14 @@ Target = list[int] | PromptIndex
 
 
 class FamilyInfo(BaseProcessingInfo):
-    """One row; every family sets `host_inputs`, and overrides `load_hf_processor`."""
+    """One row; every family sets `host_inputs`, and `image_processors` where HF's are taken."""
 
     data_parser = ImageEmbedsDataParser
     host_inputs: ClassVar[type[HostInputs]]
     """Says how large the encoder's units are, and how many embeddings one gives."""
+    image_processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """HF's image processors that the family is served with, as `load_image_processor` takes them;
+    none: `load_hf_processor` says what is loaded."""
     limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({"image": None})
     """Modality -> how many items the model takes; None: any number."""
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -71,6 +75,16 @@ class FamilyInfo(BaseProcessingInfo):
             return None
         shape, _ = self.encoder_spec.inputs.get("pixel_values", ((), ""))
         return ImageSize(width=shape[-1], height=shape[-2]) if shape else None
+
+    def load_hf_processor(self) -> Any:
+        """Return the tokenizer and the image processor; AutoProcessor's where a row names none."""
+        if not self.image_processors:
+            return super().load_hf_processor()
+        path = self.ctx.model_config.path
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=load_image_processor(path, self.image_processors),
+        )
 
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""

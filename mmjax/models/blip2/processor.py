@@ -3,15 +3,13 @@
 Before: `</s> what is it`. After: `<image>*32 </s> what is it`; all of them take embeddings.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from transformers import AddedToken
 
 from mmjax.models.blip2.host_inputs import Blip2HostInputs, check_language_model
 from mmjax.models.family import FamilyInfo, Target, check_settings, make_factories
 from mmjax.processing.context import InputProcessingContext
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import find_pil_class
 from mmjax.processing.prompt_updates.updates import PromptIndexTargets
 
 IMAGE_TOKEN = "<image>"
@@ -35,6 +33,7 @@ CHAT_TEMPLATE = r"""
 class Blip2ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Blip2HostInputs
+    image_processors: ClassVar = {"Blip": "blip"}
     limits: ClassVar = {"image": 1}
     embed_token = IMAGE_TOKEN
     reserves_embed_token = True
@@ -53,17 +52,13 @@ class Blip2ProcessingInfo(FamilyInfo):
         hint = f"{num_queries}: give what the model's own Q-Former and projection give"
         self.check_rows(modality, num_embeds, [num_queries], hint)
 
-    def load_hf_processor(self) -> ProcessorOfParts:
+    def load_hf_processor(self) -> Any:
         hf_config = self.get_hf_config()
         check_language_model(hf_config)
         facts = {"num_query_tokens": hf_config.num_query_tokens}
         check_settings(self.processor_settings, facts)
         self.check_token(IMAGE_TOKEN, "image_token_index")
-        blip = find_pil_class("Blip", "blip")
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=blip.from_pretrained(self.ctx.model_config.path),
-        )
+        return super().load_hf_processor()
 
     def get_target(self, modality: str) -> Target:
         return PromptIndexTargets.start()

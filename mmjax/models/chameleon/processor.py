@@ -5,14 +5,13 @@ the `<image>` take embeddings. `return_for_text_completion=True` omits the separ
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError
 from mmjax.models.chameleon.host_inputs import ChameleonHostInputs
 from mmjax.models.family import FamilyInfo, check_settings, make_factories
 from mmjax.processing.image_processors.image import check_resized_pixels
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import find_pil_class
 from mmjax.processing.items.parse import ImagesOnlyDataParser
 
 CHAT_TEMPLATE = r"""
@@ -29,9 +28,10 @@ class ChameleonProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     data_parser = ImagesOnlyDataParser
     host_inputs = ChameleonHostInputs
+    image_processors: ClassVar = {"Chameleon": "chameleon"}
     placeholders: ClassVar = {"image": "<image>"}
 
-    def load_hf_processor(self) -> ProcessorOfParts:
+    def load_hf_processor(self) -> Any:
         facts = {"image_seq_length": self.num_unit_tokens}
         check_settings(self.processor_settings, facts, source="`vq_config` of config.json gives")
         if self.get_tokenizer().sep_token_id is None:
@@ -40,12 +40,7 @@ class ChameleonProcessingInfo(FamilyInfo):
                 "name it in tokenizer_config.json"
             )
         self.check_token(self.find_token("image_token", "<image>"))
-        chameleon = find_pil_class("Chameleon", "chameleon")
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=chameleon.from_pretrained(self.ctx.model_config.path),
-            text_settings=frozenset({_COMPLETES}),
-        )
+        return replace(super().load_hf_processor(), text_settings=frozenset({_COMPLETES}))
 
     def frame_prompt(
         self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]

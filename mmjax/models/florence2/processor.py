@@ -15,7 +15,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, make_factories
 from mmjax.models.florence2.answers import NUM_BINS, VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
-from mmjax.processing.image_processors.pil_classes import find_pil_class
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.items import ImageProcessorItems
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser, MultiModalDataItems
 from mmjax.processing.prepared import AnswerParser
@@ -68,8 +68,8 @@ class Florence2ProcessingInfo(FamilyInfo):
         # On use only: it brings an installed torch along.
         from transformers.models.florence2.processing_florence2 import Florence2Processor
 
-        clip, settings = find_pil_class("CLIP", "clip"), self.processor_settings
-        image_processor = clip.from_pretrained(self.ctx.model_config.path)
+        settings = self.processor_settings
+        image_processor = load_image_processor(self.ctx.model_config.path, {"CLIP": "clip"})
         if not getattr(image_processor, "image_seq_length", None):
             raise CheckpointError(
                 "the image processor's configuration has no `image_seq_length`: the number of "

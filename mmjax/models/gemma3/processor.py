@@ -6,7 +6,7 @@ Before: `look <start_of_image>`. After: `look \n\n <start_of_image> <image_soft_
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar
@@ -24,8 +24,6 @@ from mmjax.models.family import (
     make_factories,
 )
 from mmjax.models.gemma3.host_inputs import Gemma3HostInputs
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import find_pil_class
 from mmjax.processing.items.parse import ImageProcessorItems, ImageSize
 from mmjax.processing.prompt_updates.matching import (
     MultiModalPromptUpdatesApplyResult,
@@ -101,6 +99,7 @@ CHAT_TEMPLATE = r"""
 class Gemma3ProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = Gemma3HostInputs
+    image_processors: ClassVar = {"Gemma3": "gemma3"}
     placeholders: ClassVar = {"image": "<start_of_image>"}
 
     @property
@@ -119,7 +118,7 @@ class Gemma3ProcessingInfo(FamilyInfo):
         tokenizer = self.get_tokenizer()
         return {tokenizer.image_token: tokenizer.image_token_id}
 
-    def load_hf_processor(self) -> ProcessorOfParts:
+    def load_hf_processor(self) -> Any:
         # On use only: it brings an installed torch along.
         from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
@@ -128,12 +127,8 @@ class Gemma3ProcessingInfo(FamilyInfo):
         source = "`mm_tokens_per_image` of config.json is"
         check_settings({"image_seq_length": 256, **self.processor_settings}, facts, source=source)
         self.check_token(tokenizer.image_token, "image_token_index")
-        gemma = find_pil_class("Gemma3", "gemma3")
-        return ProcessorOfParts(
-            tokenizer=tokenizer,
-            image_processor=gemma.from_pretrained(self.ctx.model_config.path),
-            defaults={"images_kwargs": dict(Gemma3Processor.images_kwargs)},
-        )
+        defaults = {"images_kwargs": dict(Gemma3Processor.images_kwargs)}
+        return replace(super().load_hf_processor(), defaults=defaults)
 
     def get_pan_and_scan(self, mm_kwargs: Mapping[str, object]) -> PanAndScan:
         """Return the settings of a request's kwargs, merged with the operator's."""

@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from mmjax.models.family import FamilyInfo, check_settings, make_factories
 from mmjax.models.llava.host_inputs import LlavaHostInputs
 from mmjax.processing.image_processors.image import check_resized_pixels, check_squared_pixels
-from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import load_image_processor
 
 CHAT_TEMPLATE = r"""
 {%- for message in messages -%}
@@ -27,15 +25,15 @@ CHAT_TEMPLATE = r"""
 {%- endif -%}
 """
 """Vicuna's turns, in which LLaVA-1.5 was trained."""
-_IMAGE_PROCESSOR_FOLDERS = {"CLIP": "clip", "Llava": "llava", "Siglip": "siglip"}
 
 
 class LlavaProcessingInfo(FamilyInfo):
     chat_template = CHAT_TEMPLATE
     host_inputs = LlavaHostInputs
+    image_processors: ClassVar = {"CLIP": "clip", "Llava": "llava", "Siglip": "siglip"}
     placeholders: ClassVar = {"image": "<image>"}
 
-    def load_hf_processor(self) -> ProcessorOfParts:
+    def load_hf_processor(self) -> Any:
         hf_config = self.get_hf_config()
         facts = {
             "patch_size": hf_config.vision_config.patch_size,
@@ -43,12 +41,7 @@ class LlavaProcessingInfo(FamilyInfo):
         }
         check_settings(self.processor_settings, facts)
         self.check_token(self.find_token("image_token", "<image>"), "image_token_index")
-        return ProcessorOfParts(
-            tokenizer=self.get_tokenizer(),
-            image_processor=load_image_processor(
-                self.ctx.model_config.path, _IMAGE_PROCESSOR_FOLDERS
-            ),
-        )
+        return super().load_hf_processor()
 
     def check_sizes(self, mm_data: Mapping[str, Any], mm_kwargs: Mapping[str, object]) -> None:
         """Refuse also what HF would pad or scale to a bomb."""

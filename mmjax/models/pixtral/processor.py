@@ -12,7 +12,7 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.pixtral.host_inputs import PixtralHostInputs, check_whole_pictures
 from mmjax.processing.image_processors.parts import ProcessorOfParts
-from mmjax.processing.image_processors.pil_classes import find_pil_class
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -137,7 +137,7 @@ class PixtralProcessingInfo(FamilyInfo):
                 "which are not merged; make them equal"
             )
         _ = self.token_ids
-        own = find_pil_class("Pixtral", "pixtral").from_pretrained(self.ctx.model_config.path)
+        own = load_image_processor(self.ctx.model_config.path, {"Pixtral": "pixtral"})
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=PixtralImageScaler(own, self.patch_size),

@@ -12,22 +12,23 @@ from mmjax.errors import CheckpointError
 from mmjax.processing.image_processors.affine import keep_bytes
 
 
-def find_pil_class(name: str, folder: str) -> Any:
-    """Return `<name>ImageProcessorPil` of `transformers.models.<folder>`; its pixels stay bytes."""
-    # On use only: it brings an installed torch along.
-    module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
-    return keep_bytes(getattr(module, f"{name}ImageProcessorPil"))
-
-
 def load_image_processor(path: Path, folders: Mapping[str, str]) -> Any:
     """Load the image processor that a checkpoint names, of those that a family is served with.
 
     Args:
-        path: The checkpoint, whose `image_processor_type` is asked.
-        folders: As `find_pil_class` takes them, by name (`CLIP`); the first is that of a checkpoint
-            that names none.
+        path: The checkpoint, whose `image_processor_type` is asked where there are several.
+        folders: By the beginning of a class's name (`CLIP` of `CLIPImageProcessor`), the folder of
+            `transformers.models` that has it. The first is that of a checkpoint that names none.
     """
+    name = next(iter(folders)) if len(folders) == 1 else _find_name(path, folders)
     # On use only: it brings an installed torch along.
+    module = import_module(
+        f"transformers.models.{folders[name]}.image_processing_pil_{folders[name]}"
+    )
+    return keep_bytes(getattr(module, f"{name}ImageProcessorPil")).from_pretrained(path)
+
+
+def _find_name(path: Path, folders: Mapping[str, str]) -> str:
     from transformers.image_processing_base import ImageProcessingMixin
 
     settings, _ = ImageProcessingMixin.get_image_processor_dict(path)
@@ -39,4 +40,4 @@ def load_image_processor(path: Path, folders: Mapping[str, str]) -> Any:
             f"`image_processor_type` of the checkpoint is `{found}`; the model is served with "
             f"{known}"
         )
-    return find_pil_class(name, folders[name]).from_pretrained(path)
+    return name
