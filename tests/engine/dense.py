@@ -11,7 +11,7 @@ from mmjax.layers.attention.api import DenseAttentionMetadata
 from mmjax.layers.module import bind
 from mmjax.parity.arrays import Sample
 from mmjax.parity.compare import LOGITS
-from tests.models.families.family import Parts, TinyModel
+from tests.families.tiny import Parts, TinyModel
 
 DENSE_LENGTH = 192
 """Tokens of the only shape."""

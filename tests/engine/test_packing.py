@@ -17,9 +17,9 @@ from mmjax.engine.device.encoder import EncoderCall, patch_buckets, plan_calls
 from mmjax.errors import RequestError
 from mmjax.parity.arrays import Sample
 from mmjax.transport.messages import EngineCoreRequest
-from tests.models.families import served_model
-from tests.models.families.family import DrawnItem, Media, Part, Words
-from tests.models.families.qwen2_vl import draw_grid
+from tests.families import served_model
+from tests.families.qwen2_vl import draw_grid
+from tests.families.tiny import DrawnItem, Media, Part, Words
 from tests.models.served import make_request, serve, start_model
 
 # ---- the plan ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from mmjax.models.model_source import load_model_config
 from mmjax.weights.safetensors import open_safetensors
-from tests.models.golden_models import GOLDEN_MODELS
+from tests.families.directories import GOLDEN_MODELS
 
 TILES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (4, 1), (2, 2), (1, 9), (9, 1), (3, 3)]
 VIT_WIDTH, VIT_INNER, VIT_BLOCKS = 1024, 4096, 23

@@ -7,9 +7,9 @@ import torch
 
 from mmjax import LLM, SamplingParams
 from mmjax.parity.reference import generate_reference, load_reference
+from tests.families.blip2 import hf_processor
+from tests.families.blip2 import write as write_blip2
 from tests.kit import draw
-from tests.models.directories import write_blip2
-from tests.processing.families.blip2 import hf_processor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = "what is it"

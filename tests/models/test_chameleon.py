@@ -21,20 +21,20 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.compare import LOGITS
 from mmjax.parity.reference import generate_reference, load_reference
 from mmjax.weights.sharding import param_sharding
-from tests.kit import draw
-from tests.models.directories import write_chameleon
-from tests.models.families import served_model
-from tests.models.families.chameleon import (
+from tests.families import served_model
+from tests.families.chameleon import (
     FIRST_CODE,
     NUM_CODES,
     TOKENS_PER_IMAGE,
     VOCAB_SIZE,
+    call_hf,
     draw_item,
     tiny_config,
 )
-from tests.models.families.family import Media, Words
+from tests.families.chameleon import write as write_chameleon
+from tests.families.tiny import Media, Words
+from tests.kit import draw
 from tests.models.served import ask
-from tests.processing.families.chameleon import call_hf
 
 RULES = Model.rules(None)
 

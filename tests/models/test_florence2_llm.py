@@ -11,8 +11,8 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 
 from mmjax import LLM, SamplingParams
 from mmjax.parity.reference import generate_reference, load_reference
+from tests.families.florence2 import write as write_florence2
 from tests.kit import draw
-from tests.models.directories import write_florence2
 
 MAX_TOKENS = 8
 UNREPEATED = [

@@ -53,9 +53,9 @@ from mmjax.models.registry import load_model_class
 from mmjax.weights.load import match_tensors
 from mmjax.weights.rules import apply_rules
 from mmjax.weights.safetensors import StoredTensor, open_safetensors
+from tests.families.chameleon import vocabulary_map
+from tests.families.directories import GOLDEN_MODELS
 from tests.models import published_names
-from tests.models.families.chameleon import vocabulary_map
-from tests.models.golden_models import GOLDEN_MODELS
 from tests.models.original_internvl import original_config, to_original
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(

@@ -21,13 +21,13 @@ from mmjax.params.sampling_params import SamplingParams
 from mmjax.parity.arrays import PagedModel
 from mmjax.parity.reference import generate_reference, make_pixels
 from mmjax.weights.sharding import param_sharding
+from tests.families import served_model
+from tests.families.directories import golden_processor
+from tests.families.fuyu import draw_item, tiny_config
+from tests.families.fuyu import write as write_fuyu
+from tests.families.tiny import Media
 from tests.kit import draw
-from tests.models.directories import write_fuyu
-from tests.models.families import served_model
-from tests.models.families.family import Media
-from tests.models.families.fuyu import draw_item, tiny_config
 from tests.models.served import ask
-from tests.processing.families.family import golden_processor
 
 
 def test_embeddings_are_hfs():

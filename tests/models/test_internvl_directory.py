@@ -11,9 +11,10 @@ from mmjax import LLM, SamplingParams
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import generate_reference, load_reference, make_pixels
+from tests.families.internvl import hf_processor
+from tests.families.internvl import write as write_internvl
+from tests.families.internvl import write_original as write_internvl_original
 from tests.kit import draw
-from tests.models.directories import write_internvl, write_internvl_original
-from tests.processing.families.internvl import hf_processor
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PICTURE = draw(130, 70, 3)

@@ -11,8 +11,9 @@ from mmjax import LLM, SamplingParams
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
+from tests.families.llava import write as write_llava
+from tests.families.pixtral import write as write_pixtral_weights
 from tests.kit import draw
-from tests.models.directories import write_llava, write_pixtral_weights
 
 TEXT = "what color is the circle"
 

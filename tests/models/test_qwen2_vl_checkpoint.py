@@ -8,9 +8,9 @@ import torch
 
 from mmjax import LLM, SamplingParams
 from mmjax.parity.reference import load_reference, make_pixels
+from tests.families.qwen2_vl import VIDEO, hf_processor, make_processor
+from tests.families.qwen2_vl import write as write_qwen2_vl
 from tests.kit import draw
-from tests.models.directories import write_qwen2_vl
-from tests.processing.families.qwen2_vl import VIDEO, hf_processor, make_processor
 
 MAX_TOKENS = 8
 QUESTION = "what color is the circle?"

@@ -15,9 +15,9 @@ from mmjax import LLM, SamplingParams
 from mmjax.errors import RequestError
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.reference import load_reference
+from tests.families.qwen2_vl import IMAGE, QWEN2_5, hf_processor
+from tests.families.qwen2_vl import write as write_qwen2_vl
 from tests.kit import draw
-from tests.models.directories import QWEN2_5, write_qwen2_vl
-from tests.processing.families.qwen2_vl import IMAGE, hf_processor
 from tests.test_serve import SMALL, Served, ask_for_logprobs, message_about
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

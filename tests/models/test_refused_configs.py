@@ -11,8 +11,8 @@ from mmjax.errors import CheckpointError
 from mmjax.layers.module import build_abstract
 from mmjax.models.model_source import load_model_config
 from mmjax.models.molmo.model import MolmoForCausalLM
-from tests.models.families import TINY_FAMILIES
-from tests.models.golden_models import GOLDEN_MODELS
+from tests.families import TINY_FAMILIES
+from tests.families.directories import GOLDEN_MODELS
 
 Values = Mapping[str, Any]
 REFUSED: Mapping[str, list[tuple[Values, str]]] = {

@@ -10,8 +10,8 @@ import torch
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
+from tests.families.directories import edit_golden, get_placeholder_str, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE_ID = 999
 

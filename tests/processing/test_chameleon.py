@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
+from tests.families.directories import edit_golden, get_placeholder_str, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE, IMAGE_ID, START_ID, END_ID = "<image>", 964, 965, 966
 SEP, SEP_ID = "<reserved08706>", 967

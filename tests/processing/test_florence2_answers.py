@@ -11,7 +11,7 @@ from transformers.models.florence2.processing_florence2 import Florence2Processo
 from mmjax.models.florence2.answers import VAGUE_PHRASES, parse_answer
 from mmjax.models.florence2.processor import Florence2ProcessingInfo
 from mmjax.processing.items.items import ImageSize
-from tests.processing.families import florence2
+from tests.families.florence2 import FLORENCE2
 
 KINDS = (
     "pure_text",
@@ -29,8 +29,8 @@ def hf() -> Any:
     settings: dict[str, Any] = {kind: {} for kind in KINDS}
     settings["phrase_grounding"] = {"banned_grounding_tokens": sorted(VAGUE_PHRASES)}
     return Florence2Processor(
-        CLIPImageProcessorPil.from_pretrained(florence2.PATH),
-        AutoTokenizer.from_pretrained(florence2.PATH),
+        CLIPImageProcessorPil.from_pretrained(FLORENCE2.path()),
+        AutoTokenizer.from_pretrained(FLORENCE2.path()),
         num_additional_image_tokens=1,
         post_processor_config=settings,
     )

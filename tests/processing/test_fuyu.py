@@ -12,9 +12,9 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.models.fuyu.processor import FuyuImageProcessor
 from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
+from tests.families import fuyu
+from tests.families.directories import edit_golden, get_placeholder_str, golden_processor
 from tests.kit import draw
-from tests.processing.families import fuyu
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE_ID, NEWLINE_ID, START_ID, ANSWER_ID, SPACE_ID = 997, 998, 1, 7, 319
 END_OF_TEXT_ID = 999

@@ -9,8 +9,8 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.gemma3.processor import PanAndScan
 from mmjax.processing import ImageSize
+from tests.families import gemma3
 from tests.kit import draw
-from tests.processing.families import gemma3
 
 BOI = "<start_of_image>"
 

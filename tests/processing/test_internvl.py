@@ -26,10 +26,9 @@ from mmjax.parity.reference import make_pixels
 from mmjax.processing import ImageSize
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.tiling import choose_arrangement, list_arrangements
-from tests.kit import draw
-from tests.processing.families import internvl
-from tests.processing.families.family import get_placeholder_str
-from tests.processing.families.internvl import (
+from tests.families import internvl
+from tests.families.directories import get_placeholder_str
+from tests.families.internvl import (
     CONFIG,
     VIDEO,
     cut_as_original,
@@ -38,6 +37,7 @@ from tests.processing.families.internvl import (
     normalize_as_original,
     original,
 )
+from tests.kit import draw
 
 ROOMY = MultiModalProcessorOnlyCache
 

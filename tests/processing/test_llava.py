@@ -15,8 +15,8 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
 from mmjax.models.llava.host_inputs import count_kept_features
 from mmjax.parity.reference import make_pixels
+from tests.families.directories import edit_golden, get_placeholder_str, golden_processor
 from tests.kit import draw
-from tests.processing.families.family import edit_golden, get_placeholder_str, golden_processor
 
 IMAGE, IMAGE_ID = "<image>", 998
 

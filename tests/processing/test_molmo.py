@@ -7,8 +7,9 @@ import pytest
 
 from mmjax.models.molmo.image_processor import Grid, MolmoImageProcessor, choose_tiling
 from mmjax.models.molmo.processor import CHAT_TEMPLATE, format_prompt
+from tests.families import molmo
+from tests.families.molmo import MOLMO
 from tests.kit import draw
-from tests.processing.families import molmo
 
 BOS = 340
 PUBLISHED = MolmoImageProcessor()
@@ -16,7 +17,7 @@ PUBLISHED = MolmoImageProcessor()
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    return molmo.make_processor()
+    return MOLMO.make_processor()
 
 
 def ids_of(text: str) -> list[int]:
@@ -49,7 +50,7 @@ def test_a_text_becomes_a_turn_once(processor: Any, text: str, expected: str):
     ],
 )
 def test_the_format_can_be_turned_off(processor: Any, kwargs: dict[str, Any], expected: str):
-    operators = molmo.make_processor(mm_processor_kwargs=kwargs)
+    operators = MOLMO.make_processor(mm_processor_kwargs=kwargs)
     for prompt in ("what", ids_of("what")):
         inputs = processor.apply(prompt, hf_processor_mm_kwargs=kwargs)
         assert inputs.prompt_token_ids == [BOS, *ids_of(expected)]

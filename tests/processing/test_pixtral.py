@@ -12,9 +12,9 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families.directories import golden_processor
+from tests.families.pixtral import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
 from tests.kit import draw
-from tests.processing.families.family import golden_processor
-from tests.processing.families.llava import PIXTRAL_EDGE, PIXTRAL_PATCH, write_pixtral
 
 IMAGE, BREAK, END = 1000, 1001, 1002
 SIZES = [(1, 1), (37, 211), (640, 480), (56, 56), (90, 14), (14, 15)]

@@ -12,13 +12,15 @@ from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import RequestError
 from mmjax.parity.reference import make_pixels
 from mmjax.processing.encoder_budget import MultiModalProfiler
+from tests.families.qwen2_vl import IMAGE, QWEN2_5_VL, VIDEO, hf_qwen2_5
 from tests.kit import draw
-from tests.processing.families.qwen2_vl import IMAGE, VIDEO, hf_qwen2_5, make_qwen2_5
 
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    return make_qwen2_5(processor_cache=MultiModalProcessorOnlyCache(2**26), enable_mm_embeds=True)
+    return QWEN2_5_VL.make_processor(
+        processor_cache=MultiModalProcessorOnlyCache(2**26), enable_mm_embeds=True
+    )
 
 
 class Stub(VideoProcessorMixin):

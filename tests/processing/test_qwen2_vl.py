@@ -22,9 +22,9 @@ from mmjax.processing import MultiModalInputs
 from mmjax.processing.encoder_budget import MultiModalProfiler
 from mmjax.processing.image_processors.parts import load_video_settings
 from mmjax.processing.image_processors.patches import VideoPatcher
+from tests.families import qwen2_vl
+from tests.families.qwen2_vl import IMAGE, VIDEO
 from tests.kit import draw
-from tests.processing.families import qwen2_vl
-from tests.processing.families.qwen2_vl import IMAGE, VIDEO
 
 STEP = 1 / 255 / 0.26
 """One 8-bit step of a normalised pixel."""

@@ -4,7 +4,9 @@ transformers has no class of it: the rules are written down here once more, plai
 """
 
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from mmjax.models.model_source import load_model_config
-from tests.processing.families.family import Family, HFInputs, golden_path, golden_processor
+from tests.families.directories import GOLDEN_MODELS, golden_path
+from tests.families.family import Family, HFInputs
 
 PATH = golden_path("deepseek_vl2")
 BOS, IMAGE = 0, 333
@@ -88,9 +91,26 @@ def takes_size(width: int, height: int) -> bool:
     return round(min(width, height) / max(width, height) * SIDE) > 0
 
 
-FAMILY = Family(
+def write(folder: Path) -> Path:
+    return Path(copytree(GOLDEN_MODELS / "deepseek_vl2_base", folder / "deepseek_vl2"))
+
+
+DEEPSEEK_VL2 = Family(
     name="deepseek_vl2",
-    make_processor=partial(golden_processor, "deepseek_vl2"),
+    architecture="DeepseekVLV2ForCausalLM",
+    has_reference=False,
+    path=lambda: PATH,
+    write=write,
+    needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
+    rendered=(
+        "<|User|>: <image>\n"
+        "what is it\n"
+        "\n"
+        "<|Assistant|>:a car<｜end▁of▁sentence｜><|User|>: which color\n"
+        "\n"
+        "<|Assistant|>:"
+    ),
+    with_system=("", "be short\n\n"),
     call_hf=call_hf,
     embed_token_ids=lambda processor: [IMAGE],
     placeholder="<image>",

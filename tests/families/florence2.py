@@ -3,13 +3,17 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Florence2Config, GenerationConfig
 from transformers import Florence2ForConditionalGeneration as HFModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.florence2.processing_florence2 import Florence2Processor
 
 from mmjax.models.florence2.host_inputs import Florence2HostInputs
 from mmjax.models.florence2.model import Florence2ForConditionalGeneration
@@ -17,7 +21,14 @@ from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.tensors.inputs import PlaceholderRange
-from tests.models.families.family import (
+from tests.families.directories import (
+    GOLDEN,
+    edit_golden,
+    golden_path,
+    save_weights,
+)
+from tests.families.family import Family, assemble, call_processor
+from tests.families.tiny import (
     AFFINE,
     DrawnItem,
     Media,
@@ -152,7 +163,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
 
 
 LOUD = {"is_loud": True, "text": {"encoder_layers": 1, "decoder_layers": 1}}
-FLORENCE2 = Florence2Family(
+TINY = Florence2Family(
     name="florence2",
     model_class=Florence2ForConditionalGeneration,
     reference_class=HFModel,
@@ -206,4 +217,44 @@ FLORENCE2 = Florence2Family(
             9,
         ),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    path = GOLDEN / "florence2"
+    return assemble(Florence2Processor, CLIPImageProcessorPil, path, num_additional_image_tokens=1)
+
+
+def write(folder: Path) -> Path:
+    """Images of 64 pixels, prompts of 64 tokens; weights that make answers differ."""
+    heads = {f"text_config.{side}coder_attention_heads": 4 for side in ("en", "de")}
+    layers = {f"text_config.{side}coder_layers": 1 for side in ("en", "de")}
+    config = {**heads, **layers, "text_config.max_position_embeddings": 64}
+    size = {"height": 64, "width": 64}
+    image_processor = {"size": size, "crop_size": size, "image_seq_length": 5}
+    settings = {f"image_processor.{key}": value for key, value in image_processor.items()}
+    path = edit_golden("florence2", folder, config=config, processor_config=settings)
+    return save_weights(path, partial(fill, is_loud=True))
+
+
+FLORENCE2 = Family(
+    name="florence2",
+    architecture="Florence2ForConditionalGeneration",
+    tiny=TINY,
+    path=partial(golden_path, "florence2"),
+    write=write,
+    needless_files=frozenset({"tokenizer_config.json"}),
+    llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64},  # it declares its length
+    question="<CAPTION>",
+    rendered="which color",
+    with_system=("", ""),
+    call_hf=partial(call_processor, hf_processor),
+    max_images=1,
+    extra_kwargs=({}, {"images_kwargs": {"do_normalize": False}}),
+    updates_encoder_prompt=True,
 )

@@ -1,17 +1,27 @@
 """Tiny BLIP-2s: an image's queries stand before the text, and there is at most one image."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, Blip2Config, OPTConfig
 from transformers import Blip2ForConditionalGeneration as HFModel
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
+from transformers.models.blip_2.processing_blip_2 import Blip2Processor
 
 from mmjax.models.blip2.model import Blip2ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import (
+from tests.families.directories import (
+    GOLDEN,
+    edit_golden,
+    golden_path,
+    save_weights,
+)
+from tests.families.family import Family, assemble, call_processor
+from tests.families.tiny import (
     AFFINE,
     DrawnItem,
     Media,
@@ -21,7 +31,6 @@ from tests.models.families.family import (
     draw_bytes,
     listed,
 )
-from tests.processing.families.family import edit_golden
 
 IMAGE_TOKEN, NUM_QUERIES = 120, 5
 TEXT: dict[str, Any] = {
@@ -114,7 +123,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"text": {"hidden_size": width, "num_attention_heads": num_heads}}
 
 
-BLIP2 = Blip2Family(
+TINY = Blip2Family(
     name="blip2",
     model_class=Blip2ForConditionalGeneration,
     reference_class=HFModel,
@@ -154,5 +163,37 @@ BLIP2 = Blip2Family(
 def tiny_blip2_checkpoint(folder: Path) -> Path:
     """Write a directory with tokenizer, processor and random weights; return it."""
     path = edit_golden("blip2", folder)
-    BLIP2.make_reference(config=AutoConfig.from_pretrained(path)).save_pretrained(path)
+    TINY.make_reference(config=AutoConfig.from_pretrained(path)).save_pretrained(path)
     return path
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    return assemble(Blip2Processor, BlipImageProcessorPil, GOLDEN / "blip2", num_query_tokens=8)
+
+
+def write(folder: Path) -> Path:
+    heads = {"text_config.num_attention_heads": 4}
+    return save_weights(edit_golden("blip2", folder, config=heads))
+
+
+BLIP2 = Family(
+    name="blip2",
+    architecture="Blip2ForConditionalGeneration",
+    tiny=TINY,
+    path=partial(golden_path, "blip2"),
+    write=write,
+    needless_files=frozenset({"tokenizer_config.json"}),
+    probed=("qformer.encoder.layer.1", "language_projection"),
+    rendered="Question: what is it Answer: a car Question: which color Answer:",
+    with_system=("Question: what", "be short Question: what"),
+    call_hf=partial(call_processor, hf_processor),
+    embed_token_ids=lambda processor: [processor.info.get_embed_token_id("image")],
+    min_images=1,
+    max_images=1,
+    words=(*Family.words, *("</s>", "<s>", "<pad>")),
+)

@@ -1,12 +1,12 @@
 """Tiny LLaVAs: CLIP's and SigLIP's towers before four kinds of decoders, and Pixtral's."""
 
 from collections.abc import Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import (
-    AutoConfig,
     CLIPVisionConfig,
     Gemma3TextConfig,
     LlamaConfig,
@@ -17,21 +17,28 @@ from transformers import (
     SiglipVisionConfig,
 )
 from transformers import LlavaForConditionalGeneration as HFModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmjax.models.llava.host_inputs import count_image_tokens
 from mmjax.models.llava.model import LlavaForConditionalGeneration
-from mmjax.models.pixtral.model import PixtralForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    TinyFamily,
-    Variant,
-    draw_bytes,
-    listed,
+from mmjax.rounding import round_up
+from tests.families.directories import (
+    GOLDEN,
+    HEADS,
+    edit_golden,
+    golden_path,
+    made_once,
+    make_tokenizer,
+    save_weights,
+    with_weights,
+    write_directory,
 )
+from tests.families.family import Family, assemble, call_processor
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
 
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
 TEXT: dict[str, Any] = {
@@ -130,7 +137,7 @@ ROW: dict[str, Any] = {
     "word_ids": range(5, IMAGE_TOKEN),
     "published_head_dim": 128,
 }
-LLAVA = TinyFamily(
+TINY = TinyFamily(
     **ROW,
     name="llava",
     served={},
@@ -173,25 +180,91 @@ LLAVA = TinyFamily(
         ),
     },
 )
-PIXTRAL = TinyFamily(
-    **{
-        **ROW,
-        "model_class": PixtralForConditionalGeneration,
-        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize(*sizes)},
-    },
-    name="pixtral",
-    served=PIXTRAL_SETTINGS,
-    max_embeds={"image": 12},
-    variants={
-        "mistral": Variant({**PIXTRAL_SETTINGS, "decoder": "mistral"}, 8),
-        "two states": Variant({**PIXTRAL_SETTINGS, "vision_feature_layer": [1, -2]}, 7),
-    },
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    return assemble(
+        LlavaProcessor,
+        CLIPImageProcessorPil,
+        GOLDEN / "llava",
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def write(folder: Path) -> Path:
+    return save_weights(edit_golden("llava", folder, config={**HEADS, "text_config.head_dim": 16}))
+
+
+LLAVA = Family(
+    name="llava",
+    architecture="LlavaForConditionalGeneration",
+    tiny=TINY,
+    path=partial(golden_path, "llava"),
+    write=write,
+    needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
+    rendered=("USER: <image>\nwhat is it ASSISTANT: a car</s>USER: which color ASSISTANT:"),
+    with_system=("USER: <", "be short USER: <"),
+    call_hf=partial(call_processor, hf_processor),
+    placeholder="<image>",
+    words=(*Family.words, *("<s>", "</s>", "<pad>")),
 )
 
 
-def tiny_llava_checkpoint(path: Path) -> Path:
-    """Write random weights beside the other files of a directory; return it."""
-    generation = (path / "generation_config.json").read_bytes()
-    LLAVA.make_reference(config=AutoConfig.from_pretrained(path)).save_pretrained(path)
-    (path / "generation_config.json").write_bytes(generation)
-    return path
+# ---- another tower and decoder, in a directory that tests write ----------------------------------
+
+
+def write_siglip_files(path: Path) -> Path:
+    """Write a LLaVA of SigLIP's tower before Qwen2: no class token, no BOS."""
+    tokenizer = make_tokenizer(["<image>"], eos="<|im_end|>", named={"image_token": "<image>"})
+    config = tiny_config(
+        decoder="qwen2",
+        tower="siglip",
+        text={"vocab_size": round_up(len(tokenizer), 64), "max_position_embeddings": 1024},
+        vision={"image_size": 56, "patch_size": 14},
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+    )
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.image_token_index = tokenizer.image_token_id
+    size = {"height": 56, "width": 56}
+    settings = {"patch_size": 14, "vision_feature_select_strategy": "full"}
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        preprocessor_config={"image_processor_type": "SiglipImageProcessor", "size": size},
+        processor_config={"processor_class": "LlavaProcessor", **settings},
+    )
+
+
+siglip_path = made_once(write_siglip_files)
+
+
+@cache
+def hf_siglip() -> Any:
+    """HF's own processor, built apart from ours."""
+    settings = {"patch_size": 14, "vision_feature_select_strategy": "full"}
+    return assemble(LlavaProcessor, SiglipImageProcessorPil, siglip_path(), **settings)
+
+
+LLAVA_SIGLIP = Family(
+    name="llava siglip",
+    architecture="LlavaForConditionalGeneration",
+    tiny=None,
+    is_written=True,
+    path=siglip_path,
+    write=with_weights(write_siglip_files),
+    needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
+    rendered="USER: <image>\nwhat is it ASSISTANT: a car<|im_end|>USER: which color ASSISTANT:",
+    with_system=("USER: <", "be short USER: <"),
+    call_hf=partial(call_processor, hf_siglip),
+    placeholder="<image>",
+    words=(*Family.words, "<|im_end|>", "<pad>"),
+)

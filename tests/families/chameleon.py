@@ -1,23 +1,27 @@
 """Tiny Chameleons: images are codes of a vocabulary, and codes are never sampled."""
 
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import ChameleonConfig
 from transformers import ChameleonForConditionalGeneration as HFModel
+from transformers.models.chameleon.image_processing_pil_chameleon import ChameleonImageProcessorPil
+from transformers.models.chameleon.processing_chameleon import ChameleonProcessor
 
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    TinyFamily,
-    Variant,
-    draw_bytes,
-    listed,
+from tests.families.directories import (
+    GOLDEN,
+    edit_golden,
+    golden_path,
+    save_weights,
 )
+from tests.families.family import Family, HFInputs, assemble
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
 
 VOCAB_SIZE, NUM_CODES, TOKENS_PER_IMAGE = 160, 40, 16
 IMAGE, BEGIN, END = 2, 3, 4
@@ -83,7 +87,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
 
 
 ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
-CHAMELEON = TinyFamily(
+TINY = TinyFamily(
     name="chameleon",
     model_class=ChameleonForConditionalGeneration,
     reference_class=HFModel,
@@ -108,4 +112,42 @@ CHAMELEON = TinyFamily(
             5,
         ),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    path = GOLDEN / "chameleon"
+    return assemble(ChameleonProcessor, ChameleonImageProcessorPil, path, image_seq_length=256)
+
+
+def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    """Call HF's processor, whose kwargs are of text, too."""
+    outputs = hf_processor()(text=prompt, images=images or None, return_tensors="np", **kwargs)
+    return HFInputs(outputs["input_ids"][0].tolist(), outputs)
+
+
+def write(folder: Path) -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    return save_weights(edit_golden("chameleon", folder, config=heads))
+
+
+COMPLETION = {"return_for_text_completion": True}
+CHAMELEON = Family(
+    name="chameleon",
+    architecture="ChameleonForConditionalGeneration",
+    tiny=TINY,
+    path=partial(golden_path, "chameleon"),
+    write=write,
+    rendered=("<image>\nwhat is it<reserved08706>a car<reserved08706>which color"),
+    with_system=("<image>", "be short<reserved08706><image>"),
+    call_hf=call_hf,
+    embed_token_ids=lambda processor: [processor.info.get_embed_token_id("image")],
+    placeholder="<image>",
+    extra_kwargs=({}, COMPLETION),
+    words=(*Family.words, *("<s>", "</s>", "<racm3:break>", "<eoss>")),
 )

@@ -5,14 +5,17 @@ transformers has no class of it, and the published one is remote code.
 
 import re
 from collections.abc import Mapping
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer
 
-from tests.processing.families.family import Family, HFInputs, golden_path, golden_processor
+from tests.families.directories import GOLDEN_MODELS, golden_path
+from tests.families.family import CHATML, Family, HFInputs
 
 PATH = golden_path("qwen_vl")
 SIDE, NUM_QUERIES = 128, 256
@@ -42,9 +45,20 @@ def call_published(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) ->
     return HFInputs(ids, {"pixel_values": np.array([to_pixels(image) for image in images])})
 
 
-FAMILY = Family(
+def write(folder: Path) -> Path:
+    return Path(copytree(GOLDEN_MODELS / "qwen_vl_chat", folder / "qwen_vl"))
+
+
+QWEN_VL = Family(
     name="qwen_vl",
-    make_processor=partial(golden_processor, "qwen_vl"),
+    architecture="QWenLMHeadModel",
+    has_reference=False,
+    path=lambda: PATH,
+    write=write,
+    needless_files=frozenset({"tokenizer_config.json", "qwen.tiktoken", "tokenizer.json"}),
+    rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    + CHATML.format(image="Picture 1: <img></img>\n"),
+    with_system=("You are a helpful assistant.", "be short"),
     call_hf=call_published,
     embed_token_ids=lambda processor: [PAD],
     placeholder="<img></img>",

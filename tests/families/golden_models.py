@@ -14,8 +14,8 @@ from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor, load_model_class
 from mmjax.parity.arrays import PagedModel
 from mmjax.processing import BaseMultiModalProcessor, PlaceholderRange
+from tests.families.directories import GOLDEN_MODELS
 
-GOLDEN_MODELS = Path(__file__).parent.parent / "golden_models"
 NUM_STEPS = 16
 
 

@@ -1,23 +1,28 @@
 """Tiny Fuyus: no tower; a newline behind each row of patches."""
 
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import FuyuConfig
 from transformers import FuyuForCausalLM as HFModel
+from transformers.models.fuyu.image_processing_pil_fuyu import FuyuImageProcessorPil
+from transformers.models.fuyu.processing_fuyu import FuyuProcessor
 
 from mmjax.models.fuyu.model import FuyuForCausalLM
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.models.families.family import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    TinyFamily,
-    Variant,
-    draw_bytes,
-    joined,
+from tests.families.directories import (
+    GOLDEN,
+    edit_golden,
+    golden_path,
+    save_weights,
 )
+from tests.families.family import Family, HFInputs, assemble
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 
 IMAGE, NEWLINE, START = 126, 127, 1
 GRIDS = [(3, 5), (1, 1), (4, 1), (2, 7)]
@@ -78,7 +83,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"hidden_size": width, "num_attention_heads": num_heads}
 
 
-FUYU = TinyFamily(
+TINY = TinyFamily(
     name="fuyu",
     model_class=FuyuForCausalLM,
     reference_class=HFModel,
@@ -96,4 +101,56 @@ FUYU = TinyFamily(
         "tied": Variant({"tie_word_embeddings": True}, 4),
         "one head": Variant({"num_attention_heads": 1}, 4),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+class TorchPatches(FuyuImageProcessorPil):
+    """HF's `FuyuProcessor` hands its PIL image processor torch pixels, and wants a torch batch."""
+
+    def patchify_image(self, image: Any, patch_size: Any = None) -> Any:
+        return torch.from_numpy(super().patchify_image(np.asarray(image), patch_size))[None]
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    return assemble(FuyuProcessor, TorchPatches, GOLDEN / "fuyu")
+
+
+def call_hf(prompt: str, images: list[Any], kwargs: Mapping[str, Any]) -> HFInputs:
+    outputs = hf_processor()(text=prompt, images=images or None, return_tensors="np", **kwargs)
+    tensors = {key: np.asarray(value) for key, value in outputs.items()}
+    return HFInputs(tensors["input_ids"].reshape(-1).tolist(), tensors)
+
+
+def takes_size(width: int, height: int) -> bool:
+    """A side must have a pixel left when the picture is scaled to fit 90x60."""
+    scale = min(1, 90 / width, 60 / height)
+    return int(width * scale) > 0 and int(height * scale) > 0
+
+
+def write(folder: Path) -> Path:
+    heads = {"num_attention_heads": 4, "text_config.num_attention_heads": 4}
+    return save_weights(edit_golden("fuyu", folder, config=heads))
+
+
+FUYU = Family(
+    name="fuyu",
+    architecture="FuyuForCausalLM",
+    tiny=TINY,
+    path=partial(golden_path, "fuyu"),
+    write=write,
+    needless_files=frozenset({"tokenizer_config.json"}),
+    rendered=("what is it\na car\nwhich color\n"),
+    with_system=("what", "be short\nwhat"),
+    call_hf=call_hf,
+    max_images=1,
+    tensors={"image_patches": 1e-6},
+    colours_last=True,
+    takes_size=takes_size,
+    lowering_kwargs={"size": {"height": 30, "width": 40}},
+    words=(*Family.words, *("<s>", "</s>", "|ENDOFTEXT|", "|NEWLINE|", "<box>1, 2, 3, 4</box>")),
 )

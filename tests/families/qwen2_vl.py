@@ -1,8 +1,10 @@
 """Tiny Qwen2-VLs and Qwen2.5-VLs: images and videos of any grid, positions of three axes."""
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,24 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
 )
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
 
 from mmjax.models.qwen2_vl import model as ours
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
-from tests.models.families.family import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
+from tests.families.directories import (
+    GOLDEN,
+    HEADS,
+    edit_golden,
+    golden_path,
+    golden_processor,
+    made_once,
+    save_weights,
+)
+from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
 
 VOCAB_SIZE = 96
@@ -158,7 +173,7 @@ def make_row(kind: str, variants: Mapping[str, Variant]) -> TinyFamily:
 
 
 OTHER_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]}
-QWEN2_VL = make_row(
+TINY = make_row(
     "qwen2_vl",
     {
         "plain": Variant({}, 7),
@@ -177,7 +192,7 @@ QWEN2_VL = make_row(
         ),
     },
 )
-QWEN2_5_VL = make_row(
+TINY_2_5 = make_row(
     "qwen2_5_vl",
     {
         "plain": Variant({"kind": "qwen2_5_vl"}, 8),
@@ -195,4 +210,99 @@ QWEN2_5_VL = make_row(
             8,
         ),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+PATH = GOLDEN / "qwen2_vl"
+IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+SMALLER = {"size": {"shortest_edge": 3136, "longest_edge": 20_000}}
+QWEN2_5: Mapping[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "model_type": "qwen2_5_vl",
+    "text_config.model_type": "qwen2_5_vl_text",
+    "vision_config": {
+        "model_type": "qwen2_5_vl_vision",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "window_size": 56,
+        "fullatt_block_indexes": [1],
+        "tokens_per_second": 2,
+    },
+}
+MROPE = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
+"""Of heads half as wide as the golden ones."""
+make_processor = partial(golden_processor, "qwen2_vl")
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours; it processes no videos."""
+    return assemble(Qwen2VLProcessor, Qwen2VLImageProcessorPil, PATH, has_videos=True)
+
+
+def write(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+    config = {**HEADS, **MROPE, **(changes or {})}
+    return save_weights(edit_golden("qwen2_vl", folder, config=config), TINY.fill)
+
+
+QWEN2_VL = Family(
+    name="qwen2_vl",
+    architecture="Qwen2VLForConditionalGeneration",
+    tiny=TINY,
+    path=partial(golden_path, "qwen2_vl"),
+    write=write,
+    needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
+    rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    + CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
+    with_system=("You are a helpful assistant.", "be short"),
+    call_hf=partial(call_processor, hf_processor),
+    placeholder=IMAGE,
+    has_pixel_counts=True,
+    extra_kwargs=({}, {"images_kwargs": SMALLER}),
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": SMALLER},
+        {"mm_processor_kwargs": {"max_pixels": 30_000}},
+        {"trust_request_mm_kwargs": True},
+    ),
+    lowering_kwargs={"max_pixels": 30_000},
+    tensors={"pixel_values": 1e-6, "image_grid_thw": 0.0},
+    takes_size=lambda width, height: max(width, height) <= 200 * min(width, height),
+)
+
+
+# ---- Qwen2.5-VL ----------------------------------------------------------------------------------
+
+
+write_2_5 = made_once(partial(edit_golden, "qwen2_vl", config=QWEN2_5))
+
+
+@cache
+def hf_qwen2_5(video_processor: Any = None) -> Any:
+    """HF's own processor; the video side is a stub unless it is given."""
+    return assemble(
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessorPil,
+        write_2_5(),
+        video_processor=video_processor,
+        has_videos=True,
+    )
+
+
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    tiny=TINY_2_5,
+    path=write_2_5,
+    write=partial(write, changes=QWEN2_5),
+    probed=("visual.blocks.1",),
+    call_hf=partial(call_processor, hf_qwen2_5),
 )

@@ -1,25 +1,32 @@
 """Tiny Gemma 3s: images of one crop and of several, attention in both directions inside them."""
 
 from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Gemma3Config
+from transformers import AutoConfig, Gemma3Config
 from transformers import Gemma3ForConditionalGeneration as HFModel
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 
+from mmjax.config.engine_config import ModelConfig, MultiModalConfig
 from mmjax.models.gemma3.model import Gemma3ForConditionalGeneration
+from mmjax.models.registry import create_processor
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_reference_inputs
-from tests.kit import fill_by_name, gemma_tokenizer, tiny_gemma3_config
-from tests.models.families.family import (
-    AFFINE,
-    DrawnItem,
-    Media,
-    TinyFamily,
-    Variant,
-    draw_bytes,
-    joined,
+from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
+from tests.families.directories import made_once
+from tests.families.family import Family, assemble, call_processor
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
+from tests.kit import (
+    fill_by_name,
+    gemma_tokenizer,
+    save_gemma3_processor,
+    tiny_gemma3_checkpoint,
+    tiny_gemma3_config,
 )
 
 SHORT: dict[str, Any] = {
@@ -93,7 +100,7 @@ def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     return {"text": text}
 
 
-GEMMA3 = TinyFamily(
+TINY = TinyFamily(
     name="gemma3",
     model_class=Gemma3ForConditionalGeneration,
     reference_class=HFModel,
@@ -121,4 +128,82 @@ GEMMA3 = TinyFamily(
         ),
         "one key head": Variant({"text": {"num_attention_heads": 2, "num_key_value_heads": 1}}, 10),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+
+ARCHITECTURE = "Gemma3ForConditionalGeneration"
+
+
+def write_files(path: Path) -> Path:
+    """Write config, tokenizer and processor files."""
+    tokenizer = gemma_tokenizer()
+    config = tiny_gemma3_config(tokenizer)
+    config.architectures = [ARCHITECTURE]
+    config.save_pretrained(path)
+    save_gemma3_processor(path, tokenizer, config)
+    return path
+
+
+directory = made_once(write_files)
+
+
+def model_config(path: Path | None = None, **mm: Any) -> ModelConfig:
+    path = path or directory()
+    return ModelConfig(
+        model="tiny-gemma3",
+        path=path,
+        hf_config=AutoConfig.from_pretrained(path),
+        architecture=ARCHITECTURE,
+        max_model_len=4096,
+        mm=MultiModalConfig(**mm),
+    )
+
+
+def make_processor(
+    path: Path | None = None, *, processor_cache: ProcessorCache | None = None, **mm: Any
+) -> BaseMultiModalProcessor[Any]:
+    return create_processor(model_config(path, **mm), cache=processor_cache)
+
+
+@cache
+def hf_processor() -> Any:
+    """HF's own processor, built apart from ours."""
+    num_tokens = AutoConfig.from_pretrained(directory()).mm_tokens_per_image
+    return assemble(
+        Gemma3Processor, Gemma3ImageProcessorPil, directory(), image_seq_length=num_tokens
+    )
+
+
+def write(folder: Path) -> Path:
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    return tiny_gemma3_checkpoint(folder / "gemma3", text={**text, "num_hidden_layers": 6})
+
+
+CROPS = {"do_pan_and_scan": True}
+GEMMA3 = Family(
+    name="gemma3",
+    architecture=ARCHITECTURE,
+    tiny=TINY,
+    path=directory,
+    write=write,
+    needless_files=frozenset({"chat_template.jinja"}),
+    rendered=(
+        "<start_of_turn>user\n"
+        "<start_of_image>what is it<end_of_turn>\n"
+        "<start_of_turn>model\n"
+        "a car<end_of_turn>\n"
+        "<start_of_turn>user\n"
+        "which color<end_of_turn>\n"
+        "<start_of_turn>model\n"
+    ),
+    with_system=("user\n<start_of_image>", "user\nbe short\n\n<start_of_image>"),
+    call_hf=partial(call_processor, hf_processor),
+    embed_token_ids=lambda processor: [processor.info.get_tokenizer().image_token_id],
+    placeholder="<start_of_image>",
+    extra_kwargs=({}, CROPS),
+    lowering_kwargs={"pan_and_scan_max_num_crops": 2},
+    mm_configs=({}, {"mm_processor_kwargs": CROPS}, {"trust_request_mm_kwargs": True}),
 )

@@ -7,27 +7,20 @@ whole-image arrays and in other steps than ours.
 import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
 
-from mmjax.models.registry import create_processor
-from mmjax.processing import BaseMultiModalProcessor
-from mmjax.processing.processor import ProcessorCache
-from tests.processing.families.family import Family, HFInputs, golden_path
+from tests.families.directories import edit_golden, golden_path
+from tests.families.family import Family, HFInputs
 
 PATH = golden_path("molmo")
 SIDE, PATCH, MARGIN, MAX_CROPS = 112, 14, 2, 6
 """Of preprocessor_config.json; either margin."""
 WINDOW = SIDE - 2 * MARGIN * PATCH
 TOKENS = SIDE // PATCH // 2
-
-
-def make_processor(
-    *, processor_cache: ProcessorCache | None = None, **mm: Any
-) -> BaseMultiModalProcessor[Any]:
-    return create_processor(PATH, cache=processor_cache, max_model_len=4096, **mm)
 
 
 @cache
@@ -144,9 +137,21 @@ def takes_size(width: int, height: int) -> bool:
     return min(width, height) * SIDE >= max(width, height)
 
 
-FAMILY = Family(
+def write(folder: Path) -> Path:
+    """The published numbers' weights, cut into other heads."""
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    return edit_golden("molmo", folder, config=heads)
+
+
+MOLMO = Family(
     name="molmo",
-    make_processor=make_processor,
+    architecture="MolmoForCausalLM",
+    has_reference=False,
+    path=lambda: PATH,
+    write=write,
+    needless_files=frozenset({"processor_config.json"}),
+    rendered="User: what is it Assistant: a car User: which color Assistant:",
+    with_system=("User: what", "User: be short\n\nwhat"),
     call_hf=call_published,
     embed_token_ids=lambda processor: [processor.info.get_token_id("<im_patch>")],
     max_images=1,

@@ -1,0 +1,48 @@
+"""The table of served families, over which every law is tested; README.md says how one is added.
+
+`served_model` makes the models that engines serve, once each.
+"""
+
+from functools import cache
+
+from tests.families.blip2 import BLIP2
+from tests.families.chameleon import CHAMELEON
+from tests.families.deepseek_vl2 import DEEPSEEK_VL2
+from tests.families.florence2 import FLORENCE2
+from tests.families.fuyu import FUYU
+from tests.families.gemma3 import GEMMA3
+from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
+from tests.families.llava import LLAVA, LLAVA_SIGLIP
+from tests.families.molmo import MOLMO
+from tests.families.pixtral import PIXTRAL
+from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen_vl import QWEN_VL
+from tests.families.tiny import TinyModel
+
+_ROWS = (
+    BLIP2,
+    CHAMELEON,
+    DEEPSEEK_VL2,
+    FLORENCE2,
+    FUYU,
+    GEMMA3,
+    INTERNVL,
+    INTERNVL_ORIGINAL,
+    LLAVA,
+    LLAVA_SIGLIP,
+    MOLMO,
+    PIXTRAL,
+    QWEN2_5_VL,
+    QWEN2_VL,
+    QWEN_VL,
+)
+FAMILIES = {row.name: row for row in _ROWS}
+TINY_FAMILIES = {row.name: row.tiny for row in _ROWS if row.tiny is not None}
+"""Those that transformers has a class of, whose arrays are compared with it."""
+
+
+@cache
+def served_model(name: str) -> TinyModel:
+    """Return the model that engines serve in tests."""
+    family = TINY_FAMILIES[name]
+    return TinyModel(family, **family.served)
