@@ -18,11 +18,16 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
 from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
 from mmjax.processing.image_processors.pil_classes import load_image_processor
-from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
+from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
+    ImageSize,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptIndex,
@@ -237,16 +242,39 @@ def item_fields(
     }
 
 
-class FamilyDummyInputs(VisionDummyInputsBuilder[FamilyInfo]):
+class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
     """The largest items of a row."""
 
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_largest_image()
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return "".join(
+            (self.info.find_placeholder_str(modality, 1) or "") * number
+            for modality, number in mm_counts.items()
+        )
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        return self.info.get_largest_video(seq_len, mm_counts)
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        options, data = mm_options or {}, dict[str, Any]()
+        if "image" in mm_counts:
+            size = self.info.get_largest_image()
+            data["image"] = self._get_dummy_images(
+                width=size.width,
+                height=size.height,
+                num_images=mm_counts["image"],
+                overrides=options.get("image"),
+            )
+        if mm_counts.get("video"):
+            num_frames, size = self.info.get_largest_video(seq_len, mm_counts)
+            data["video"] = self._get_dummy_videos(
+                size=size,
+                num_frames=num_frames,
+                num_videos=mm_counts["video"],
+                overrides=options.get("video"),
+            )
+        return data
 
 
 InfoT = TypeVar("InfoT", bound=FamilyInfo)
