@@ -145,6 +145,7 @@ CHAMELEON = Family(
     write=write,
     rendered=("<image>\nwhat is it<reserved08706>a car<reserved08706>which color"),
     with_system=("<image>", "be short<reserved08706><image>"),
+    takes_embeds=False,
     call_hf=call_hf,
     embed_token_ids=lambda processor: [processor.info.get_hf_processor().image_token_id],
     placeholder="<image>",

@@ -80,6 +80,12 @@ class Family:
     """The ids that stand where embeddings go, and nowhere else."""
     placeholder: str = ""
     """What a text prompt has for each image; empty where it has nothing."""
+    video: str = ""
+    """What a text prompt has for each video; empty where it takes none."""
+    video_kwargs: tuple[dict[str, Any], ...] = ({},)
+    """Processor kwargs under which dummy videos have the declared maximum."""
+    takes_embeds: bool = True
+    """Whether `image_embeds` alone stand for an image."""
     min_images: int = 0
     """In a prompt that HF's model takes."""
     max_images: int = 8

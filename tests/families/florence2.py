@@ -253,6 +253,7 @@ FLORENCE2 = Family(
     question="<CAPTION>",
     rendered="which color",
     with_system=("", ""),
+    takes_embeds=False,
     call_hf=partial(call_processor, hf_processor),
     max_images=1,
     extra_kwargs=({}, {"images_kwargs": {"do_normalize": False}}),

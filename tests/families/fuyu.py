@@ -146,6 +146,7 @@ FUYU = Family(
     needless_files=frozenset({"tokenizer_config.json"}),
     rendered=("what is it\na car\nwhich color\n"),
     with_system=("what", "be short\nwhat"),
+    takes_embeds=False,
     call_hf=call_hf,
     max_images=1,
     tensors={"image_patches": 1e-6},

@@ -185,6 +185,7 @@ INTERNVL = Family(
     with_system=("", "<|im_start|>system\nbe short<|im_end|>\n"),
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
+    video=VIDEO,
     lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
     mm_configs=(
@@ -318,6 +319,7 @@ INTERNVL_ORIGINAL = Family(
     call_hf=call_original,
     embed_token_ids=lambda processor: [998],
     placeholder="<image>",
+    video=VIDEO,
     lowering_kwargs={"max_dynamic_patch": 2},
     extra_kwargs=(
         {},

@@ -152,6 +152,7 @@ MOLMO = Family(
     needless_files=frozenset({"processor_config.json"}),
     rendered="User: what is it Assistant: a car User: which color Assistant:",
     with_system=("User: what", "User: be short\n\nwhat"),
+    takes_embeds=False,
     call_hf=call_published,
     embed_token_ids=lambda processor: [processor.info.get_token_id("<im_patch>")],
     max_images=1,

@@ -113,6 +113,7 @@ PIXTRAL = Family(
     write=write,
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
+    takes_embeds=False,
     call_hf=call_pixtral,
     placeholder="[IMG]",
     lowering_kwargs={"size": {"longest_edge": 30}},

@@ -264,6 +264,14 @@ QWEN2_VL = Family(
     with_system=("You are a helpful assistant.", "be short"),
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
+    video=VIDEO,
+    video_kwargs=(
+        {},
+        {"max_pixels": 30_000},
+        {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
+        {"images_kwargs": {"max_pixels": 7 * 784}},
+    ),
+    takes_embeds=False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
     has_pixel_counts=True,
     extra_kwargs=({}, {"images_kwargs": SMALLER}),
     mm_configs=(
