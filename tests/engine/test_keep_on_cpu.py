@@ -60,4 +60,4 @@ def test_what_a_tower_takes_is_not_kept_on_the_host(name: str, core: EngineCore)
     assert item is not None
     kept = {key for key, elem in item.items() if elem.field.keep_on_cpu}
     assert kept
-    assert not kept & core._host_inputs.encoder_spec.inputs.keys()
+    assert not kept & core._requests._host_inputs.encoder_spec.inputs.keys()
