@@ -31,7 +31,15 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
+from tests.families.tiny import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    resize_text,
+)
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import fill_with_unit_norms
 
@@ -96,24 +104,12 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, data)
 
 
-def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
-    """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "model_type": "qwen3",
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-    }
-    return {"text": text}
-
-
 TINY = TinyFamily(
     name="internvl",
     model_class=InternVLForConditionalGeneration,
     reference_class=HFModel,
     make_config=tiny_config,
-    resize=resize,
+    resize=partial(resize_text, model_type="qwen3"),
     served={"text": {"model_type": "qwen3", "head_dim": 16}},
     draw_item=draw_item,
     torch_inputs=torch_inputs,

@@ -19,14 +19,14 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, HFInputs
-from tests.families.llava import PIXTRAL_SETTINGS, ROW, resize
-from tests.families.tiny import TinyFamily, Variant
+from tests.families.llava import PIXTRAL_SETTINGS, ROW
+from tests.families.tiny import TinyFamily, Variant, resize_text
 
 TINY = TinyFamily(
     **{
         **ROW,
         "model_class": PixtralForConditionalGeneration,
-        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize(*sizes)},
+        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize_text(*sizes)},
     },
     name="pixtral",
     served=PIXTRAL_SETTINGS,
