@@ -19,6 +19,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, HFInputs, assemble
+from tests.families.published import Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
 VOCAB_SIZE, NUM_CODES, TOKENS_PER_IMAGE = 160, 40, 16
@@ -135,6 +136,11 @@ CHAMELEON = Family(
     tiny=TINY,
     path=partial(golden_path, "chameleon"),
     write=write,
+    published=Published(
+        make_config=partial(ChameleonConfig, vocabulary_map=vocabulary_map(8192, 4), vq_config={}),
+        left_out=(),
+        unread=("model.vqmodel.decoder.conv_in.weight",),
+    ),
     rendered=("<image>\nwhat is it<reserved08706>a car<reserved08706>which color"),
     with_system=("<image>", "be short<reserved08706><image>"),
     takes_embeds=False,

@@ -31,6 +31,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
+from tests.families.published import MODULE, Published
 from tests.families.tiny import (
     AFFINE,
     DrawnItem,
@@ -177,6 +178,18 @@ INTERNVL = Family(
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
+    published=Published(
+        left_out=(),
+        # The hub's files and save_pretrained's are named alike.
+        layouts={
+            "files": {
+                "model.language_model.": "language_model.model.",
+                "model.": "",
+                "lm_": "language_model.lm_",
+            },
+            "module": MODULE,
+        },
+    ),
     rendered=CHATML.format(image="<IMG_CONTEXT>\n"),
     with_system=("", "<|im_start|>system\nbe short<|im_end|>\n"),
     call_hf=partial(call_processor, hf_processor),

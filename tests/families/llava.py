@@ -36,6 +36,7 @@ from tests.families.directories import (
     write_directory,
 )
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
@@ -189,6 +190,7 @@ LLAVA = Family(
     path=partial(golden_path, "llava"),
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
+    published=Published(layouts=THREE_LAYOUTS),
     rendered=("USER: <image>\nwhat is it ASSISTANT: a car</s>USER: which color ASSISTANT:"),
     with_system=("USER: <", "be short USER: <"),
     call_hf=partial(call_processor, hf_processor),

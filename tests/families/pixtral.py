@@ -20,6 +20,7 @@ from tests.families.directories import (
 )
 from tests.families.family import Family, HFInputs
 from tests.families.llava import PIXTRAL_SETTINGS, ROW
+from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.tiny import TinyFamily, Variant, resize_text
 
 TINY = TinyFamily(
@@ -111,6 +112,7 @@ PIXTRAL = Family(
         {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
     ),
     write=write,
+    published=Published(layouts=THREE_LAYOUTS),
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
     takes_embeds=False,
