@@ -24,6 +24,7 @@ from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
 from tests.families.qwen2_vl import (
     GRIDS,
     IMAGE_TOKEN,
@@ -211,6 +212,7 @@ GLM4V = Family(
     "<|user|>\nwhich color<|assistant|>\n",
     with_system=("<|user|>\n<", "<|system|>\nbe short<|user|>\n<"),
     probed=("visual.blocks.1", "visual.post_layernorm", "visual.merger"),
+    takes_embeds=False,  # grids beside them
     call_hf=partial(call_processor, partial(hf_processor, "glm4v")),
     placeholder=IMAGE,
     has_pixel_counts=True,
@@ -227,7 +229,7 @@ GLM4V = Family(
 )
 
 
-def like_glm4v(kind: str, architecture: str) -> Family:
+def like_glm4v(kind: str, architecture: str, unread: tuple[str, ...] = ()) -> Family:
     """Return the row of another class."""
     return replace(
         GLM4V,
@@ -237,8 +239,13 @@ def like_glm4v(kind: str, architecture: str) -> Family:
         path=paths[kind],
         write=with_weights(partial(write_files, kind), fill),
         call_hf=partial(call_processor, partial(hf_processor, kind)),
+        published=Published(unread=unread),
     )
 
 
 GLM46V = like_glm4v("glm46v", "Glm46VForConditionalGeneration")
-GLM_OCR = like_glm4v("glm_ocr", "GlmOcrForConditionalGeneration")
+GLM_OCR = like_glm4v(
+    "glm_ocr",
+    "GlmOcrForConditionalGeneration",
+    unread=("model.language_model.layers.16.eh_proj.weight",),
+)

@@ -28,6 +28,7 @@ from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import CHATML, Family, HFInputs, assemble
 from tests.families.llava import BREAK_TOKEN, END_TOKEN, IMAGE_TOKEN, TEXT, VISION
+from tests.families.published import LLM_FIRST, MODULE, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
 
 MERGE = 2
@@ -229,11 +230,13 @@ MISTRAL3 = Family(
     path=mistral3_path,
     write=with_weights(partial(write_files, "ministral3")),
     needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
+    published=Published(layouts={"hub": LLM_FIRST, "module": MODULE}),
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
     probed=("vision_tower.blocks.2", "multi_modal_projector.norm", "multi_modal_projector"),
     call_hf=call_mistral3,
     placeholder="[IMG]",
+    takes_embeds=False,
     lowering_kwargs={"size": {"longest_edge": 60}},
     extra_kwargs=({}, {"size": {"longest_edge": 84}}),
     mm_configs=(
@@ -252,6 +255,7 @@ LIGHTON_OCR = replace(
     tiny=TINY_LIGHTON,
     path=lighton_path,
     write=with_weights(partial(write_files, "qwen3")),
+    published=Published(),
     rendered=CHATML.format(image="<|image_pad|>"),
     with_system=("<|im_start|>user", "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user"),
     call_hf=call_lighton,

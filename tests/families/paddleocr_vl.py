@@ -19,6 +19,7 @@ from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import MODULE, Published
 from tests.families.qwen2_vl import GRIDS, OTHER_SECTIONS, TEXT
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.oracle import fill_with_unit_norms
@@ -171,6 +172,13 @@ def hf_processor() -> Any:
     return assemble(PaddleOCRVLProcessor, PaddleOCRVLImageProcessorPil, path())
 
 
+def make_published_config(**settings: Any) -> Any:
+    """Return HF's config of the published one, whose head is its own: the files have it."""
+    config = PaddleOCRVLConfig(**settings)
+    config.tie_word_embeddings = False
+    return config
+
+
 PADDLEOCR_VL = Family(
     name="paddleocr_vl",
     architecture="PaddleOCRVLForConditionalGeneration",
@@ -179,6 +187,22 @@ PADDLEOCR_VL = Family(
     path=path,
     write=with_weights(write_files, fill),
     needless_files=frozenset({"tokenizer_config.json"}),
+    published=Published(
+        make_config=make_published_config,
+        layouts={
+            "hub": {
+                "model.projector.": "mlp_AR.",
+                "model.visual.": "visual.",
+                "model.language_model.": "model.",
+            },
+            "module": MODULE,
+        },
+        unread=(
+            "visual.vision_model.embeddings.packing_position_embedding.weight",
+            "visual.vision_model.head.probe",
+        ),
+    ),
+    takes_embeds=False,  # grids beside them
     rendered=f"User: {IMAGE}what is it\nAssistant: a car</s>User: which color\nAssistant: ",
     with_system=("User: <", "be short\nUser: <"),
     probed=("visual.blocks.1", "visual.post_layernorm", "visual.merger"),

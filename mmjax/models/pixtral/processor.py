@@ -16,8 +16,8 @@ from mmjax.models.pixtral.host_inputs import (
     check_whole_pictures,
     read_merge_size,
 )
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -142,34 +142,22 @@ class PixtralProcessingInfo(FamilyInfo):
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
         """The ids of `image_token`, `image_break_token` and `image_end_token`."""
-        names = {key: self._settings.get(key, default) for key, default in _TOKENS.items()}
+        settings = self.processor_settings
+        names = {key: settings.get(key, default) for key, default in _TOKENS.items()}
         self.check_token(names["image_token"], "image_token_index")
         return {key: self.get_token_id(name) for key, name in names.items()}
 
-    @cached_property
-    def _settings(self) -> Mapping[str, Any]:
-        # On use only: it brings an installed torch along.
-        from transformers.processing_utils import ProcessorMixin
-
-        settings, _ = ProcessorMixin.get_processor_dict(self.ctx.model_config.path)
-        return settings
-
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
-        # On use only: it brings an installed torch along.
-        from transformers.models.pixtral.image_processing_pil_pixtral import (
-            PixtralImageProcessorPil,
-        )
-
         config = self.get_hf_config()
         check_whole_pictures(config)
         expected = {
             "patch_size": config.vision_config.patch_size,
             "spatial_merge_size": read_merge_size(config),
         }
-        check_settings(self._settings, expected)
+        check_settings(self.processor_settings, expected)
         _ = self.token_ids
-        own = keep_bytes(PixtralImageProcessorPil).from_pretrained(self.ctx.model_config.path)
+        own = load_image_processor(self.ctx.model_config.path, {"Pixtral": "pixtral"})
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=PixtralImageScaler(own, self.unit),
