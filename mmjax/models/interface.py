@@ -98,8 +98,6 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     num_token_ids: int = 0
     """Ids that a prompt may hold: more than there are logits, where tokens behind the vocabulary
     are read and never sampled. 0: as many as there are logits."""
-    num_fed_layers: int = 0
-    """That of `host_inputs`: `inputs_embeds` have the features for so many layers behind them."""
     language_model: Decoder
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
@@ -119,7 +117,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
     def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
         """Encode `U` units into `P` rows each, of the language model's width; a pack into rows.
 
-        `1 + num_fed_layers` times as wide where items have features for several layers.
+        `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
         """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
 
@@ -147,10 +145,8 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Run the language model; return hidden states after the final norm, and the cache."""
-        hidden, *fed = jnp.split(inputs_embeds, 1 + self.num_fed_layers, axis=-1)
-        more = {"fed": fed} if fed else {}
         with jax.named_scope("language_model"):
-            return self.language_model(hidden, positions, kv_cache, metadata, **more)
+            return self.language_model(inputs_embeds, positions, kv_cache, metadata)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project hidden states onto the vocabulary, in float32."""

@@ -17,9 +17,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from mmjax.models.qwen3_vl import model as ours
-from tests.families import qwen2_vl
+from tests.families import published_names, qwen2_vl
 from tests.families.directories import edit_golden, made_once, with_weights
 from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.published import Published
 from tests.families.qwen2_vl import GRIDS, QWEN2_VL, VIDEO_TOKEN, VISION_END, VISION_START
 from tests.families.tiny import DrawnItem, Media, TinyFamily, Variant
 
@@ -244,6 +245,9 @@ def make_family(kind: str, tiny: TinyFamily) -> Family:
             "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\n",
         ),
         call_hf=partial(call_processor, partial(hf_processor, kind)),
+        published=Published(
+            list_shapes=published_names.list_qwen3_vl_moe if tiny is TINY_MOE else None
+        ),
         extra_kwargs=({}, {"images_kwargs": SMALLER}),
         mm_configs=(*QWEN2_VL.mm_configs, {"mm_processor_kwargs": SMALLER}),
     )

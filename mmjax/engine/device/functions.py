@@ -54,7 +54,8 @@ class ModelShape(NamedTuple):
         model = bind(graphdef, params)
         num_token_ids = max(logits.shape[1], getattr(model, "num_token_ids", 0))
         width = embeds.shape[1]
-        embed_width = width * (1 + getattr(model, "num_fed_layers", 0))
+        text = getattr(model, "language_model", None)
+        embed_width = width * (1 + getattr(text, "num_fed_layers", 0))
         return cls(graphdef, num_token_ids, logits.shape[1], width, embed_width, embeds.dtype)
 
 

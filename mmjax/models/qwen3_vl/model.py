@@ -6,8 +6,6 @@ The larger ones (Qwen3-VL-MoE) have experts in the decoder.
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
-
 from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
 from mmjax.models.qwen3_vl.host_inputs import Qwen3VLHostInputs
 from mmjax.weights.rules import Rule, RuleTypes, Split
@@ -20,7 +18,7 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
 
     def __init__(self, hf_config: Any, *, dtype: Any) -> None:
         super().__init__(hf_config, dtype=dtype)
-        self.num_fed_layers = self.host_inputs(hf_config).num_fed_layers
+        self.language_model.num_fed_layers = self.host_inputs(hf_config).num_fed_layers
 
     @staticmethod
     def rules(hf_config: Any) -> Sequence[RuleTypes]:
@@ -33,13 +31,6 @@ class Qwen3VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
             Rule(visual + r"blocks\.(\d+)\.mlp\.linear_(fc[12])\.", r"visual.blocks.\1.mlp.\2."),
             *Qwen2VLForConditionalGeneration.rules(hf_config),
         )
-
-    # The inputs of its host, by name.
-    def embed_multimodal(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, *, taps: Int[Array, "P 4"], tap_weights: Float[Array, "P 4"], **packed: Any
-    ) -> Float[Array, "_rows _wide"]:
-        """Return embeddings of packed pictures and videos, with the features for the decoder."""
-        return super().embed_multimodal(**packed, positions=(taps, tap_weights))
 
 
 class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):

@@ -50,6 +50,20 @@ class _BytePatches:
         return deep.reshape(rows * columns, -1), rows, columns
 
 
+def keep_bytes_row_by_row(hf_class: Any) -> Any:
+    """Return the same of PaddleOCR-VL's, whose patches come row by row: uint8[P, C, size, size]."""
+    return type(hf_class.__name__, (_RowByRow, keep_bytes(hf_class)), {})
+
+
+class _RowByRow(_BytePatches):
+    def patchify(
+        self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+    ) -> tuple[np.ndarray, int, int]:
+        """Cut an image as HF, which makes float32 of it."""
+        patches, rows, columns = super().patchify(image, patch_size, 1, temporal_patch_size)
+        return patches.reshape(len(patches), -1, patch_size, patch_size), rows, columns
+
+
 class ImagePatcher:
     """HF's image processor, with every way to say its smallest and largest number of pixels."""
 
