@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -188,6 +188,10 @@ class Decoder(nnx.Module):
     A block is called `layer(x, layer_input, cache, metadata) -> (x, cache)`.
     """
 
+    reads_token_ids: ClassVar[bool] = False
+    """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
+    embedding stands as well, and of the answer."""
+
     def __init__(
         self,
         *,
@@ -224,14 +228,22 @@ class Decoder(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Return the hidden states after the final norm, and the cache (None in, None out)."""
-        inputs = self.layer_inputs(positions)
-        caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
-        hidden, written = inputs_embeds, []
-        for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
-            hidden, cache = call_block(layer, hidden, layer_input, cache, metadata)
-            written.append(cache)
+        return self.run_layers(inputs_embeds, self.layer_inputs(positions), kv_cache, metadata)
+
+    def run_layers(
+        self,
+        hidden: Float[Array, "T D"],
+        inputs: Sequence[Any],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the same, given what each block is."""
+        places = self.kv_cache_spec.layer_places or range(len(self.layers))
+        caches: list[Any] = [None] * len(self.layers) if kv_cache is None else list(kv_cache)
+        for layer, layer_input, place in zip(self.layers, inputs, places, strict=True):
+            hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
         hidden = hidden if self.norm is None else self.norm(hidden)
-        return hidden, None if kv_cache is None else tuple(written)
+        return hidden, None if kv_cache is None else tuple(caches)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""

@@ -69,6 +69,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Gemma3ForConditionalGeneration": ModelRow(
             "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
         ),
+        "Gemma4ForConditionalGeneration": ModelRow("gemma4", "google/gemma-4-E2B-it"),
         "InternVLChatModel": ModelRow("internvl", "OpenGVLab/InternVL3-1B"),
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"

@@ -13,6 +13,7 @@ from mmjax.layers.attention.backend import Backend, choose_backend
 from mmjax.layers.attention.dense import dense_attention
 from mmjax.layers.attention.gpu import gpu_attention
 from mmjax.layers.attention.kv_cache import (
+    DenseCache,
     InterleavedCache,
     KVCacheSpec,
     LayerCache,
@@ -38,6 +39,7 @@ __all__ = [
     "cross_attention",
     "dense_attention",
     "span_variants",
+    "without_spans",
     "write_encoder",
 ]
 
@@ -76,26 +78,41 @@ def span_variants(cache_type: type[LayerCache], *, has_spans: bool) -> tuple[boo
 
 def attention(
     query: Float[Array, "T N H"],
-    key: Float[Array, "T K H"],
-    value: Float[Array, "T K _value"],
-    cache: LayerCache | None,
+    key: Float[Array, "T K H"] | None,
+    value: Float[Array, "T K _value"] | None,
+    cache: LayerCache | DenseCache | None,
     metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "T N _value"], LayerCache | None]:
-    """Return attention outputs and the cache, to which paged attention writes first."""
+) -> tuple[Float[Array, "T N _value"], LayerCache | DenseCache | None]:
+    """Return attention outputs and the cache, to which paged attention writes first.
+
+    `key` and `value` None: the cache has them already, of an earlier layer that shares it.
+    """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if isinstance(metadata, DenseAttentionMetadata):
-        return _dense(query, key, value, metadata, **options), cache
-    assert cache is not None, "paged attention needs a cache"
-    cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+        if key is not None and value is not None:
+            cache = DenseCache(key, value)
+        assert isinstance(cache, DenseCache), f"{cache=}"
+        return _dense(query, cache.keys, cache.values, metadata, **options), cache
+    assert not isinstance(cache, DenseCache | None), "paged attention needs a cache"
+    if key is not None and value is not None:
+        cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
     paged = partial(_paged, **options)
     if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
+
+
+def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
+    """Return the metadata of a layer in which no token sees a later one, in an image neither."""
+    if isinstance(metadata, PagedAttentionMetadata):
+        return metadata._replace(span_end=None)
+    index = metadata.token_index
+    return metadata._replace(mask=metadata.mask & (index[:, None, :] <= index[:, :, None]))
 
 
 def write_encoder(

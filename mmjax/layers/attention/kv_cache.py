@@ -46,6 +46,8 @@ class KVCacheSpec:
     """
 
     layers: tuple[LayerKVSpec, ...]
+    layer_places: tuple[int, ...] = ()
+    """Which of `layers` each of the decoder's is, where several share one cache; else empty."""
 
     @classmethod
     def alike(
@@ -279,6 +281,13 @@ LayerCache = TransposedCache | InterleavedCache | SlotCache
 - `read_keys` and `read_values`: the blocks of some ids.
 """
 KVCache = tuple[LayerCache, ...]
+
+
+class DenseCache(NamedTuple):
+    """The keys and values of a layer without a paged cache, for later layers that share them."""
+
+    keys: Float[Array, "T K H"]
+    values: Float[Array, "T K _value"]
 
 
 def padded_head_dim(head_dim: int) -> int:
