@@ -18,9 +18,16 @@ from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.host_inputs import EncoderSpec, HostInputs
 from mmjax.models.registry import ProcessorFactories
 from mmjax.processing.context import BaseProcessingInfo
-from mmjax.processing.dummy_inputs import VisionDummyInputsBuilder
+from mmjax.processing.dummy_inputs import BaseDummyInputsBuilder, BaseDummyOptions
 from mmjax.processing.image_processors.image import check_pixel_size
-from mmjax.processing.items.parse import ImageEmbedsDataParser, ImageSize, MultiModalDataItems
+from mmjax.processing.image_processors.parts import ProcessorOfParts, read_json
+from mmjax.processing.image_processors.pil_classes import load_image_processor
+from mmjax.processing.items.parse import (
+    ImageEmbedsDataParser,
+    ImageSize,
+    MultiModalDataDict,
+    MultiModalDataItems,
+)
 from mmjax.processing.processor import BaseMultiModalProcessor
 from mmjax.processing.prompt_updates.updates import (
     PromptIndex,
@@ -36,11 +43,14 @@ Target = list[int] | PromptIndex
 
 
 class FamilyInfo(BaseProcessingInfo):
-    """One row; every family sets `host_inputs`, and overrides `load_hf_processor`."""
+    """One row; every family sets `host_inputs`, and `image_processors` where HF's are taken."""
 
     data_parser = ImageEmbedsDataParser
     host_inputs: ClassVar[type[HostInputs]]
     """Says how large the encoder's units are, and how many embeddings one gives."""
+    image_processors: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """HF's image processors that the family is served with, as `load_image_processor` takes them;
+    none: `load_hf_processor` says what is loaded."""
     limits: ClassVar[Mapping[str, int | None]] = MappingProxyType({"image": None})
     """Modality -> how many items the model takes; None: any number."""
     placeholders: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -51,8 +61,6 @@ class FamilyInfo(BaseProcessingInfo):
     """Whether only updates may write it: a prompt that has it is refused."""
     inserts_items: ClassVar[bool] = False
     """Whether an item is written behind its target, and not in place of it."""
-    hf_updates_prompt: ClassVar[bool] = False
-    """Whether HF's processor writes an item's tokens itself, given text and items together."""
 
     # ---- what most rows say: an item is so many units of one size --------------------------------
 
@@ -72,6 +80,16 @@ class FamilyInfo(BaseProcessingInfo):
             return None
         shape, _ = self.encoder_spec.inputs.get("pixel_values", ((), ""))
         return ImageSize(width=shape[-1], height=shape[-2]) if shape else None
+
+    def load_hf_processor(self) -> Any:
+        """Return the tokenizer and the image processor; AutoProcessor's where a row names none."""
+        if not self.image_processors:
+            return super().load_hf_processor()
+        path = self.ctx.model_config.path
+        return ProcessorOfParts(
+            tokenizer=self.get_tokenizer(),
+            image_processor=load_image_processor(path, self.image_processors),
+        )
 
     def get_embed_token_id(self, modality: str) -> int:
         """Return the token at whose places the embeddings of an item go."""
@@ -135,6 +153,16 @@ class FamilyInfo(BaseProcessingInfo):
         return {"image": self.get_max_image_tokens()}
 
     # ---- what rows are written with --------------------------------------------------------------
+
+    @cached_property
+    def processor_settings(self) -> Mapping[str, Any]:
+        """What the checkpoint's processor_config.json has; empty where there is none."""
+        return read_json(self.ctx.model_config.path / "processor_config.json")
+
+    def find_token(self, name: str, default: str) -> str:
+        """Return the token that the tokenizer calls `name`, or processor_config.json does."""
+        named = getattr(self.get_tokenizer(), name, None)
+        return named or self.processor_settings.get(name, default)
 
     def get_token_id(self, token: str) -> int:
         """Return the id of a token that prompts are made of; `CheckpointError` where it is none."""
@@ -214,30 +242,61 @@ def item_fields(
     }
 
 
-class FamilyDummyInputs(VisionDummyInputsBuilder[FamilyInfo]):
+class FamilyDummyInputs(BaseDummyInputsBuilder[FamilyInfo]):
     """The largest items of a row."""
 
-    def get_largest_image(self) -> ImageSize:
-        return self.info.get_largest_image()
+    def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
+        return "".join(
+            (self.info.find_placeholder_str(modality, 1) or "") * number
+            for modality, number in mm_counts.items()
+        )
 
-    def get_largest_video(
-        self, seq_len: int, mm_counts: Mapping[str, int]
-    ) -> tuple[int, ImageSize]:
-        return self.info.get_largest_video(seq_len, mm_counts)
+    def get_dummy_mm_data(
+        self,
+        seq_len: int,
+        mm_counts: Mapping[str, int],
+        mm_options: Mapping[str, BaseDummyOptions] | None = None,
+    ) -> MultiModalDataDict:
+        options, data = mm_options or {}, dict[str, Any]()
+        if "image" in mm_counts:
+            size = self.info.get_largest_image()
+            data["image"] = self._get_dummy_images(
+                width=size.width,
+                height=size.height,
+                num_images=mm_counts["image"],
+                overrides=options.get("image"),
+            )
+        if mm_counts.get("video"):
+            num_frames, size = self.info.get_largest_video(seq_len, mm_counts)
+            data["video"] = self._get_dummy_videos(
+                size=size,
+                num_frames=num_frames,
+                num_videos=mm_counts["video"],
+                overrides=options.get("video"),
+            )
+        return data
 
 
 InfoT = TypeVar("InfoT", bound=FamilyInfo)
 
 
 class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
-    """The hooks of `BaseMultiModalProcessor`, by the row."""
+    """The hooks of `BaseMultiModalProcessor`, by the row.
 
-    only_tokenizes_text = True
+    The tokenizer makes ids of a text, and the row's updates write the items: HF's processor is
+    called for the items' tensors alone.
+    """
 
     def _hf_processor_applies_updates(self, *args: Any, **kwargs: Any) -> bool:
-        return self.info.hf_updates_prompt and super()._hf_processor_applies_updates(
-            *args, **kwargs
-        )
+        return False
+
+    def _tokenize_text(
+        self,
+        prompt: str,
+        hf_processor_mm_kwargs: Mapping[str, object],
+        tokenization_kwargs: Mapping[str, object],
+    ) -> list[int]:
+        return list(self.info.get_tokenizer().encode(prompt, **tokenization_kwargs))
 
     def _call_hf_processor(
         self,

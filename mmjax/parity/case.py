@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers import ProcessorMixin
 
 from mmjax.config.engine_config import ModelConfig
 from mmjax.errors import ConfigError
@@ -21,6 +20,7 @@ from mmjax.parity.reference import (
     generate_reference,
     load_reference,
     load_reference_adapter,
+    load_reference_processor,
     make_pixels,
     make_reference_inputs,
     run_reference,
@@ -54,7 +54,9 @@ class Parity:
         self.config = model_config.hf_config
         self.rules = model_class.rules(self.config)
         self.processor = create_processor(model_config)
-        self.hf_processor = self.processor.info.get_hf_processor()
+        self.hf_processor = load_reference_processor(
+            model_config.path, self.config.model_type, self.processor.info.get_hf_processor()
+        )
         self._chat_template = model_config.chat_template or getattr(
             self.hf_processor, "chat_template", None
         )
@@ -119,9 +121,9 @@ class Parity:
     def process_reference(self, case: Case) -> Any:
         """Return the outputs of HF's processor, which takes only text prompts.
 
-        Where that cannot be loaded without torchvision, HF's model is given what mmjax's made.
+        Where there is none without torchvision, HF's model is given what mmjax's made.
         """
-        if not isinstance(self.hf_processor, ProcessorMixin):
+        if self.hf_processor is None:
             return self._as_reference(self._apply(case))
         text = case.prompt
         if not isinstance(text, str):

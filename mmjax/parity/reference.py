@@ -121,6 +121,31 @@ def run_reference(model: Any, inputs: Any, rules: Sequence[RuleTypes]) -> dict[s
     }
 
 
+def load_reference_processor(path: Path, model_type: str, ours: Any) -> Any:
+    """Return HF's own processor, made of the parts of ours; None where ours has other parts.
+
+    Args:
+        path: The checkpoint; None is returned where it has no processor_config.json.
+        model_type: By which HF finds the class, where that file names none.
+        ours: What the family loads, which may be HF's own.
+    """
+    hf = importlib.import_module("transformers.models.auto.processing_auto")
+    if isinstance(ours, hf.ProcessorMixin):
+        return ours
+    parts = {"image_processor": ours.image_processor, "tokenizer": ours.tokenizer}
+    # Others are written anew, and have not all that HF's class asks of its parts.
+    is_hfs = hasattr(ours.image_processor, "hf_class")
+    if not is_hfs or not (path / "processor_config.json").exists():
+        return None
+    settings, _ = hf.ProcessorMixin.get_processor_dict(path)
+    name = settings.get("processor_class") or hf.PROCESSOR_MAPPING_NAMES.get(model_type, "")
+    processor_class = hf.processor_class_from_name(name)
+    if processor_class is None or parts.keys() != {*processor_class.get_attributes()}:
+        return None
+    in_order = [parts[attribute] for attribute in processor_class.get_attributes()]
+    return processor_class.from_args_and_dict(in_order, settings)
+
+
 def with_float_pixels(hf_processor: Any) -> Any:
     """Return HF's processor as HF has it, where ours keeps bytes."""
     image_processor = copy(hf_processor.image_processor)

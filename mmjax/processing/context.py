@@ -168,6 +168,21 @@ class BaseProcessingInfo(ABC):
         """Return the tokens that only prompt updates may write; a prompt with one is refused."""
         return {}
 
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Return a prompt with what the model has around it: BOS, a turn's format, an end.
+
+        Of text and of token ids alike, before any item is written into it. What is there already
+        is not written again.
+
+        Args:
+            token_ids: Of text, those that the tokenizer makes of it.
+            mm_counts: How many items of each modality come with it.
+            mm_kwargs: The request's own, for the HF processor.
+        """
+        return token_ids
+
     def get_ending_token_ids(self) -> Sequence[int]:
         """Return tokens that end an answer, beside those of the checkpoint's files."""
         return ()

@@ -21,6 +21,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
 from tests.families.tiny import (
     AFFINE,
     DrawnItem,
@@ -189,6 +190,14 @@ BLIP2 = Family(
     write=write,
     needless_files=frozenset({"tokenizer_config.json"}),
     probed=("qformer.encoder.layer.1", "language_projection"),
+    published=Published(
+        # Of the text branch, which files of the retrieval models have.
+        unread=(
+            "qformer.embeddings.word_embeddings.weight",
+            "qformer.encoder.layer.0.intermediate.dense.weight",
+            "qformer.encoder.layer.0.output.LayerNorm.bias",
+        ),
+    ),
     rendered="Question: what is it Answer: a car Question: which color Answer:",
     with_system=("Question: what", "be short Question: what"),
     call_hf=partial(call_processor, hf_processor),

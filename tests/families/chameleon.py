@@ -12,8 +12,6 @@ from transformers.models.chameleon.image_processing_pil_chameleon import Chamele
 from transformers.models.chameleon.processing_chameleon import ChameleonProcessor
 
 from mmjax.models.chameleon.model import ChameleonForConditionalGeneration
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
 from tests.families.directories import (
     GOLDEN,
     edit_golden,
@@ -21,7 +19,8 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, HFInputs, assemble
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
+from tests.families.published import Published
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
 VOCAB_SIZE, NUM_CODES, TOKENS_PER_IMAGE = 160, 40, 16
 IMAGE, BEGIN, END = 2, 3, 4
@@ -73,11 +72,6 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return DrawnItem(tensors, tokens, np.equal(tokens, IMAGE))
 
 
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it."""
-    return make_reference_inputs(sample.token_ids, listed(sample))
-
-
 def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
     """Return keywords of `tiny_config` for another decoder."""
     if num_heads * head_dim != width:
@@ -95,7 +89,6 @@ TINY = TinyFamily(
     resize=resize,
     served={},
     draw_item=draw_item,
-    torch_inputs=torch_inputs,
     word_ids=range(5, FIRST_CODE),
     published_head_dim=128,
     max_embeds={"image": TOKENS_PER_IMAGE},
@@ -143,10 +136,16 @@ CHAMELEON = Family(
     tiny=TINY,
     path=partial(golden_path, "chameleon"),
     write=write,
+    published=Published(
+        make_config=partial(ChameleonConfig, vocabulary_map=vocabulary_map(8192, 4), vq_config={}),
+        left_out=(),
+        unread=("model.vqmodel.decoder.conv_in.weight",),
+    ),
     rendered=("<image>\nwhat is it<reserved08706>a car<reserved08706>which color"),
     with_system=("<image>", "be short<reserved08706><image>"),
+    takes_embeds=False,
     call_hf=call_hf,
-    embed_token_ids=lambda processor: [processor.info.get_hf_processor().image_token_id],
+    embed_token_ids=lambda processor: [processor.info.get_embed_token_id("image")],
     placeholder="<image>",
     extra_kwargs=({}, COMPLETION),
     words=(*Family.words, *("<s>", "</s>", "<racm3:break>", "<eoss>")),

@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 from mmjax.models.model_source import load_model_config
 from tests.families.directories import GOLDEN_MODELS, golden_path
 from tests.families.family import Family, HFInputs
+from tests.families.published import Published
+from tests.families.published_names import list_deepseek_vl2, read_deepseek_vl2
 
 PATH = golden_path("deepseek_vl2")
 BOS, IMAGE = 0, 333
@@ -102,6 +104,12 @@ DEEPSEEK_VL2 = Family(
     path=lambda: PATH,
     write=write,
     needless_files=frozenset({"processor_config.json", "tokenizer_config.json"}),
+    published=Published(
+        make_config=read_deepseek_vl2,
+        list_shapes=lambda config: list_deepseek_vl2(
+            config, {"width": 1152, "patch_size": 14, "image_size": 384, "layers": 27}
+        ),
+    ),
     rendered=(
         "<|User|>: <image>\n"
         "what is it\n"

@@ -13,6 +13,7 @@ from mmjax.models.registry import MODELS
 from mmjax.processing import BaseMultiModalProcessor, MultiModalInputs
 from mmjax.processing.prepared import ProcessorCache
 from tests.families.directories import GOLDEN, golden_processor, made_once
+from tests.families.published import Published
 from tests.families.tiny import TinyFamily
 
 
@@ -44,6 +45,9 @@ class Family:
     """HF's tiny random model and prompts for its arrays; of one row of a family's at least."""
     has_reference: bool = True
     """Whether transformers has a class of the model."""
+
+    published: Published = field(default_factory=Published)
+    """How published files name tensors: `tests/models/published.json` has their sizes."""
 
     # Its directories.
     is_written: bool = False
@@ -80,6 +84,12 @@ class Family:
     """The ids that stand where embeddings go, and nowhere else."""
     placeholder: str = ""
     """What a text prompt has for each image; empty where it has nothing."""
+    video: str = ""
+    """What a text prompt has for each video; empty where it takes none."""
+    video_kwargs: tuple[dict[str, Any], ...] = ({},)
+    """Processor kwargs under which dummy videos have the declared maximum."""
+    takes_embeds: bool = True
+    """Whether `image_embeds` alone stand for an image."""
     min_images: int = 0
     """In a prompt that HF's model takes."""
     max_images: int = 8
@@ -110,6 +120,13 @@ class Family:
     def folder(self) -> str:
         """Its folder in `mmjax/models`."""
         return MODELS[self.architecture].folder
+
+    def make_published_config(self, values: Mapping[str, Any]) -> Any:
+        """Return the config that a published config.json has."""
+        if self.published.make_config is not None:
+            return self.published.make_config(**values)
+        assert self.tiny is not None, f"`make_config` of `published` of {self.name}"
+        return self.tiny.reference_class.config_class(**values)
 
     @cached_property
     def checkpoint(self) -> Path:

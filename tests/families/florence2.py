@@ -28,6 +28,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
 from tests.families.tiny import (
     AFFINE,
     DrawnItem,
@@ -251,8 +252,12 @@ FLORENCE2 = Family(
     needless_files=frozenset({"tokenizer_config.json"}),
     llm_settings={"max_num_seqs": 2, "max_num_batched_tokens": 64},  # it declares its length
     question="<CAPTION>",
+    published=Published(
+        left_out=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"),
+    ),
     rendered="which color",
     with_system=("", ""),
+    takes_embeds=False,
     call_hf=partial(call_processor, hf_processor),
     max_images=1,
     extra_kwargs=({}, {"images_kwargs": {"do_normalize": False}}),

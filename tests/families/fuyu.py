@@ -22,6 +22,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, HFInputs, assemble
+from tests.families.published import MODULE, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 
 IMAGE, NEWLINE, START = 126, 127, 1
@@ -144,8 +145,20 @@ FUYU = Family(
     path=partial(golden_path, "fuyu"),
     write=write,
     needless_files=frozenset({"tokenizer_config.json"}),
+    published=Published(
+        # `save_pretrained` writes the hub's.
+        layouts={
+            "hub": {
+                "model.language_model.": "language_model.model.",
+                "model.vision_embed_tokens.": "vision_embed_tokens.",
+                "lm_head.": "language_model.lm_head.",
+            },
+            "module": MODULE,
+        },
+    ),
     rendered=("what is it\na car\nwhich color\n"),
     with_system=("what", "be short\nwhat"),
+    takes_embeds=False,
     call_hf=call_hf,
     max_images=1,
     tensors={"image_patches": 1e-6},

@@ -20,6 +20,7 @@ from mmjax.parity.reference import make_reference_inputs
 from mmjax.processing.processor import BaseMultiModalProcessor, ProcessorCache
 from tests.families.directories import made_once
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import THREE_LAYOUTS, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, joined
 from tests.kit import (
     fill_by_name,
@@ -190,6 +191,7 @@ GEMMA3 = Family(
     path=directory,
     write=write,
     needless_files=frozenset({"chat_template.jinja"}),
+    published=Published(layouts=THREE_LAYOUTS),
     rendered=(
         "<start_of_turn>user\n"
         "<start_of_image>what is it<end_of_turn>\n"

@@ -31,7 +31,16 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import CHATML, Family, HFInputs, assemble, call_processor
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
+from tests.families.published import MODULE, Published
+from tests.families.tiny import (
+    AFFINE,
+    DrawnItem,
+    Media,
+    TinyFamily,
+    Variant,
+    draw_bytes,
+    resize_text,
+)
 from tests.models.original_internvl import original_config, to_original
 from tests.oracle import fill_with_unit_norms
 
@@ -96,24 +105,12 @@ def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
     return make_reference_inputs(sample.token_ids, data)
 
 
-def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
-    """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "model_type": "qwen3",
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-    }
-    return {"text": text}
-
-
 TINY = TinyFamily(
     name="internvl",
     model_class=InternVLForConditionalGeneration,
     reference_class=HFModel,
     make_config=tiny_config,
-    resize=resize,
+    resize=partial(resize_text, model_type="qwen3"),
     served={"text": {"model_type": "qwen3", "head_dim": 16}},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
@@ -181,10 +178,23 @@ INTERNVL = Family(
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
     probed=("vision_tower.encoder.layers.1", "multi_modal_projector"),
+    published=Published(
+        left_out=(),
+        # The hub's files and save_pretrained's are named alike.
+        layouts={
+            "files": {
+                "model.language_model.": "language_model.model.",
+                "model.": "",
+                "lm_": "language_model.lm_",
+            },
+            "module": MODULE,
+        },
+    ),
     rendered=CHATML.format(image="<IMG_CONTEXT>\n"),
     with_system=("", "<|im_start|>system\nbe short<|im_end|>\n"),
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
+    video=VIDEO,
     lowering_kwargs={"images_kwargs": {"max_patches": 2}},
     extra_kwargs=({}, FEWER, {"crop_to_patches": False}),
     mm_configs=(
@@ -318,6 +328,7 @@ INTERNVL_ORIGINAL = Family(
     call_hf=call_original,
     embed_token_ids=lambda processor: [998],
     placeholder="<image>",
+    video=VIDEO,
     lowering_kwargs={"max_dynamic_patch": 2},
     extra_kwargs=(
         {},

@@ -23,8 +23,6 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmjax.models.llava.host_inputs import count_image_tokens
 from mmjax.models.llava.model import LlavaForConditionalGeneration
-from mmjax.parity.arrays import Sample
-from mmjax.parity.reference import make_reference_inputs
 from mmjax.rounding import round_up
 from tests.families.directories import (
     GOLDEN,
@@ -38,7 +36,8 @@ from tests.families.directories import (
     write_directory,
 )
 from tests.families.family import Family, assemble, call_processor
-from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes, listed
+from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 
 IMAGE_TOKEN, BREAK_TOKEN, END_TOKEN = 120, 121, 122
 TEXT: dict[str, Any] = {
@@ -111,29 +110,11 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     return DrawnItem(tensors, ids, np.equal(ids, IMAGE_TOKEN))
 
 
-def torch_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
-    """Return the sample as HF's processor would give it, for either kind of tower."""
-    return make_reference_inputs(sample.token_ids, listed(sample))
-
-
-def resize(width: int, head_dim: int, num_heads: int) -> dict[str, Any]:
-    """Return keywords of `tiny_config` for another decoder."""
-    text = {
-        "hidden_size": width,
-        "head_dim": head_dim,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": max(1, num_heads // 4),
-    }
-    return {"text": text}
-
-
 ROW: dict[str, Any] = {
     "model_class": LlavaForConditionalGeneration,
     "reference_class": HFModel,
     "make_config": tiny_config,
-    "resize": resize,
     "draw_item": draw_item,
-    "torch_inputs": torch_inputs,
     "word_ids": range(5, IMAGE_TOKEN),
     "published_head_dim": 128,
 }
@@ -209,6 +190,7 @@ LLAVA = Family(
     path=partial(golden_path, "llava"),
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
+    published=Published(layouts=THREE_LAYOUTS),
     rendered=("USER: <image>\nwhat is it ASSISTANT: a car</s>USER: which color ASSISTANT:"),
     with_system=("USER: <", "be short USER: <"),
     call_hf=partial(call_processor, hf_processor),

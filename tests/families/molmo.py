@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from tests.families.directories import edit_golden, golden_path
 from tests.families.family import Family, HFInputs
+from tests.families.published import Published
+from tests.families.published_names import list_molmo
 
 PATH = golden_path("molmo")
 SIDE, PATCH, MARGIN, MAX_CROPS = 112, 14, 2, 6
@@ -150,8 +152,10 @@ MOLMO = Family(
     path=lambda: PATH,
     write=write,
     needless_files=frozenset({"processor_config.json"}),
+    published=Published(make_config=PreTrainedConfig, list_shapes=list_molmo),
     rendered="User: what is it Assistant: a car User: which color Assistant:",
     with_system=("User: what", "User: be short\n\nwhat"),
+    takes_embeds=False,
     call_hf=call_published,
     embed_token_ids=lambda processor: [processor.info.get_token_id("<im_patch>")],
     max_images=1,

@@ -19,14 +19,15 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import Family, HFInputs
-from tests.families.llava import PIXTRAL_SETTINGS, ROW, resize
-from tests.families.tiny import TinyFamily, Variant
+from tests.families.llava import PIXTRAL_SETTINGS, ROW
+from tests.families.published import THREE_LAYOUTS, Published
+from tests.families.tiny import TinyFamily, Variant, resize_text
 
 TINY = TinyFamily(
     **{
         **ROW,
         "model_class": PixtralForConditionalGeneration,
-        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize(*sizes)},
+        "resize": lambda *sizes: {**PIXTRAL_SETTINGS, **resize_text(*sizes)},
     },
     name="pixtral",
     served=PIXTRAL_SETTINGS,
@@ -111,8 +112,10 @@ PIXTRAL = Family(
         {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
     ),
     write=write,
+    published=Published(layouts=THREE_LAYOUTS),
     rendered="[INST][IMG]what is it[/INST]a car</s>[INST]which color[/INST]",
     with_system=("[INST]which", "[INST]be short\n\nwhich"),
+    takes_embeds=False,
     call_hf=call_pixtral,
     placeholder="[IMG]",
     lowering_kwargs={"size": {"longest_edge": 30}},

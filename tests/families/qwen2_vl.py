@@ -32,6 +32,7 @@ from tests.families.directories import (
     save_weights,
 )
 from tests.families.family import CHATML, Family, assemble, call_processor
+from tests.families.published import MODULE, Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.oracle import fill_with_unit_norms
 
@@ -259,11 +260,25 @@ QWEN2_VL = Family(
     path=partial(golden_path, "qwen2_vl"),
     write=write,
     needless_files=frozenset({"chat_template.jinja", "tokenizer_config.json"}),
+    published=Published(
+        layouts={
+            "hub": {"model.visual.": "visual.", "model.language_model.": "model."},
+            "module": MODULE,
+        },
+    ),
     rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     + CHATML.format(image="<|vision_start|><|image_pad|><|vision_end|>"),
     with_system=("You are a helpful assistant.", "be short"),
     call_hf=partial(call_processor, hf_processor),
     placeholder=IMAGE,
+    video=VIDEO,
+    video_kwargs=(
+        {},
+        {"max_pixels": 30_000},
+        {"videos_kwargs": {"size": {"longest_edge": 23 * 784}}},
+        {"images_kwargs": {"max_pixels": 7 * 784}},
+    ),
+    takes_embeds=False,  # grids beside them: tests/models/test_qwen2_vl_embeds.py
     has_pixel_counts=True,
     extra_kwargs=({}, {"images_kwargs": SMALLER}),
     mm_configs=(

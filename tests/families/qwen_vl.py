@@ -16,6 +16,8 @@ from tokenizers import Tokenizer
 
 from tests.families.directories import GOLDEN_MODELS, golden_path
 from tests.families.family import CHATML, Family, HFInputs
+from tests.families.published import Published
+from tests.families.published_names import list_qwen_vl, read_qwen_vl
 
 PATH = golden_path("qwen_vl")
 SIDE, NUM_QUERIES = 128, 256
@@ -56,6 +58,7 @@ QWEN_VL = Family(
     path=lambda: PATH,
     write=write,
     needless_files=frozenset({"tokenizer_config.json", "qwen.tiktoken", "tokenizer.json"}),
+    published=Published(make_config=read_qwen_vl, list_shapes=list_qwen_vl),
     rendered="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     + CHATML.format(image="Picture 1: <img></img>\n"),
     with_system=("You are a helpful assistant.", "be short"),

@@ -11,7 +11,7 @@ import numpy as np
 from mmjax.layers.module import build_abstract
 from mmjax.models.host_inputs import PromptItem
 from mmjax.parity.arrays import PagedModel, Sample
-from mmjax.parity.reference import make_pixels
+from mmjax.parity.reference import make_pixels, make_reference_inputs
 from mmjax.processing.image_processors.affine import make_affine
 from mmjax.processing.tensors.inputs import PlaceholderRange
 from tests.oracle import fill_with_unit_norms, params_of
@@ -85,6 +85,22 @@ def listed(sample: Sample) -> dict[str, list[np.ndarray]]:
     return {name: [item[name] for item in items] for name in (items[0] if items else ())}
 
 
+def stacked_inputs(reference: Any, sample: Sample) -> dict[str, Any]:
+    """Return the sample as most of HF's processors would give it: items stacked, padded."""
+    return make_reference_inputs(sample.token_ids, listed(sample))
+
+
+def resize_text(width: int, head_dim: int, num_heads: int, **more: Any) -> dict[str, Any]:
+    """Return `text` of `make_config`: a decoder of a width, with heads of a width, so many."""
+    text = {
+        "hidden_size": width,
+        "head_dim": head_dim,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": max(1, num_heads // 4),
+    }
+    return {"text": {**text, **more}}
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TinyFamily:
     """A served family (or a kind of its towers), as tests make and ask it."""
@@ -95,7 +111,7 @@ class TinyFamily:
     """HF's."""
     make_config: Callable[..., Any]
     """HF's config; keywords are what differs from the tiny one."""
-    resize: Callable[[int, int, int], Mapping[str, Any]]
+    resize: Callable[[int, int, int], Mapping[str, Any]] = resize_text
     """Keywords of `make_config` for a decoder of a width, with heads of a width, and so many."""
     variants: Mapping[str, Variant]
     """The first one gets prompts of every kind."""
@@ -103,7 +119,7 @@ class TinyFamily:
     """Keywords of `make_reference`: the model that engines serve."""
     draw_item: Callable[[Any, Media], DrawnItem]
     """What a processor makes, under a config."""
-    torch_inputs: Callable[[Any, Sample], dict[str, Any]]
+    torch_inputs: Callable[[Any, Sample], dict[str, Any]] = stacked_inputs
     """The sample as HF's processor gives it to HF's model."""
     word_ids: range
     """Of text."""

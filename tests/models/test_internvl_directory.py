@@ -1,4 +1,4 @@
-"""InternVL from a directory: `LLM` against HF's own processor and model."""
+"""InternVL's original layout from a directory: `LLM` against HF's model of the same weights."""
 
 from pathlib import Path
 from typing import Any
@@ -44,39 +44,12 @@ def open_llm(path: Path, **settings: Any) -> LLM:
     return LLM(str(path), use_tqdm_on_load=False, **sizes, **settings)
 
 
-def ask(llm: LLM, image: Any) -> tuple[list[int], list[int]]:
-    """Return the prompt's tokens and the answer's."""
-    content = [image, {"type": "text", "text": "What color is it?"}]
-    (output,) = llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
-    return list(output.prompt_token_ids), list(output.outputs[0].token_ids)
-
-
 def answer_of_hf(reference: Any, prompt: str) -> tuple[list[int], list[int]]:
     inputs = hf_processor()(text=prompt, images=[PICTURE], return_tensors="pt")
     with torch.no_grad():
         out = reference.generate(**inputs, do_sample=False, max_new_tokens=GREEDY.max_tokens)[0]
     length = inputs["input_ids"].shape[1]
     return out[:length].tolist(), out[length:].tolist()
-
-
-def test_a_chat_about_a_picture_and_its_embeddings(directory: Path, reference: Any):
-    part = {"type": "image_pil", "image_pil": PICTURE}
-    with open_llm(directory, enable_mm_embeds=True) as llm:
-        prompt = (
-            "<|im_start|>user\n<IMG_CONTEXT>\nWhat color is it?<|im_end|>\n<|im_start|>assistant\n"
-        )
-        ids, tokens = ask(llm, part)
-        assert (ids, tokens) == answer_of_hf(reference, prompt)
-        assert ids.count(998) == 3 * NUM_TOKENS  # two tiles and a thumbnail
-
-        pixels = hf_processor()(text=prompt, images=[PICTURE], return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            rows = reference.get_image_features(pixels).pooler_output.flatten(0, 1)
-        data: Any = {"prompt": prompt, "multi_modal_data": {"image": {"image_embeds": rows}}}
-        (output,) = llm.generate(data, GREEDY, use_tqdm=False)
-        assert list(output.prompt_token_ids) == ids
-        assert list(output.outputs[0].token_ids) == tokens
-        assert llm.engine.compilations == 0
 
 
 def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path, reference: Any):

@@ -7,6 +7,7 @@ import pytest
 
 from mmjax.cache.media.processor_cache import MultiModalProcessorOnlyCache
 from mmjax.errors import CheckpointError, RequestError
+from tests.families import FAMILIES
 from tests.families.florence2 import FLORENCE2
 from tests.kit import draw
 
@@ -27,10 +28,7 @@ TASKS = [
 ]
 
 
-@pytest.fixture(params=["uncached", "cached"])
-def processor(request: pytest.FixtureRequest) -> Any:
-    cache = MultiModalProcessorOnlyCache(2**24) if request.param == "cached" else None
-    return FLORENCE2.make_processor(processor_cache=cache)
+FAMILY = FAMILIES["florence2"]
 
 
 @pytest.mark.parametrize("task", TASKS)

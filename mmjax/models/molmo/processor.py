@@ -5,13 +5,13 @@ Before: `what is it`. After: `<bos> <im_start> (<im_patch>*12 <im_col>)*12 <im_e
 take embeddings. `message_format="none"` leaves the text as it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 from mmjax.errors import CheckpointError, RequestValueError
-from mmjax.models.family import FamilyInfo, FamilyProcessor, Target, item_fields, make_factories
+from mmjax.models.family import FamilyInfo, Target, item_fields, make_factories
 from mmjax.models.molmo.host_inputs import (
     NEW_TOKENS,
     NUM_NEW_TOKENS,
@@ -151,10 +151,12 @@ class MolmoProcessingInfo(FamilyInfo):
             "of them: name it in tokenizer_config.json"
         )
 
-    def begin_prompt(self, token_ids: Sequence[int], mm_kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the ids of a whole prompt: BOS, once, and its text as a user's turn."""
+    def frame_prompt(
+        self, token_ids: list[int], mm_counts: Mapping[str, int], mm_kwargs: Mapping[str, object]
+    ) -> list[int]:
+        """Begin a prompt with BOS, once, and write its text as a user's turn."""
         tokenizer, bos = self.get_tokenizer(), self.bos_token_id
-        words = list(token_ids[1:] if token_ids[:1] == [bos] else token_ids)
+        words = token_ids[1:] if token_ids[:1] == [bos] else token_ids
         given = self.scope_kwargs(mm_kwargs, "text_kwargs")
         settings = {key: given.get(key, value) for key, value in _TEXT_SETTINGS.items()}
         text = tokenizer.decode(words, clean_up_tokenization_spaces=False)
@@ -206,16 +208,4 @@ class MolmoProcessingInfo(FamilyInfo):
         return rows[0] + rows[1]
 
 
-class MolmoMultiModalProcessor(FamilyProcessor[MolmoProcessingInfo]):
-    def _tokenize(
-        self,
-        prompt: str | list[int],
-        hf_processor_mm_kwargs: Mapping[str, object],
-        tokenization_kwargs: Mapping[str, object],
-    ) -> list[int]:
-        """Begin every prompt as the published processor does, of text and of token ids alike."""
-        token_ids = super()._tokenize(prompt, hf_processor_mm_kwargs, tokenization_kwargs)
-        return self.info.begin_prompt(token_ids, hf_processor_mm_kwargs)
-
-
-FACTORIES = make_factories(MolmoProcessingInfo, MolmoMultiModalProcessor)
+FACTORIES = make_factories(MolmoProcessingInfo)

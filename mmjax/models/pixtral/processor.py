@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, make_factories
 from mmjax.models.pixtral.host_inputs import PixtralHostInputs, check_whole_pictures
-from mmjax.processing.image_processors.affine import keep_bytes
 from mmjax.processing.image_processors.parts import ProcessorOfParts
+from mmjax.processing.image_processors.pil_classes import load_image_processor
 from mmjax.processing.items.parse import ImageSize, ImagesOnlyDataParser
 from mmjax.rounding import cdiv
 
@@ -120,35 +120,24 @@ class PixtralProcessingInfo(FamilyInfo):
     @cached_property
     def token_ids(self) -> Mapping[str, int]:
         """The ids of `image_token`, `image_break_token` and `image_end_token`."""
-        names = {key: self._settings.get(key, default) for key, default in _TOKENS.items()}
+        settings = self.processor_settings
+        names = {key: settings.get(key, default) for key, default in _TOKENS.items()}
         self.check_token(names["image_token"], "image_token_index")
         return {key: self.get_token_id(name) for key, name in names.items()}
 
-    @cached_property
-    def _settings(self) -> Mapping[str, Any]:
-        # On use only: it brings an installed torch along.
-        from transformers.processing_utils import ProcessorMixin
-
-        settings, _ = ProcessorMixin.get_processor_dict(self.ctx.model_config.path)
-        return settings
-
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
-        # On use only: it brings an installed torch along.
-        from transformers.models.pixtral.image_processing_pil_pixtral import (
-            PixtralImageProcessorPil,
-        )
-
         check_whole_pictures(self.get_hf_config())
-        patch_size = self._settings.get("patch_size", self.patch_size)
-        if patch_size != self.patch_size or self._settings.get("spatial_merge_size", 1) != 1:
+        patch_size = self.processor_settings.get("patch_size", self.patch_size)
+        merge_size = self.processor_settings.get("spatial_merge_size", 1)
+        if patch_size != self.patch_size or merge_size != 1:
             raise CheckpointError(
                 f"`patch_size` and `spatial_merge_size` of processor_config.json are {patch_size} "
-                f"and {self._settings.get('spatial_merge_size', 1)}, but config.json's tower has "
-                f"patches of {self.patch_size}, which are not merged; make them equal"
+                f"and {merge_size}, but config.json's tower has patches of {self.patch_size}, "
+                "which are not merged; make them equal"
             )
         _ = self.token_ids
-        own = keep_bytes(PixtralImageProcessorPil).from_pretrained(self.ctx.model_config.path)
+        own = load_image_processor(self.ctx.model_config.path, {"Pixtral": "pixtral"})
         return ProcessorOfParts(
             tokenizer=self.get_tokenizer(),
             image_processor=PixtralImageScaler(own, self.patch_size),

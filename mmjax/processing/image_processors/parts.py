@@ -1,7 +1,7 @@
 """A tokenizer, an image processor and a video processor behind one call, as HF's processors are.
 
-For families whose HF processor needs torchvision. It leaves the prompt's placeholders as they are:
-updates are applied afterwards, and the family's `_hf_processor_applies_updates` says so.
+It leaves the prompt's placeholders as they are: a family's updates write over them afterwards. So
+a family needs no processor of HF's, which may want torchvision, but its parts alone.
 """
 
 import json
