@@ -17,7 +17,13 @@ from jaxtyping import Array, Float, Int
 from mmjax.errors import CheckpointError
 from mmjax.layers.activation import get_activation
 from mmjax.layers.attention.api import AttentionMetadata, attention, without_spans
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache, LayerKVSpec
+from mmjax.layers.attention.kv_cache import (
+    DenseCache,
+    KVCache,
+    KVCacheSpec,
+    LayerCache,
+    LayerKVSpec,
+)
 from mmjax.layers.attention.paged import apply_soft_cap
 from mmjax.layers.decoder import Angles, Decoder
 from mmjax.layers.embed import Embed
@@ -155,9 +161,9 @@ class Gemma4Attention(nnx.Module):
         self,
         x: Float[Array, "T D"],
         angles: Angles,
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Attend, and return the layer's cache, with this step's keys and values if it is its own.
 
         Images see each other both ways in sliding layers alone (HF: modeling_gemma4.py,
@@ -206,9 +212,9 @@ class Gemma4Block(nnx.Module):
         self,
         x: Float[Array, "T D"],
         layer_input: tuple[Angles, Float[Array, "T _part"] | None],
-        cache: LayerCache | None,
+        cache: LayerCache | DenseCache | None,
         metadata: AttentionMetadata,
-    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+    ) -> tuple[Float[Array, "T D"], LayerCache | DenseCache | None]:
         """Return the residual stream after this block, and its cache."""
         angles, part = layer_input
         with jax.named_scope("attn"):

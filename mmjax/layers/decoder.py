@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
@@ -238,8 +238,11 @@ class Decoder(nnx.Module):
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Return the same, given what each block is."""
-        places = self.kv_cache_spec.layer_places or range(len(self.layers))
-        caches: list[Any] = [None] * len(self.layers) if kv_cache is None else list(kv_cache)
+        spec, places = self.kv_cache_spec, range(len(self.layers))
+        caches: list[Any] = [None] * len(spec.layers) if kv_cache is None else list(kv_cache)
+        if spec.layer_places:
+            places = spec.layer_places
+            caches = caches if kv_cache is not None else [DenseCache()] * len(caches)
         for layer, layer_input, place in zip(self.layers, inputs, places, strict=True):
             hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
         hidden = hidden if self.norm is None else self.norm(hidden)

@@ -22,11 +22,13 @@ def inverse_frequencies(parameters: Mapping[str, Any], head_dim: int) -> np.ndar
     (`partial_rotary_factor`). Kinds: `default` (theta ** (-2i/H)), `linear` (the same, over
     `factor`: position interpolation, arXiv 2306.15595), `llama3` (low frequencies over `factor`),
     `yarn` (arXiv 2309.00071) and `dynamic`, which is `default` up to `max_position_embeddings`, the
-    longest prompt that is served. `proportional` (Gemma 4's) turns the first `partial_rotary_factor` of
-    the pairs of a whole head, at the frequencies that they have there, over `factor`, and leaves
-    the others. The power is rounded from float64, which is torch's float32 value
-    in all but one entry of 128; numpy's own float32 power misses one in six, and at position 8191
-    an error of one bit there turns an angle by 1e-3.
+    longest prompt that is served. `proportional` (Gemma 4's) turns the first
+    `partial_rotary_factor` of the pairs of a whole head, at the frequencies that they have there
+    over `factor`, and leaves the others.
+
+    The power is rounded from float64, which is torch's float32 value in all but one entry of 128;
+    numpy's own float32 power misses one in six, and at position 8191 an error of one bit there
+    turns an angle by 1e-3.
     """
     kind = parameters.get("rope_type", "default")
     if kind not in _KINDS:

@@ -1,16 +1,23 @@
 """Tiny Gemma 4s: images and videos of any grid, layers that share caches, parts of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import Gemma4Config
 from transformers import Gemma4ForConditionalGeneration as HFModel
+from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from mmjax.models.gemma4.model import Gemma4ForConditionalGeneration
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
+from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
+from tests.families.family import Family, assemble, call_processor
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.kit import fill_by_name
 
@@ -44,6 +51,12 @@ LARGE: dict[str, Any] = {
     "use_bidirectional_attention": "vision",
 }
 """What the large ones have in place of it."""
+ALL: dict[str, Any] = {
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 2,
+    "use_bidirectional_attention": "vision",
+}
+"""What makes the small ones have everything but experts."""
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -173,7 +186,7 @@ TINY = TinyFamily(
     reference_class=HFModel,
     make_config=tiny_config,
     resize=resize,
-    served={},
+    served={"text": ALL},
     draw_item=draw_item,
     torch_inputs=torch_inputs,
     fill=fill,
@@ -188,4 +201,99 @@ TINY = TinyFamily(
             {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 7
         ),
     },
+)
+
+
+# ---- its prompts and directories ----------------------------------------------------------------
+
+TURN, TURN_END = "<|turn>", "<turn|>"
+MARKS = {
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "image_token": "<|image|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+    "audio_token": "<|audio|>",
+}
+BUDGET = 140
+"""Of the directory's images; of frames it is 70."""
+
+
+def write_files(path: Path) -> Path:
+    """Write config, tokenizer and processor files."""
+    marks: Sequence[str] = [*MARKS.values(), "<|video|>", TURN, TURN_END]
+    tokenizer = make_tokenizer(marks, bos="<bos>", eos="<eos>", named=MARKS)
+    vocab_size = -(-len(tokenizer) // 8) * 8
+    sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size}
+    config = tiny_config(
+        text={**sizes, "num_key_value_heads": 4}, vision={"position_embedding_size": 3 * BUDGET}
+    )
+    for name in ("boi", "eoi", "image", "audio"):
+        token_id = tokenizer.convert_tokens_to_ids(MARKS[f"{name}_token"])
+        setattr(config, f"{name}_token_id", token_id)
+    config.video_token_id = tokenizer.convert_tokens_to_ids("<|video|>")
+    config.text_config.pad_token_id = tokenizer.pad_token_id
+    sides = {"patch_size": VISION["patch_size"], "pooling_kernel_size": 3}
+    return write_directory(
+        path,
+        config,
+        tokenizer,
+        processor_config={
+            "processor_class": "Gemma4Processor",
+            "image_processor": {**sides, "max_soft_tokens": BUDGET},
+            "video_processor": {**sides, "max_soft_tokens": 70, "num_frames": 4},
+        },
+    )
+
+
+directory = made_once(write_files)
+
+
+@cache
+def hf_processor(video_processor: Any = None) -> Any:
+    """HF's own processor, built apart from ours; the video side is a stub unless it is given."""
+    return assemble(
+        Gemma4Processor,
+        Gemma4ImageProcessorPil,
+        directory(),
+        video_processor=video_processor,
+        has_videos=True,
+        feature_extractor=Gemma4AudioFeatureExtractor(),
+    )
+
+
+GEMMA4 = Family(
+    name="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    tiny=TINY,
+    is_written=True,
+    path=directory,
+    write=with_weights(write_files, fill),
+    needless_files=frozenset(
+        {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
+    ),
+    rendered=(
+        "<|turn>user\n"
+        "<|image|>what is it<turn|>\n"
+        "<|turn>model\n"
+        "a car<turn|>\n"
+        "<|turn>user\n"
+        "which color<turn|>\n"
+        "<|turn>model\n"
+    ),
+    with_system=("<|turn>user", "<|turn>system\nbe short<turn|>\n<|turn>user"),
+    call_hf=partial(call_processor, hf_processor),
+    placeholder="<|image|>",
+    video="<|video|>",
+    video_kwargs=({}, {"num_frames": 2}, {"do_sample_frames": False}),
+    extra_kwargs=({}, {"max_soft_tokens": 70}),
+    lowering_kwargs={"max_soft_tokens": 70},
+    mm_configs=(
+        {},
+        {"mm_processor_kwargs": {"max_soft_tokens": 70}},
+        {"mm_processor_kwargs": {"images_kwargs": {"max_soft_tokens": 280}}},
+        {"trust_request_mm_kwargs": True},
+    ),
+    tensors={"pixel_values": 1e-6, "image_position_ids": 0.0},
+    colours_last=True,
 )

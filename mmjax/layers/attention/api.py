@@ -93,10 +93,13 @@ def attention(
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     if isinstance(metadata, DenseAttentionMetadata):
-        if key is not None and value is not None:
+        if key is None and isinstance(cache, DenseCache):
+            key, value = cache
+        elif isinstance(cache, DenseCache):
             cache = DenseCache(key, value)
-        assert isinstance(cache, DenseCache), f"{cache=}"
-        return _dense(query, cache.keys, cache.values, metadata, **options), cache
+        assert key is not None, f"{cache=}"
+        assert value is not None, f"{cache=}"
+        return _dense(query, key, value, metadata, **options), cache
     assert not isinstance(cache, DenseCache | None), "paged attention needs a cache"
     if key is not None and value is not None:
         cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)

@@ -284,10 +284,13 @@ KVCache = tuple[LayerCache, ...]
 
 
 class DenseCache(NamedTuple):
-    """The keys and values of a layer without a paged cache, for later layers that share them."""
+    """The keys and values of a layer without a paged cache, for later layers that share them.
 
-    keys: Float[Array, "T K H"]
-    values: Float[Array, "T K _value"]
+    None before that layer.
+    """
+
+    keys: Float[Array, "T K H"] | None = None
+    values: Float[Array, "T K _value"] | None = None
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Gemma 4's host inputs: the patches of a picture or a video, square by square, and their places."""
+"""Gemma 4's host inputs: patches of a picture or a video, square by square, and their places."""
 
 from collections.abc import Mapping
 from typing import Any

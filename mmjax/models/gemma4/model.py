@@ -1,4 +1,4 @@
-"""Gemma 4: a tower that averages squares of patches, a projection of what is normed, the decoder."""
+"""Gemma 4: a tower that averages squares of patches, a projection, and the decoder."""
 
 from collections.abc import Sequence
 from typing import Any

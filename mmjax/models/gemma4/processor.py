@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mmjax.errors import CheckpointError
-from mmjax.models.family import FamilyInfo, item_fields, make_factories
+from mmjax.errors import CheckpointError, RequestValueError
+from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
 from mmjax.models.gemma4.host_inputs import Gemma4HostInputs
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
@@ -27,11 +27,25 @@ from mmjax.processing.items.parse import (
     ImageEmbedsDataParser,
     ImageSize,
     ModalityDataItems,
+    MultiModalDataItems,
     VideoProcessorItems,
 )
 from mmjax.processing.prompt_updates.updates import as_ids
 from mmjax.processing.tensors.fields import MultiModalFieldConfig
 
+CHAT_TEMPLATE = r"""
+{%- for message in messages -%}
+    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\n' -}}
+    {%- for part in message.content -%}
+        {{- '<|' + part.type + '|>' if part.type in ('image', 'video') else part.text | trim -}}
+    {%- endfor -%}
+    {{- '<turn|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|turn>model\n' -}}
+{%- endif -%}
+"""
+"""Of a checkpoint without a chat template: Gemma 4's turns, without thinking and tools."""
 Frames = tuple[tuple[str, ...], int]
 """What stands before each frame of a video, and how many embeddings each has."""
 
@@ -52,6 +66,7 @@ class Gemma4DataParser(ImageEmbedsDataParser):
 
 
 class Gemma4ProcessingInfo(FamilyInfo):
+    chat_template = CHAT_TEMPLATE
     data_parser = Gemma4DataParser
     host_inputs = Gemma4HostInputs
     limits: ClassVar = {"image": None, "video": None}
@@ -61,11 +76,6 @@ class Gemma4ProcessingInfo(FamilyInfo):
 
     def get_embed_token_id(self, modality: str) -> int:
         return getattr(self.get_hf_config(), f"{modality}_token_id")
-
-    def get_reserved_tokens(self) -> Mapping[str, int]:
-        """Return the token of a sound: HF's model would expect one there."""
-        token_id = self.get_hf_config().audio_token_id
-        return {} if token_id is None else {self.get_tokenizer().decode([token_id]): token_id}
 
     def load_hf_processor(self) -> ProcessorOfParts:
         """Put together what AutoProcessor would, which wants torchvision."""
@@ -176,4 +186,24 @@ class Gemma4ProcessingInfo(FamilyInfo):
         return tokens
 
 
-FACTORIES = make_factories(Gemma4ProcessingInfo)
+class Gemma4MultiModalProcessor(FamilyProcessor[Gemma4ProcessingInfo]):
+    def _create_prompts(
+        self,
+        prompt: str | list[int],
+        mm_items: MultiModalDataItems,
+        decoder_prompt: str | list[int] | None,
+    ) -> tuple[str | list[int], str | list[int] | None]:
+        """Refuse a prompt with the mark of a sound, whose embeddings HF's model would expect."""
+        token_id = self.info.get_hf_config().audio_token_id
+        if token_id is not None:
+            mark = self.info.get_tokenizer().decode([token_id])
+            if (mark if isinstance(prompt, str) else token_id) in prompt:
+                raise RequestValueError(
+                    f"prompt has `{mark}`, the mark of a sound; mmjax serves Gemma 4's images and "
+                    "videos alone: leave it out",
+                    param="prompt",
+                )
+        return super()._create_prompts(prompt, mm_items, decoder_prompt)
+
+
+FACTORIES = make_factories(Gemma4ProcessingInfo, Gemma4MultiModalProcessor)
