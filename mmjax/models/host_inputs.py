@@ -64,6 +64,15 @@ class PackedEncoderSpec:
     """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
     patches_per_token: int
     """So many rows, one behind the other, become one embedding; divides each item's number."""
+    starts_anywhere: bool = False
+    """Whether an item may start at any row, and its embeddings at the row's number over
+    `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
+    no power of two: keys lie in blocks of such numbers."""
+
+    @property
+    def patches_per_start(self) -> int:
+        """What the rows at which items start, and the buckets' sizes, are multiples of."""
+        return 1 if self.starts_anywhere else self.patches_per_token
 
 
 class PromptItem(NamedTuple):

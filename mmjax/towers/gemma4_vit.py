@@ -20,6 +20,7 @@ from mmjax.layers.linear import Linear
 from mmjax.layers.module import call_block
 from mmjax.layers.norm import GemmaRMSNorm, divide_by_rms
 from mmjax.layers.rope import apply_rotary, inverse_frequencies, rotary_angles
+from mmjax.rounding import cdiv
 
 Angles = tuple[tuple[Float[Array, "P _turned"], Float[Array, "P _turned"]], ...]
 """Cosines and sines of every patch's column, and of its row, a quarter of a head wide."""
@@ -195,6 +196,7 @@ class Gemma4ViT(nnx.Module):
         *,
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
+        item_ids: Int[Array, " P"],
     ) -> Float[Array, "_rows D"]:
         """Return the average of each square of `pooling_kernel_size` patches a side.
 
@@ -202,6 +204,7 @@ class Gemma4ViT(nnx.Module):
             pixel_values: A patch a row, square by square.
             places: Column and row of each patch in its picture or frame.
             segment_ids: Its picture or frame.
+            item_ids: Its picture or video, each of which may start at any row.
         """
         config = self.config
         x = self.patch_embedder(pixel_values, places)
@@ -209,10 +212,26 @@ class Gemma4ViT(nnx.Module):
         angles = tuple(rotary_angles(places[:, axis], frequencies) for axis in (0, 1))
         for block in self.encoder_layers:
             x = call_block(block, x, angles, segment_ids)
-        squares = x.astype(jnp.float32).reshape(-1, config.pooling_kernel_size**2, x.shape[-1])
+        squares = _gather_squares(x, item_ids, config.pooling_kernel_size**2).astype(jnp.float32)
         # Rounded as HF does: the average once, and once more at the end.
         pooled = squares.mean(1).astype(x.dtype).astype(jnp.float32) * config.hidden_size**0.5
         if config.standardize:
             bias, scale = (p[...].astype(jnp.float32) for p in (self.std_bias, self.std_scale))
             pooled = (pooled - bias[None]) * scale[None]
         return pooled.astype(x.dtype)
+
+
+def _gather_squares(
+    x: Float[Array, "P D"], item_ids: Int[Array, " P"], size: int
+) -> Float[Array, "_rows _size D"]:
+    """Return squares of `size` rows; of an item that starts at row s from `ceil(s / size)` on.
+
+    Of 2, items - 0 0 1 1 1 1 stand in rows 1 to 6: row 0 of the squares is no one's, row 1 that of
+    item 0, rows 2 and 3 those of item 1.
+    """
+    index, num_squares = jnp.arange(len(x), dtype=jnp.int32), cdiv(len(x), size)
+    is_first = (index == 0) | (item_ids != jnp.roll(item_ids, 1))
+    starts = jax.lax.cummax(jnp.where(is_first, index, 0))
+    target = jnp.where(item_ids < 0, num_squares * size, index + (-starts) % size)
+    source = jnp.zeros(num_squares * size, jnp.int32).at[target].set(index, mode="drop")
+    return x[source].reshape(num_squares, size, -1)

@@ -18,6 +18,7 @@ from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
 from tests.families.family import Family, assemble, call_processor
+from tests.families.published import Published
 from tests.families.tiny import AFFINE, DrawnItem, Media, TinyFamily, Variant, draw_bytes
 from tests.kit import fill_by_name
 
@@ -271,6 +272,12 @@ GEMMA4 = Family(
     write=with_weights(write_files, fill),
     needless_files=frozenset(
         {"chat_template.jinja", "processor_config.json", "tokenizer_config.json"}
+    ),
+    published=Published(
+        unread=(
+            "model.audio_tower.output_proj.bias",
+            "model.embed_audio.embedding_projection.weight",
+        )
     ),
     rendered=(
         "<|turn>user\n"

@@ -22,6 +22,7 @@ class Gemma4HostInputs(HostInputs):
                 "frame_ids": ((), "int32"),
             },
             patches_per_token=self.side**2,
+            starts_anywhere=True,
         )
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -17,6 +17,7 @@ from mmjax.models.gemma4.host_inputs import Gemma4HostInputs
 from mmjax.models.interface import MultiModalModel
 from mmjax.models.text_model import build_text_model
 from mmjax.models.tower_model import TOWER, WRAPPER_RULES
+from mmjax.rounding import cdiv
 from mmjax.towers.gemma4_vit import Gemma4ViT, Gemma4ViTConfig
 from mmjax.weights.rules import Rule, RuleTypes
 
@@ -101,8 +102,10 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
         frame_ids: Int[Array, " P"],
     ) -> Float[Array, "_rows D"]:
         """Return the embeddings of packed pictures and videos; `frame_ids`: within an item."""
-        num_frames = len(segment_ids) // self.vision_tower.config.pooling_kernel_size**2
-        segments = refine_segments(segment_ids, frame_ids, num_parts=num_frames)
+        num_frames = cdiv(len(segment_ids), self.vision_tower.config.pooling_kernel_size**2)
+        frames = refine_segments(segment_ids, frame_ids, num_parts=num_frames)
         with jax.named_scope("vision_tower"):
-            rows = self.vision_tower(pixel_values, places=places, segment_ids=segments)
+            rows = self.vision_tower(
+                pixel_values, places=places, segment_ids=frames, item_ids=segment_ids
+            )
         return self.embed_vision(rows)
