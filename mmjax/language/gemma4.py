@@ -223,6 +223,7 @@ class Gemma4Block(nnx.Module):
         with jax.named_scope("mlp"):
             x = x + self.post_feedforward_layernorm(self.feed_forward(x))
         if self.has_part:
+            assert part is not None, "the model reads no token ids"
             gated = self.activation(self.per_layer_input_gate(x)) * part
             x = x + self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return x * self.layer_scalar[...][None], cache

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -220,7 +220,7 @@ class Decoder(nnx.Module):
     A block is called `layer(x, layer_input, cache, metadata) -> (x, cache)`.
     """
 
-    reads_token_ids: ClassVar[bool] = False
+    reads_token_ids: bool = False
     """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
     embedding stands as well, and of the answer."""
 

@@ -226,6 +226,7 @@ def write_files(path: Path) -> Path:
     tokenizer = make_tokenizer(marks, bos="<bos>", eos="<eos>", named=MARKS)
     vocab_size = -(-len(tokenizer) // 8) * 8
     sizes = {"vocab_size": vocab_size, "vocab_size_per_layer_input": vocab_size}
+    sizes["pad_token_id"] = tokenizer.pad_token_id
     config = tiny_config(
         text={**sizes, "num_key_value_heads": 4}, vision={"position_embedding_size": 3 * BUDGET}
     )
@@ -233,7 +234,6 @@ def write_files(path: Path) -> Path:
         token_id = tokenizer.convert_tokens_to_ids(MARKS[f"{name}_token"])
         setattr(config, f"{name}_token_id", token_id)
     config.video_token_id = tokenizer.convert_tokens_to_ids("<|video|>")
-    config.text_config.pad_token_id = tokenizer.pad_token_id
     sides = {"patch_size": VISION["patch_size"], "pooling_kernel_size": 3}
     return write_directory(
         path,

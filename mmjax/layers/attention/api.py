@@ -4,7 +4,7 @@ Callers depend neither on the platform nor on the KV cache's layout; `backend` c
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+CacheT = TypeVar("CacheT", bound=LayerCache | DenseCache | None)
+"""What a layer is given is what it returns."""
+
+
 def choose_cache_type(
     platform: str, spec: KVCacheSpec, dtype: Any, *, num_shards: int = 1
 ) -> type[LayerCache]:
@@ -80,34 +84,43 @@ def attention(
     query: Float[Array, "T N H"],
     key: Float[Array, "T K H"] | None,
     value: Float[Array, "T K _value"] | None,
-    cache: LayerCache | DenseCache | None,
+    cache: CacheT,
     metadata: AttentionMetadata,
     *,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-) -> tuple[Float[Array, "T N _value"], LayerCache | DenseCache | None]:
+) -> tuple[Float[Array, "T N _value"], CacheT]:
     """Return attention outputs and the cache, to which paged attention writes first.
 
     `key` and `value` None: the cache has them already, of an earlier layer that shares it.
     """
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
+    cache = _store(key, value, cache, metadata)
     if isinstance(metadata, DenseAttentionMetadata):
-        if key is None and isinstance(cache, DenseCache):
-            key, value = cache
-        elif isinstance(cache, DenseCache):
-            cache = DenseCache(key, value)
-        assert key is not None, f"{cache=}"
-        assert value is not None, f"{cache=}"
-        return _dense(query, key, value, metadata, **options), cache
-    assert not isinstance(cache, DenseCache | None), "paged attention needs a cache"
-    if key is not None and value is not None:
-        cache = cache.write(key, value, metadata.slot_block, metadata.slot_offset)
+        held: Any = DenseCache(key, value) if cache is None else cache
+        return _dense(query, held.keys, held.values, metadata, **options), cache
     paged = partial(_paged, **options)
-    if not isinstance(cache, InterleavedCache) or not ragged_takes(metadata):
+    is_interleaved = isinstance(cache, InterleavedCache)
+    if not is_interleaved or not ragged_takes(metadata):
         return paged(query, cache, metadata), cache
     kernel = partial(ragged_attention, **options)
     return jax.lax.platform_dependent(query, cache, metadata, tpu=kernel, default=paged), cache
+
+
+def _store(
+    key: Float[Array, "T K H"] | None,
+    value: Float[Array, "T K _value"] | None,
+    cache: Any,
+    metadata: AttentionMetadata,
+) -> Any:
+    """Return the cache with a step's keys and values, or as it is where an earlier layer's are."""
+    if key is None or value is None:
+        return cache
+    if isinstance(metadata, DenseAttentionMetadata):
+        return cache if cache is None else DenseCache(key, value)
+    assert cache is not None, "paged attention needs a cache"
+    return cache.write(key, value, metadata.slot_block, metadata.slot_offset)
 
 
 def without_spans(metadata: AttentionMetadata) -> AttentionMetadata:
