@@ -110,6 +110,8 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    cut_modalities: frozenset[str] = frozenset()
+    """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
 

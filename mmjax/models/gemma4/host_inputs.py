@@ -11,6 +11,8 @@ from mmjax.models.host_inputs import HostInputs, PackedEncoderSpec, byte_pixels
 class Gemma4HostInputs(HostInputs):
     """Patches with their column and row; a picture's see each other, and a frame's."""
 
+    cut_modalities = frozenset({"video"})
+
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
         vision = hf_config.vision_config
