@@ -29,6 +29,7 @@ from mmjax.layers.decoder import Angles, Decoder
 from mmjax.layers.embed import Embed
 from mmjax.layers.linear import Linear
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import Experts, Router, RouterConfig
 from mmjax.layers.norm import GemmaRMSNorm, divide_by_rms
 from mmjax.layers.rope import apply_rotary, text_angles
 
@@ -67,6 +68,10 @@ class Gemma4Config:
     vocab_size_per_layer_input: int
     hidden_size_per_layer_input: int
     """Width of a token's embedding for one layer; 0: there are none."""
+    router: RouterConfig | None
+    """How experts are chosen, which are beside each layer's MLP; None: there are none."""
+    moe_intermediate_size: int
+    """Width inside of an expert."""
     layers: tuple[Gemma4Layer, ...]
 
     @staticmethod
@@ -92,8 +97,22 @@ class Gemma4Config:
             final_logit_softcapping=None if cap is None else float(cap),
             vocab_size_per_layer_input=getattr(hf_config, "vocab_size_per_layer_input", 0),
             hidden_size_per_layer_input=getattr(hf_config, "hidden_size_per_layer_input", 0) or 0,
+            router=_read_router(hf_config),
+            moe_intermediate_size=getattr(hf_config, "moe_intermediate_size", 0) or 0,
             layers=tuple(_read_layers(hf_config)),
         )
+
+
+def _read_router(hf_config: Any) -> RouterConfig | None:
+    if not getattr(hf_config, "enable_moe_block", False):
+        return None
+    return RouterConfig(
+        num_experts=hf_config.num_experts,
+        top_k=hf_config.top_k_experts,
+        has_sigmoid=False,
+        has_correction_bias=False,
+        is_normalized=True,
+    )
 
 
 def _read_layers(hf_config: Any) -> list[Gemma4Layer]:
@@ -184,6 +203,22 @@ class Gemma4Attention(nnx.Module):
         return x.reshape(len(x), -1, self.head_dim)
 
 
+class Gemma4Router(Router):
+    """Chooses experts by what is normed and scaled; each expert has a factor of its own."""
+
+    def __init__(self, width: int, config: RouterConfig, *, eps: float, dtype: Any) -> None:
+        super().__init__(width, config, dtype=dtype)
+        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.per_expert_scale = nnx.Param(jnp.ones((config.num_experts,), dtype))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "T D"]) -> tuple[Float[Array, "T _k"], Int[Array, "T _k"]]:
+        """Return the weights, float32, and the numbers of every token's experts."""
+        scaled = divide_by_rms(x, self.eps).astype(x.dtype) * self.scale[...][None]
+        weights, experts = super().__call__(scaled * x.shape[-1] ** -0.5)
+        return weights * self.per_expert_scale[...].astype(jnp.float32)[experts], experts
+
+
 class Gemma4Block(nnx.Module):
     """Norms before and after attention and MLP, then a token's own part, then a scale."""
 
@@ -199,6 +234,19 @@ class Gemma4Block(nnx.Module):
         self.post_attention_layernorm = make_norm()
         self.pre_feedforward_layernorm = make_norm()
         self.post_feedforward_layernorm = make_norm()
+        router, self.has_experts = config.router, config.router is not None
+        if router is not None:
+            self.router = Gemma4Router(width, router, eps=config.rms_norm_eps, dtype=dtype)
+            self.experts = Experts(
+                router.num_experts,
+                width,
+                config.moe_intermediate_size,
+                activation=config.hidden_activation,
+                dtype=dtype,
+            )
+            self.post_feedforward_layernorm_1 = make_norm()
+            self.post_feedforward_layernorm_2 = make_norm()
+            self.pre_feedforward_layernorm_2 = make_norm()
         self.layer_scalar = nnx.Param(jnp.ones((1,), dtype))
         part = config.hidden_size_per_layer_input
         self.has_part = part > 0
@@ -229,8 +277,13 @@ class Gemma4Block(nnx.Module):
         return x * self.layer_scalar[...][None], cache
 
     def feed_forward(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        """Return what is added to the stream, before its norm."""
-        return self.mlp(self.pre_feedforward_layernorm(x))
+        """Return what is added to the stream, before its norm: of the MLP, and of experts."""
+        out = self.mlp(self.pre_feedforward_layernorm(x))
+        if not self.has_experts:
+            return out
+        mixed = self.experts.mix(self.pre_feedforward_layernorm_2(x), *self.router(x))
+        normed = self.post_feedforward_layernorm_2(mixed)
+        return self.post_feedforward_layernorm_1(out) + normed
 
 
 class Gemma4TextModel(Decoder):

@@ -22,6 +22,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
+        "gemma4_unified_text": (Gemma4Config.from_hf, Gemma4TextModel),
         "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),

@@ -1,19 +1,30 @@
 """Tiny Gemma 4s: images and videos of any grid, layers that share caches, parts of tokens."""
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import Gemma4Config
+from transformers import (
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+)
 from transformers import Gemma4ForConditionalGeneration as HFModel
+from transformers import (
+    Gemma4UnifiedForConditionalGeneration as HFUnifiedModel,
+)
 from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
-from mmjax.models.gemma4.model import Gemma4ForConditionalGeneration
+from mmjax.models.gemma4.model import (
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedForConditionalGeneration,
+)
 from mmjax.parity.arrays import Sample
 from mmjax.parity.reference import make_pixels, make_reference_inputs
 from tests.families.directories import made_once, make_tokenizer, with_weights, write_directory
@@ -52,6 +63,13 @@ LARGE: dict[str, Any] = {
     "use_bidirectional_attention": "vision",
 }
 """What the large ones have in place of it."""
+EXPERTS: dict[str, Any] = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
+"""What one of the large ones has beside its MLPs."""
 ALL: dict[str, Any] = {
     "attention_k_eq_v": True,
     "num_global_key_value_heads": 2,
@@ -68,6 +86,12 @@ VISION: dict[str, Any] = {
     "patch_size": 4,
     "position_embedding_size": 64,
 }
+UNIFIED_VISION: dict[str, Any] = {
+    "patch_size": 4,
+    "mm_embed_dim": 24,
+    "output_proj_dims": 24,
+    "mm_posemb_size": 64,
+}
 GRIDS = {"image": [(9, 3), (3, 6), (6, 6), (3, 3)], "video": [(6, 3), (3, 3), (3, 6), (9, 3)]}
 """Columns and rows of patches, by turns."""
 NUM_PATCHES = 36
@@ -76,16 +100,19 @@ NUM_FRAMES = (2, 1, 3)
 
 
 def tiny_config(
+    kind: str = "gemma4",
     *,
     text: Mapping[str, Any] | None = None,
     vision: Mapping[str, Any] | None = None,
     is_tied: bool = True,
-) -> Gemma4Config:
-    """Return a config of width 32."""
-    text_config = {**TEXT, **(text or {}), "tie_word_embeddings": is_tied}
-    config = Gemma4Config(
-        text_config=text_config,
-        vision_config={**VISION, **(vision or {})},
+) -> Any:
+    """Return HF's config of either kind, of width 32."""
+    is_unified = kind == "gemma4_unified"
+    own_text = {name: value for name, value in TEXT.items() if "per_layer_input" not in name}
+    text_config = {**(own_text if is_unified else TEXT), **(text or {})}
+    config = (Gemma4UnifiedConfig if is_unified else Gemma4Config)(
+        text_config={**text_config, "tie_word_embeddings": is_tied},
+        vision_config={**(UNIFIED_VISION if is_unified else VISION), **(vision or {})},
         image_token_id=IMAGE_TOKEN,
         video_token_id=VIDEO_TOKEN,
         audio_token_id=AUDIO_TOKEN,
@@ -93,7 +120,8 @@ def tiny_config(
         eoi_token_id=END,
         tie_word_embeddings=is_tied,
     )
-    config.architectures = ["Gemma4ForConditionalGeneration"]
+    name = "Gemma4Unified" if is_unified else "Gemma4"
+    config.architectures = [f"{name}ForConditionalGeneration"]
     return config
 
 
@@ -105,6 +133,8 @@ def fill(model: Any) -> None:
             if "norm" in name:
                 # Scores have no scale of their own.
                 parameter += 0.5 if "q_norm" in name or "k_norm" in name else 1.0
+            elif re.search(r"(patch_ln.|pos_norm)\.weight$", name):
+                parameter += 1.0 - parameter.mean()
             elif name.endswith("embed_tokens.weight"):
                 parameter *= 0.3
         for name, buffer in model.named_buffers():
@@ -129,12 +159,15 @@ def draw_item(config: Any, media: Media) -> DrawnItem:
     """Return a processed image or video, each with marks around what takes embeddings."""
     vision = config.vision_config
     columns, rows = GRIDS[media.modality][media.seed % 4]
+    num_values, side = 3 * vision.patch_size**2, vision.pooling_kernel_size
+    if config.model_type == "gemma4_unified":
+        columns, rows, num_values, side = columns // side, rows // side, num_values * side**2, 1
     is_video = media.modality == "video"
     num_frames = NUM_FRAMES[media.seed % 3] if is_video else 1
-    pixels = draw_bytes(media.seed, (num_frames, NUM_PATCHES, 3 * vision.patch_size**2))
+    pixels = draw_bytes(media.seed, (num_frames, NUM_PATCHES, num_values))
     places = np.stack([draw_places(columns, rows)] * num_frames)
     pixels[places[:, :, 0] < 0] = 0
-    num_embeds = columns * rows // vision.pooling_kernel_size**2
+    num_embeds = columns * rows // side**2
     if not is_video:
         tensors = {
             "pixel_values": pixels[0],
@@ -197,10 +230,24 @@ TINY = TinyFamily(
     variants={
         "small": Variant({}, 7),
         "large": Variant({"text": LARGE}, 7),
+        "experts": Variant({"text": LARGE | EXPERTS}, 7),
         "bounds and a standard": Variant({"vision": CLIPPED, "is_tied": False}, 7),
         "parts without shared caches": Variant(
             {"text": {"num_kv_shared_layers": 0, "use_bidirectional_attention": "vision"}}, 7
         ),
+    },
+)
+UNIFIED = {"kind": "gemma4_unified"}
+TINY_UNIFIED = replace(
+    TINY,
+    name="gemma4_unified",
+    model_class=Gemma4UnifiedForConditionalGeneration,
+    reference_class=HFUnifiedModel,
+    resize=lambda *sizes: {**UNIFIED, **resize(*sizes)},
+    served=UNIFIED,
+    variants={
+        "plain": Variant(UNIFIED, 7),
+        "one key for values": Variant({**UNIFIED, "text": {"attention_k_eq_v": True}}, 7),
     },
 )
 

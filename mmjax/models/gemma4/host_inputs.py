@@ -49,3 +49,19 @@ class Gemma4HostInputs(HostInputs):
         (chosen,) = np.nonzero(places[:, 0] >= 0)
         columns, rows = places[chosen].T
         return chosen[np.lexsort((columns, rows, columns // self.side, rows // self.side))]
+
+
+class Gemma4UnifiedHostInputs(Gemma4HostInputs):
+    """Squares with their column and row, each of which is one patch, and sees no other."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__(hf_config)
+        self.side = 1
+        num_values = hf_config.vision_config.model_patch_size**2 * 3
+        self.encoder_spec = PackedEncoderSpec(
+            inputs={
+                **byte_pixels("pixel_values", (num_values,), colours_last=True),
+                "places": ((2,), "int32"),
+            },
+            patches_per_token=1,
+        )

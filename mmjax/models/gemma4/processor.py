@@ -12,7 +12,7 @@ import numpy as np
 
 from mmjax.errors import CheckpointError, RequestValueError
 from mmjax.models.family import FamilyInfo, FamilyProcessor, item_fields, make_factories
-from mmjax.models.gemma4.host_inputs import Gemma4HostInputs
+from mmjax.models.gemma4.host_inputs import Gemma4HostInputs, Gemma4UnifiedHostInputs
 from mmjax.processing.image_processors.parts import (
     ProcessorOfParts,
     load_image_settings,
@@ -207,3 +207,11 @@ class Gemma4MultiModalProcessor(FamilyProcessor[Gemma4ProcessingInfo]):
 
 
 FACTORIES = make_factories(Gemma4ProcessingInfo, Gemma4MultiModalProcessor)
+
+
+class Gemma4UnifiedProcessingInfo(Gemma4ProcessingInfo):
+    host_inputs = Gemma4UnifiedHostInputs
+    has_squares = True
+
+
+UNIFIED_FACTORIES = make_factories(Gemma4UnifiedProcessingInfo, Gemma4MultiModalProcessor)
