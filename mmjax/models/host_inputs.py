@@ -64,6 +64,15 @@ class PackedEncoderSpec:
     """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
     patches_per_token: int
     """So many rows, one behind the other, become one embedding; divides each item's number."""
+    starts_anywhere: bool = False
+    """Whether an item may start at any row, and its embeddings at the row's number over
+    `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
+    no power of two: keys lie in blocks of such numbers."""
+
+    @property
+    def patches_per_start(self) -> int:
+        """What the rows at which items start, and the buckets' sizes, are multiples of."""
+        return 1 if self.starts_anywhere else self.patches_per_token
 
 
 class PromptItem(NamedTuple):
@@ -101,6 +110,8 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    cut_modalities: frozenset[str] = frozenset()
+    """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
     num_fed_layers: int = 0

@@ -69,6 +69,10 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Gemma3ForConditionalGeneration": ModelRow(
             "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
         ),
+        "Gemma4ForConditionalGeneration": ModelRow("gemma4", "google/gemma-4-E2B-it"),
+        "Gemma4UnifiedForConditionalGeneration": ModelRow(
+            "gemma4", "google/gemma-4-12B-it", factories="UNIFIED_FACTORIES"
+        ),
         "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
         "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
         "GlmOcrForConditionalGeneration": ModelRow(

@@ -123,6 +123,7 @@ class PagedModel:
         self.cache_spec = structure.kv_cache_spec
         self.max_len = round_up(max_len, BLOCK_SIZE)
         self.max_encoder_len = structure.max_encoder_len
+        self.has_spans: bool = structure.has_bidirectional_spans
         self._num_blocks = self.max_len // BLOCK_SIZE
         self._num_encoder_blocks = cdiv(self.max_encoder_len, BLOCK_SIZE)
         self._rows = EncoderRows(
@@ -139,7 +140,7 @@ class PagedModel:
             max_blocks=self._num_blocks,
             max_num_seqs=1,
             rows_of=self._rows.get,
-            has_spans=self.model_class.has_bidirectional_spans,
+            has_spans=self.has_spans,
             max_encoder_blocks=self._num_encoder_blocks,
         )
         self._jit()

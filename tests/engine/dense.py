@@ -89,5 +89,7 @@ class DenseOracle:
         hidden = jnp.where(is_embed[:, None], embeds, text)
         index = jnp.arange(DENSE_LENGTH, dtype=jnp.int32)
         metadata = DenseAttentionMetadata(index[None], (index[None, :] < end[:, None])[None])
-        states, _ = model(hidden, positions, None, metadata)
+        reads_ids = model.language_model.reads_token_ids
+        more = {"token_ids": ids} if reads_ids else {}
+        states, _ = model(hidden, positions, None, metadata, **more)
         return model.compute_logits(jax.lax.dynamic_slice_in_dim(states, row, 1))[0]

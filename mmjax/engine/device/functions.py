@@ -224,7 +224,8 @@ def step(
         assert adapted is not None, "tokens have slots"
         model = adapted.bind(params, adapters, batch.adapter_slots)
     sampled = previous[jnp.maximum(batch.token_from, 0)]
-    text = model.embed_input_ids(jnp.where(batch.token_from >= 0, sampled, batch.token_ids))
+    token_ids = jnp.where(batch.token_from >= 0, sampled, batch.token_ids)
+    text = model.embed_input_ids(token_ids)
     # Text has no features for the first layers.
     text = jnp.pad(text, ((0, 0), (0, pool.shape[-1] - text.shape[-1])))
     is_embed = (batch.src_index >= 0)[:, None]
@@ -234,7 +235,9 @@ def step(
         metadata = metadata._replace(
             cross=metadata.cross._replace(encoder_hidden_states=from_storage(pool[batch.cross_src]))
         )
-    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata)
+    reads_ids = getattr(getattr(model, "language_model", None), "reads_token_ids", False)
+    more = {"token_ids": token_ids} if reads_ids else {}
+    states, kv_cache = model(merged, batch.positions, state.kv_cache, metadata, **more)
     stored = to_storage(states, state.hidden.dtype)
     hidden = jax.lax.dynamic_update_slice(state.hidden, stored, (0, 0))
     return StepState(kv_cache, hidden), packed[layout.size :]
