@@ -70,6 +70,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
         ),
         "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
+        "Glm4vMoeForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.5V"),
         "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"

@@ -20,6 +20,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "bart": (BartConfig.from_hf, BartDecoder),
         "deepseek_v2": (DeepseekConfig.from_hf, DeepseekTextModel),
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
+        "glm4v_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),

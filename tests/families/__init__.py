@@ -11,7 +11,7 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
-from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
+from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
@@ -31,6 +31,7 @@ _ROWS = (
     FUYU,
     GEMMA3,
     GLM4V,
+    GLM4V_MOE,
     GLM46V,
     GLM_OCR,
     INTERNVL,
