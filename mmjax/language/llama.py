@@ -7,7 +7,8 @@ arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21
 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Ministral 3
 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
 without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
-rotated as pairs, a part of each head; arXiv 2507.01006).
+rotated as pairs, a part of each head; its larger ones have experts, and neither of both; arXiv
+2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -76,6 +77,8 @@ class LlamaConfig:
     """How experts are chosen; None: there are none."""
     moe_intermediate_size: int = 0
     """Width inside of an expert."""
+    num_shared_experts: int = 0
+    """Experts that every token has, beside the routed ones."""
     dense_layers: tuple[int, ...] = ()
     """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
@@ -200,6 +203,28 @@ def _read_glm(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_glm_moe(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_output_bias": False,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+        "router": RouterConfig(
+            num_experts=hf_config.n_routed_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=True,
+            has_correction_bias=True,
+            num_groups=hf_config.n_group,
+            num_chosen_groups=hf_config.topk_group,
+            is_normalized=hf_config.norm_topk_prob,
+            scale=hf_config.routed_scaling_factor,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "num_shared_experts": hf_config.n_shared_experts,
+        "dense_layers": tuple(range(hf_config.first_k_dense_replace)),
+    }
+
+
 def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
     biases = ("has_qkv_bias", "has_output_bias", "has_mlp_bias")
     return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
@@ -220,6 +245,7 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
+        "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
         "ministral3": _read_ministral3,
@@ -307,7 +333,7 @@ def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
             config.hidden_size,
             config.moe_intermediate_size,
             config.router,
-            num_shared=0,
+            num_shared=config.num_shared_experts,
             activation=config.hidden_act,
             dtype=dtype,
         )

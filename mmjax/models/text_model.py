@@ -23,6 +23,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "gemma3_text": (GemmaConfig.from_hf, GemmaTextModel),
         "gemma4_text": (Gemma4Config.from_hf, Gemma4TextModel),
         "gemma4_unified_text": (Gemma4Config.from_hf, Gemma4TextModel),
+        "glm4v_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm4v_text": (LlamaConfig.from_hf, LlamaTextModel),
         "glm_ocr_text": (LlamaConfig.from_hf, LlamaTextModel),
         "llama": (LlamaConfig.from_hf, LlamaTextModel),

@@ -12,7 +12,7 @@ from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
 from tests.families.gemma4 import GEMMA4
-from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
+from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
@@ -33,6 +33,7 @@ _ROWS = (
     GEMMA3,
     GEMMA4,
     GLM4V,
+    GLM4V_MOE,
     GLM46V,
     GLM_OCR,
     INTERNVL,
