@@ -103,7 +103,8 @@ class Gemma4ForConditionalGeneration(MultiModalModel):
                 for number in range(num_layers - num_shared, num_layers)
             ),
             Split(experts + "gate_up_proj$", parts, (inner, inner), of_stack=True),
-            Rule(r"^model\.language_model\.(layers\.\d+\.router\.)proj\.", r"language_model.\1"),
+            Rule(r"\.router\.norm\.", None),  # without a weight
+            Rule(r"^model\.language_model\.(.*\.router\.)proj\.", r"language_model.\1"),
             Rule(TOWER + r"encoder\.layers\.", "vision_tower.encoder_layers."),
             Rule(TOWER, "vision_tower."),
             Rule(r"^(model\.)?embed_vision\.", "embed_vision."),
