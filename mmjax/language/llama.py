@@ -3,10 +3,11 @@
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
 arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
-Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146).
+Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
+Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,10 +15,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
 from mmjax.layers.decoder import (
+    Angles,
     GroupedQueryAttention,
     PostNormLayer,
     PreNormLayer,
@@ -25,6 +27,7 @@ from mmjax.layers.decoder import (
 )
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
+from mmjax.layers.rope import text_angles
 
 HEAD_NORM_EPS = 1e-5
 """The epsilon of the norms of Chameleon's queries and keys; no key of the config names it."""
@@ -62,6 +65,8 @@ class LlamaConfig:
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
+    unscaled_layers: frozenset[int] = frozenset()
+    """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -147,8 +152,25 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_molmo2(hf_config: Any) -> dict[str, Any]:
+    if hf_config.qk_norm_type not in ("qwen3", "olmo"):
+        raise CheckpointError(
+            f"`qk_norm_type` is {hf_config.qk_norm_type!r}; it must be `qwen3` (each head by one "
+            "norm) or `olmo` (all heads together)"
+        )
+    scaled = hf_config.rope_scaling_layers
+    every = range(hf_config.num_hidden_layers)
+    return {
+        **_read_llama(hf_config),
+        "has_output_bias": False,
+        "qk_norm": "head" if hf_config.qk_norm_type == "qwen3" else "wide",
+        "is_post_norm": bool(hf_config.norm_after),
+        "unscaled_layers": frozenset() if scaled is None else frozenset(every) - {*scaled},
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
-    {"chameleon": _read_chameleon, "molmo": _read_molmo}
+    {"chameleon": _read_chameleon, "molmo": _read_molmo, "molmo2_text": _read_molmo2}
 )
 """By `model_type`, where it is not as Llama's."""
 
@@ -181,6 +203,16 @@ class LlamaTextModel(RotaryDecoder):
             is_tied=is_tied,
             dtype=dtype,
         )
+        self.unscaled_layers = config.unscaled_layers
+
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Angles]:
+        """Return each block's rotary angles."""
+        scaled = super().layer_inputs(positions)
+        if not self.unscaled_layers:
+            return scaled
+        plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
+        angles = text_angles(plain, self.config.head_dim, positions)
+        return [angles if n in self.unscaled_layers else one for n, one in enumerate(scaled)]
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:

@@ -64,6 +64,9 @@ class PackedEncoderSpec:
     """Per input of `embed_multimodal`: shape of one patch's row, dtype."""
     patches_per_token: int
     """So many rows, one behind the other, become one embedding; divides each item's number."""
+    patches_per_kept: int = 0
+    """The most rows of an item for each embedding of its placeholder, where `embed_rows` leaves
+    some out; 0: none is left out."""
 
 
 class PromptItem(NamedTuple):

@@ -77,6 +77,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
+        "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
         "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
         "QWenLMHeadModel": ModelRow("qwen_vl", "Qwen/Qwen-VL-Chat", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),

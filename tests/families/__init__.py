@@ -14,6 +14,7 @@ from tests.families.gemma3 import GEMMA3
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.molmo import MOLMO
+from tests.families.molmo2 import MOLMO2
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen_vl import QWEN_VL
@@ -31,6 +32,7 @@ _ROWS = (
     LLAVA,
     LLAVA_SIGLIP,
     MOLMO,
+    MOLMO2,
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,
