@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 from huggingface_hub.errors import GatedRepoError
 from safetensors.numpy import save
@@ -19,6 +20,8 @@ from mmjax.models.model_source import (
     resolve_adapter,
     resolve_model,
 )
+from tests.families import mistral3
+from tests.families.directories import edit_json
 
 
 @pytest.fixture
@@ -143,6 +146,26 @@ def test_quantized_weights_are_refused_by_their_key(copy_of: Path) -> None:
     assert load_model_config(str(copy_of)).architecture  # prompts can be processed
     with pytest.raises(CheckpointError, match=r"`quantization_config.quant_method` .* is `awq`"):
         load_engine_config({"model": str(copy_of)})
+
+
+def test_where_ministral_is_published_unquantized_is_named(tmp_path: Path) -> None:
+    path = mistral3.write_files("ministral3", tmp_path)
+    rewrite(path / "config.json", quantization_config={"quant_method": "fp8"})
+    (path / "model.safetensors").write_bytes(save({}))
+    with pytest.raises(CheckpointError, match=r"is `fp8`; .*whose name ends in `-BF16`"):
+        load_engine_config({"model": str(path)})
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_files_say_whether_a_head_is_tied_where_the_configuration_does_not(
+    tmp_path: Path, has_head: bool
+) -> None:
+    path = mistral3.write_files("ministral3", tmp_path)
+    edit_json(path / "config.json", {"tie_word_embeddings": None})
+    assert load_model_config(str(path)).hf_config.tie_word_embeddings
+    names = ["model.norm.weight", *(["lm_head.weight"] * has_head)]
+    (path / "model.safetensors").write_bytes(save({name: np.zeros(2) for name in names}))
+    assert load_model_config(str(path)).hf_config.tie_word_embeddings is not has_head
 
 
 def test_devices_that_cannot_share_the_heads_are_refused(copy_of: Path) -> None:

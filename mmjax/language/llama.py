@@ -4,7 +4,10 @@ Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values;
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
 arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
 Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
-Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds).
+Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that
+grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases;
+arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a
+part of each head; arXiv 2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +17,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.errors import CheckpointError
+from mmjax.layers.attention.api import AttentionMetadata
+from mmjax.layers.attention.kv_cache import LayerCache
 from mmjax.layers.decoder import (
-    Angles,
     GroupedQueryAttention,
     PostNormLayer,
     PreNormLayer,
     RotaryDecoder,
+    SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
 from mmjax.layers.norm import RMSNorm
@@ -60,13 +66,17 @@ class LlamaConfig:
     qk_norm: Literal["head", "own", "wide"] | None = None
     """How queries and keys are normed, before they are rotated: each head by one norm; each head by
     a norm of its own; all heads together; None: not at all."""
-    is_post_norm: bool = False
-    """Whether what attention and MLP give is normed, and not what they read."""
+    norm_order: Literal["pre", "post", "both"] = "pre"
+    """Whether what attention and MLP read is normed, what they give, or both."""
+    is_interleaved: bool = False
+    """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
     rope_parameters: dict[str, Any]
     unscaled_layers: frozenset[int] = frozenset()
     """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
+    query_scales: tuple[int, tuple[float, ...]] | None = None
+    """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "LlamaConfig":
@@ -102,8 +112,8 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-    # NOTE: HF's Qwen2-VL assumes these sections where the config names none.
-    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text")
+    # NOTE: HF's Qwen2-VL and PaddleOCR-VL assume these sections where the config names none.
+    has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
     return {
         "vocab_size": hf_config.vocab_size,
@@ -129,7 +139,7 @@ def _read_chameleon(hf_config: Any) -> dict[str, Any]:
         "has_output_bias": bool(hf_config.attention_bias),
         "has_mlp_bias": hf_config.mlp_bias,
         "qk_norm": "own",
-        "is_post_norm": bool(hf_config.swin_norm),
+        "norm_order": "post" if hf_config.swin_norm else "pre",
         "rope_parameters": dict(hf_config.rope_parameters),
     }
 
@@ -147,7 +157,7 @@ def _read_molmo(hf_config: Any) -> dict[str, Any]:
         "rms_norm_eps": hf_config.layer_norm_eps,
         "has_qkv_bias": hf_config.qkv_bias,
         "qk_norm": "wide" if hf_config.attention_layer_norm else None,
-        "is_post_norm": hf_config.norm_after,
+        "norm_order": "post" if hf_config.norm_after else "pre",
         "rope_parameters": {"rope_theta": float(hf_config.rope_theta)},
     }
 
@@ -164,13 +174,50 @@ def _read_molmo2(hf_config: Any) -> dict[str, Any]:
         **_read_llama(hf_config),
         "has_output_bias": False,
         "qk_norm": "head" if hf_config.qk_norm_type == "qwen3" else "wide",
-        "is_post_norm": bool(hf_config.norm_after),
+        "norm_order": "post" if hf_config.norm_after else "pre",
         "unscaled_layers": frozenset() if scaled is None else frozenset(every) - {*scaled},
     }
 
 
+def _read_glm(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_qkv_bias": hf_config.model_type == "glm4v_text",
+        "has_output_bias": False,
+        "norm_order": "both",
+        "is_interleaved": True,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+    }
+
+
+def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
+    biases = ("has_qkv_bias", "has_output_bias", "has_mlp_bias")
+    return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
+
+
+def _read_ministral3(hf_config: Any) -> dict[str, Any]:
+    rope = hf_config.rope_parameters
+    given = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    missing = [name for name in given if rope.get(name) is None]
+    if missing:
+        raise CheckpointError(f"`rope_parameters` of a Ministral 3 lacks {', '.join(missing)}")
+    beta, length = (rope[name] for name in given)
+    # 1 + beta * log(1 + floor(position / length)), of which there are few values.
+    factors = 1 + beta * np.log1p(np.arange(hf_config.max_position_embeddings // length + 1))
+    return {**_read_llama(hf_config), "query_scales": (length, tuple(factors.tolist()))}
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
-    {"chameleon": _read_chameleon, "molmo": _read_molmo, "molmo2_text": _read_molmo2}
+    {
+        "chameleon": _read_chameleon,
+        "glm4v_text": _read_glm,
+        "glm_ocr_text": _read_glm,
+        "ministral3": _read_ministral3,
+        "molmo": _read_molmo,
+        "molmo2_text": _read_molmo2,
+        "paddleocr_vl_text": _read_paddleocr_vl,
+    }
 )
 """By `model_type`, where it is not as Llama's."""
 
@@ -191,6 +238,22 @@ class HeadNorm(nnx.Module):
         return normed * self.weight[...][None] + self.bias[...][None]
 
 
+class ScaledQueryAttention(GroupedQueryAttention):
+    """Attention whose queries are multiplied by a factor of their position."""
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        angles: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Attend; `angles` are a pair, of the rotary angles and of float32[T], the factors."""
+        angles, scales = angles
+        query = self.q_proj(x) * scales.astype(x.dtype)[:, None]
+        return self.attend(query, x, angles, cache, metadata)
+
+
 class LlamaTextModel(RotaryDecoder):
     """Llama's text model, and its relatives'."""
 
@@ -203,16 +266,21 @@ class LlamaTextModel(RotaryDecoder):
             is_tied=is_tied,
             dtype=dtype,
         )
+        self.query_scales = config.query_scales
         self.unscaled_layers = config.unscaled_layers
 
-    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Angles]:
-        """Return each block's rotary angles."""
-        scaled = super().layer_inputs(positions)
-        if not self.unscaled_layers:
-            return scaled
-        plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
-        angles = text_angles(plain, self.config.head_dim, positions)
-        return [angles if n in self.unscaled_layers else one for n, one in enumerate(scaled)]
+    def layer_inputs(self, positions: Int[Array, "3 T"]) -> Sequence[Any]:
+        """Return the rotary angles, and what queries are multiplied by where they are."""
+        angles = super().layer_inputs(positions)
+        if self.unscaled_layers:
+            plain = {"rope_theta": self.config.rope_parameters["rope_theta"]}
+            own = text_angles(plain, self.config.head_dim, positions)
+            angles = [own if n in self.unscaled_layers else one for n, one in enumerate(angles)]
+        if self.query_scales is None:
+            return angles
+        length, factors = self.query_scales
+        scales = jnp.asarray(factors, jnp.float32)[positions[0] // length]
+        return [(each, scales) for each in angles]
 
 
 def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Module | None:
@@ -224,9 +292,16 @@ def _build_qk_norm(config: LlamaConfig, num_heads: int, *, dtype: Any) -> nnx.Mo
     return RMSNorm(width, eps=config.rms_norm_eps, dtype=dtype)
 
 
+_LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
+    {"pre": PreNormLayer, "post": PostNormLayer, "both": SandwichNormLayer}
+)
+"""By `norm_order`."""
+
+
 def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
-    attention = GroupedQueryAttention(
+    scales = config.query_scales is not None
+    attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
         width,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -238,6 +313,7 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
             _build_qk_norm(config, config.num_key_value_heads, dtype=dtype),
         ),
         norms_are_wide=config.qk_norm == "wide",
+        is_interleaved=config.is_interleaved,
         window=window,
         dtype=dtype,
     )
@@ -248,5 +324,4 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         use_bias=config.has_mlp_bias,
         dtype=dtype,
     )
-    kind = PostNormLayer if config.is_post_norm else PreNormLayer
-    return kind(attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))
+    return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

@@ -14,7 +14,7 @@ from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
 from mmjax.layers.module import call_block
-from mmjax.layers.rope import apply_rotary, text_angles
+from mmjax.layers.rope import apply_interleaved_rotary, apply_rotary, text_angles
 
 Angles = tuple[Float[Array, "T P"], Float[Array, "T P"]]
 """Cosines and sines of every position."""
@@ -29,6 +29,7 @@ def attend_by_heads(
     *,
     head_dim: int,
     angles: Angles | None = None,
+    is_interleaved: bool = False,
     norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
     scale: float | None = None,
     window: int | None = None,
@@ -36,7 +37,8 @@ def attend_by_heads(
 ) -> tuple[Float[Array, "T _query"], LayerCache | None]:
     """Cut projections into heads, norm and rotate them, and attend.
 
-    `angles` None: positions are in the hidden states already. `norms`: of each head's queries and
+    `angles` None: positions are in the hidden states already. `is_interleaved`: whether neighbours
+    are a pair that is rotated, and not the halves of a head. `norms`: of each head's queries and
     keys, before they are rotated. `scale`: what scores are multiplied by; None:
     `head_dim ** -0.5`.
     """
@@ -45,7 +47,8 @@ def attend_by_heads(
         x if norm is None else norm(x) for norm, x in zip(norms, (query, key), strict=True)
     )
     if angles is not None:
-        query, key = apply_rotary(query, *angles), apply_rotary(key, *angles)
+        rotate = apply_interleaved_rotary if is_interleaved else apply_rotary
+        query, key = rotate(query, *angles), rotate(key, *angles)
     scale = head_dim**-0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     out, cache = attention(query, key, value, cache, metadata, **options)
@@ -69,12 +72,13 @@ class GroupedQueryAttention(nnx.Module):
         has_output_bias: bool,
         norms: tuple[nnx.Module | None, nnx.Module | None] = (None, None),
         norms_are_wide: bool = False,
+        is_interleaved: bool = False,
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
         dtype: Any,
     ) -> None:
-        """`norms`, `scale`, `window` and `soft_cap`: as of `attend_by_heads`.
+        """The options from `norms` to `soft_cap` are those of `attend_by_heads`.
 
         `norms_are_wide`: they norm all heads together, before these are cut apart.
         """
@@ -85,6 +89,7 @@ class GroupedQueryAttention(nnx.Module):
         self.o_proj = Linear(inner, width, use_bias=has_output_bias, dtype=dtype)
         self.q_norm, self.k_norm = norms
         self.norms_are_wide = norms_are_wide
+        self.is_interleaved = is_interleaved
         self.head_dim = head_dim
         self.scale = scale
         self.window = window
@@ -124,6 +129,7 @@ class GroupedQueryAttention(nnx.Module):
             metadata,
             head_dim=self.head_dim,
             angles=angles,
+            is_interleaved=self.is_interleaved,
             norms=norms,
             scale=self.scale,
             window=self.window,
@@ -180,6 +186,32 @@ class PostNormLayer(PreNormLayer):
             x = x + self.input_layernorm(out)
         with jax.named_scope("mlp"):
             return x + self.post_attention_layernorm(self.mlp(x)), cache
+
+
+class SandwichNormLayer(PreNormLayer):
+    """A block that norms what attention and MLP read and what they give; GLM-4's names."""
+
+    def __init__(
+        self, self_attn: nnx.Module, mlp: nnx.Module, make_norm: Callable[[], nnx.Module]
+    ) -> None:
+        super().__init__(self_attn, mlp, make_norm)
+        self.post_self_attn_layernorm = make_norm()
+        self.post_mlp_layernorm = make_norm()
+
+    def __call__(
+        self,
+        x: Float[Array, "T D"],
+        layer_input: Any,
+        cache: LayerCache | None,
+        metadata: AttentionMetadata,
+    ) -> tuple[Float[Array, "T D"], LayerCache | None]:
+        """Return the residual stream after this block, and its cache."""
+        with jax.named_scope("attn"):
+            out, cache = self.self_attn(self.input_layernorm(x), layer_input, cache, metadata)
+            x = x + self.post_self_attn_layernorm(out)
+        with jax.named_scope("mlp"):
+            out = self.mlp(self.post_attention_layernorm(x))
+            return x + self.post_mlp_layernorm(out), cache
 
 
 class Decoder(nnx.Module):

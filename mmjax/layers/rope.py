@@ -175,9 +175,12 @@ def apply_rotary(
 def apply_interleaved_rotary(
     x: Float[Array, "T N H"], cos: Float[Array, "T P"], sin: Float[Array, "T P"]
 ) -> Float[Array, "T N H"]:
-    """Rotate the pairs (x[2i], x[2i + 1]) of every head by the position's angles, H = 2 P.
+    """Rotate the pairs (x[2i], x[2i + 1]) of every head by the position's angles, i < P.
 
-    The first halves of all pairs come first. Queries and keys are both turned by this, so that no
-    product of them depends on their order.
+    The first halves of all pairs come first, then the second, then what is not rotated. Queries and
+    keys are both turned by this, so that no product of them depends on their order.
     """
-    return apply_rotary(jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1), cos, sin)
+    width = 2 * cos.shape[-1]
+    parts = [x[..., 0:width:2], x[..., 1:width:2], x[..., width:]]
+    pairs = jnp.concatenate(parts if x.shape[-1] > width else parts[:2], axis=-1)
+    return apply_rotary(pairs, cos, sin)

@@ -7,7 +7,7 @@ jax: all of it depends on the items of a request, and is done before anything re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -186,6 +186,70 @@ def choose_features(num_features: int, strategy: str) -> slice:
             f"it must be one of {', '.join(kept)}"
         )
     return slice(*kept[strategy].indices(num_features))
+
+
+def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
+    places = np.indices((rows, columns)).transpose(1, 2, 0)
+    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
+    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)
+
+
+def find_square_offsets(rows: int, columns: int, merge_size: int) -> np.ndarray:
+    """Return int[rows * columns]: what brings patches that come row by row into squares.
+
+    Patch i + offsets[i], row by row, is patch i square by square: no place in a pack is in it.
+    """
+    order = find_places(rows, columns, merge_size) @ (columns, 1)
+    return order - np.arange(rows * columns)
+
+
+def find_position_taps(
+    places: np.ndarray,
+    grid: tuple[int, int],
+    side: int,
+    *,
+    kernel: Literal["bilinear", "bicubic"],
+    aligns_corners: bool = False,
+) -> dict[str, np.ndarray]:
+    """Resample a square table of `side` x `side` learned positions to a picture's grid.
+
+    As torch's `interpolate`, whose edges are repeated. A bicubic kernel's parameter is -0.75.
+
+    Args:
+        places: int[P, 2]: row and column of each patch, in any order.
+        grid: How many rows and columns there are.
+        side: Of the table.
+        kernel: Of two or four taps an axis: n = 4 or 16 of them.
+        aligns_corners: Whether the first and last patch have the first and last position.
+
+    Returns:
+        `position_ids` int32[P, n]: rows of the table; `position_weights` float32[P, n].
+    """
+    offsets = np.arange(0, 2) if kernel == "bilinear" else np.arange(-1, 3)
+    ids, weights = [], []
+    for axis, size in enumerate(grid):
+        place = places[:, axis].astype(np.float32)
+        if aligns_corners:
+            source = place * np.float32(side - 1) / np.float32(max(size - 1, 1))
+        else:
+            source = (place + np.float32(0.5)) * np.float32(side) / np.float32(size)
+            source -= np.float32(0.5)
+        taps = np.floor(source).astype(int)[:, None] + offsets
+        distance = np.abs(source[:, None] - taps).astype(np.float32)
+        ids.append(np.clip(taps, 0, side - 1))
+        weights.append(_tap_weights(distance) if kernel == "bicubic" else 1 - distance)
+    rows, columns = (each[..., None] for each in (ids[0], weights[0]))
+    return {
+        "position_ids": (rows * side + ids[1][:, None]).reshape(len(places), -1),
+        "position_weights": (columns * weights[1][:, None]).reshape(len(places), -1),
+    }
+
+
+def _tap_weights(distance: np.ndarray) -> np.ndarray:
+    near = (1.25 * distance - 2.25) * distance**2 + 1
+    far = ((-0.75 * distance + 3.75) * distance - 6) * distance + 3
+    return np.where(distance <= 1, near, far).astype(np.float32)
 
 
 def _find_affine(item: Mapping[str, np.ndarray]) -> np.ndarray:

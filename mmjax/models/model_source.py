@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mmjax.config.engine_config import SETTING_CLASSES, EngineConfig, ModelConfig, group_fields
@@ -67,6 +68,15 @@ _SAME_AS: Mapping[str, tuple[str, Mapping[str, tuple[str, Any]]]] = {
 }
 """Model types that transformers does not know -> one that computes the same; of its keys, those
 that have another name there (`a.b`: key `b` of `a`), and what they are where they are left out."""
+
+_TIED_WITHOUT_KEY = frozenset({"mistral3", "paddleocr_vl"})
+"""Model types whose class in transformers ties the head of published configurations that do not say
+so; their files tell."""
+
+_UNQUANTIZED: Mapping[str, str] = MappingProxyType(
+    {"mistral3": ", which for Ministral 3 is the one whose name ends in `-BF16`"}
+)
+"""Where the unquantized weights of a model type are published, if in another place."""
 
 _AS_WRITTEN = frozenset({"deepseek_v2"})
 """Model types whose class in transformers refuses configurations that are published."""
@@ -150,6 +160,8 @@ def load_model_config(
 
         check_weight_files(path)
     hf_config = _load_hf_config(path)
+    if hf_config.model_type in _TIED_WITHOUT_KEY and any(path.glob(WEIGHT_FILES[0])):
+        _untie_own_head(hf_config, path)
     longest = _max_position_embeddings(hf_config)
     if max_model_len is None:
         max_model_len = min(longest or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
@@ -358,6 +370,15 @@ def _load_hf_config(path: Path) -> Any:
         ) from error
 
 
+def _untie_own_head(hf_config: Any, path: Path) -> None:
+    """Set `tie_word_embeddings` to false where the files have a head, as HF goes by them, too."""
+    from mmjax.weights.safetensors import open_safetensors
+
+    with open_safetensors(path) as tensors:
+        if any(name.endswith("lm_head.weight") for name in tensors):
+            hf_config.tie_word_embeddings = False
+
+
 def _build_hf_config(raw: dict[str, Any]) -> Any:
     """Build the configuration of a model type that transformers does not know."""
     from transformers import PreTrainedConfig
@@ -391,6 +412,7 @@ def refuse_quantized(hf_config: Any) -> None:
     raise CheckpointError(
         f"`quantization_config.quant_method` of config.json is `{method}`; mmjax reads weights "
         "that are not quantized: take the checkpoint that this one was made of"
+        + _UNQUANTIZED.get(hf_config.model_type, "")
     )
 
 

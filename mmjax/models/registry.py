@@ -69,15 +69,29 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Gemma3ForConditionalGeneration": ModelRow(
             "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
         ),
+        "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
+        "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
+        "GlmOcrForConditionalGeneration": ModelRow(
+            "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
+        ),
         "InternVLChatModel": ModelRow("internvl", "OpenGVLab/InternVL3-1B"),
         "InternVLForConditionalGeneration": ModelRow(
             "internvl", "OpenGVLab/InternVL3-1B-hf", factories="HF_FACTORIES"
         ),
+        "LightOnOcrForConditionalGeneration": ModelRow(
+            "pixtral", "lightonai/LightOnOCR-1B-1025", factories="LIGHTON_FACTORIES"
+        ),
         "LlavaForConditionalGeneration": ModelRow(
             "llava", "llava-hf/llava-interleave-qwen-0.5b-hf"
         ),
+        "Mistral3ForConditionalGeneration": ModelRow(
+            "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
+        ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
         "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
+        "PaddleOCRVLForConditionalGeneration": ModelRow(
+            "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
+        ),
         "PixtralForConditionalGeneration": ModelRow("pixtral", "mistral-community/pixtral-12b"),
         "QWenLMHeadModel": ModelRow("qwen_vl", "Qwen/Qwen-VL-Chat", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),

@@ -139,8 +139,9 @@ class Parity:
         """Return what our processor gave, of it what HF's model takes."""
         shape, _ = self.ours.host_inputs.encoder_spec.inputs.get(AFFINE, ((3, 3, 1), ""))
         data = make_pixels(inputs.mm_kwargs.get_data(), colours_last=shape[-1] > 1)
-        tensors = make_reference_inputs(inputs.prompt_token_ids, data)
         known = signature(self.reference.forward).parameters
+        has_sizes = "image_sizes" in known
+        tensors = make_reference_inputs(inputs.prompt_token_ids, data, has_sizes=has_sizes)
         if "mm_token_type_ids" in known:
             kinds = tensors["input_ids"] * 0
             for number, modality in enumerate(("image", "video"), 1):

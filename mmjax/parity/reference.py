@@ -180,12 +180,12 @@ def make_pixels(tensors: Mapping[str, Any], *, colours_last: bool = False) -> di
 
 
 def make_reference_inputs(
-    token_ids: Sequence[int] | np.ndarray, data: Mapping[str, Any]
+    token_ids: Sequence[int] | np.ndarray, data: Mapping[str, Any], *, has_sizes: bool = False
 ) -> dict[str, Any]:
     """Return torch tensors of a batch of one, of what our processor made of a prompt.
 
     Lists of arrays become batches: pictures of several sizes are padded, and `image_sizes` says
-    what is theirs.
+    what is theirs. `has_sizes`: whether it does so of pictures of one size, too.
     """
     torch = import_torch()
     ids = torch.tensor(token_ids, dtype=torch.long)[None]
@@ -201,7 +201,7 @@ def make_reference_inputs(
             for value, size in zip(values, sizes, strict=True)
         ]
         inputs[name] = torch.tensor(np.stack(padded))
-        if name == "pixel_values" and (sizes != most).any():
+        if name == "pixel_values" and (has_sizes or (sizes != most).any()):
             inputs["image_sizes"] = torch.tensor(sizes[:, 1:])
     return inputs
 

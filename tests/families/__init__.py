@@ -11,10 +11,13 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
+from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
+from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
 from tests.families.molmo2 import MOLMO2
+from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
 from tests.families.qwen_vl import QWEN_VL
@@ -27,12 +30,18 @@ _ROWS = (
     FLORENCE2,
     FUYU,
     GEMMA3,
+    GLM4V,
+    GLM46V,
+    GLM_OCR,
     INTERNVL,
     INTERNVL_ORIGINAL,
     LLAVA,
     LLAVA_SIGLIP,
+    LIGHTON_OCR,
+    MISTRAL3,
     MOLMO,
     MOLMO2,
+    PADDLEOCR_VL,
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,

@@ -16,6 +16,7 @@ from mmjax.models.host_inputs import (
     PromptItem,
     RotaryPositions,
     byte_pixels,
+    find_places,
 )
 
 Grid = tuple[int, int, int]
@@ -27,17 +28,20 @@ class Qwen2VLHostInputs(HostInputs):
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__(hf_config)
-        vision = hf_config.vision_config
-        self.merge_size: int = vision.spatial_merge_size
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        self.merge_size: int = hf_config.vision_config.spatial_merge_size
         self.encoder_spec = PackedEncoderSpec(
-            inputs={
-                **byte_pixels("pixel_values", (width,)),
-                "places": ((2,), "int32"),
-                "frame_ids": ((), "int32"),
-            },
+            inputs=self.read_inputs(hf_config.vision_config),
             patches_per_token=self.merge_size**2,
         )
+
+    def read_inputs(self, vision: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the encoder's inputs: the shape and dtype of a patch's row."""
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return {
+            **byte_pixels("pixel_values", (width,)),
+            "places": ((2,), "int32"),
+            "frame_ids": ((), "int32"),
+        }
 
     def units(self, item: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the patches of a picture or a video, their places and their frames."""
@@ -146,10 +150,3 @@ def read_grid(item: Mapping[str, np.ndarray]) -> Grid:
     name = "image_grid_thw" if "image_grid_thw" in item else "video_grid_thw"
     time, rows, columns = (int(size) for size in item[name])
     return time, rows, columns
-
-
-def find_places(rows: int, columns: int, merge_size: int) -> np.ndarray:
-    """Return int[rows * columns, 2]: row and column of each patch of a frame, square by square."""
-    places = np.indices((rows, columns)).transpose(1, 2, 0)
-    squares = places.reshape(rows // merge_size, merge_size, columns // merge_size, merge_size, 2)
-    return squares.transpose(0, 2, 1, 3, 4).reshape(-1, 2)

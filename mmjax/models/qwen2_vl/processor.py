@@ -189,21 +189,11 @@ class Qwen2VLProcessingInfo(FamilyInfo):
                 max_video_tokens=settings.get("max_video_tokens", 128_000),
             ),
         )
-        self._check_patches(parts)
-        return parts
-
-    def _check_patches(self, parts: ProcessorOfParts) -> None:
-        tower = self.get_hf_config().vision_config
-        wanted = (tower.patch_size, tower.spatial_merge_size, tower.temporal_patch_size)
+        vision = self.get_hf_config().vision_config
+        sizes = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
         for name in ("image_processor", "video_processor"):
-            hf = getattr(parts, name).hf
-            found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
-            if found != wanted:
-                raise CheckpointError(
-                    f"the {name} of the checkpoint has (patch_size, merge_size, "
-                    f"temporal_patch_size) {found}, but config.json's vision_config {wanted}; "
-                    "make them equal"
-                )
+            check_patches(getattr(parts, name), sizes, name)
+        return parts
 
     def get_detail_range(self, detail: Literal["low", "high"]) -> PixelRange:
         """Return at most 512 x 512 pixels for `low`, at least 1024 x 1024 for `high`.
@@ -224,7 +214,7 @@ class Qwen2VLProcessingInfo(FamilyInfo):
             operators = self.scope_kwargs({}, f"{modality}s_kwargs")
             return max(patcher.get_pixel_limits(kwargs)[1] for kwargs in ({}, operators))
 
-        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in ("image", "video")}
+        return {f"{m}s_kwargs": {"max_pixels": find_most(m)} for m in self.limits}
 
     def get_largest_frame(self, modality: str) -> tuple[ImageSize, int]:
         """Return the size of the largest image or frame, and its number of embeddings."""
@@ -279,6 +269,19 @@ class Qwen25VLProcessingInfo(Qwen2VLProcessingInfo):
 
     def get_fields(self, outputs: Mapping[str, Any]) -> Mapping[str, MultiModalFieldConfig]:
         return {**super().get_fields(outputs), **_SECONDS}
+
+
+def check_patches(
+    patcher: ImagePatcher, expected: tuple[int, int, int], name: str = "image_processor"
+) -> None:
+    """Refuse a checkpoint whose processor cuts other patches than its tower reads."""
+    hf = patcher.hf
+    found = (hf.patch_size, hf.merge_size, hf.temporal_patch_size)
+    if found != expected:
+        raise CheckpointError(
+            f"the {name} of the checkpoint has (patch_size, merge_size, temporal_patch_size) "
+            f"{found}, but config.json's vision_config {expected}; make them equal"
+        )
 
 
 def make_fields(

@@ -50,6 +50,20 @@ class _BytePatches:
         return deep.reshape(rows * columns, -1), rows, columns
 
 
+def keep_bytes_row_by_row(hf_class: Any) -> Any:
+    """Return the same of PaddleOCR-VL's, whose patches come row by row: uint8[P, C, size, size]."""
+    return type(hf_class.__name__, (_RowByRow, keep_bytes(hf_class)), {})
+
+
+class _RowByRow(_BytePatches):
+    def patchify(
+        self, image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+    ) -> tuple[np.ndarray, int, int]:
+        """Cut an image as HF, which makes float32 of it."""
+        patches, rows, columns = super().patchify(image, patch_size, 1, temporal_patch_size)
+        return patches.reshape(len(patches), -1, patch_size, patch_size), rows, columns
+
+
 class ImagePatcher:
     """HF's image processor, with every way to say its smallest and largest number of pixels."""
 
@@ -110,14 +124,17 @@ class ImagePatcher:
             raise _bad_size("min_pixels", smallest, f"at most {self.max_pixels_resized}")
         return smallest, largest
 
+    def get_frame_pixels(self, kwargs: Mapping[str, Any]) -> int:
+        """Return the largest number of pixels of an image, or of a frame."""
+        return self.get_pixel_limits(kwargs)[1]
+
     def find_largest_frame(self, kwargs: Mapping[str, Any]) -> ImageSize:
         """Return a size, in units, that gives the most embeddings of a frame.
 
         The closest two factors of `max_pixels`' units; of the next smaller number, where those
         are too far apart for HF. (A sliver may round up beyond it, where max_pixels is tiny.)
         """
-        _, largest = self.get_pixel_limits(kwargs)
-        for num_units in range(largest // self.unit**2, 0, -1):
+        for num_units in range(self.get_frame_pixels(kwargs) // self.unit**2, 0, -1):
             short = next(d for d in range(math.isqrt(num_units), 0, -1) if num_units % d == 0)
             if num_units // short <= MAX_ASPECT_RATIO * short:
                 return ImageSize(width=num_units // short, height=short)
