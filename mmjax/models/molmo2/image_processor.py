@@ -191,8 +191,8 @@ def resize_bilinear(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return uint8[height, width, C] of [.., .., C], of two by two pixels each: no antialiasing.
 
     As torch's `interpolate` of floats, rounded to bytes afterwards. One of two products is added
-    without being rounded to float32 before, which decides where a byte is rounded to. (torch has
-    other code for results whose height and width are 128 together, or less; crops have 378 each.)
+    without being rounded to float32 before: so torch's processors do it, in most of their loops. A
+    byte in some 100,000 is another where the sum is a half, as with torch by its threads.
     """
     across = _mix(pixels.astype(np.float32), width, axis=1)
     return np.clip(np.rint(_mix(across, height, axis=0)), 0, 255).astype(np.uint8)

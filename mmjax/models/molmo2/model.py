@@ -168,7 +168,7 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         # A pack's length may be no multiple of a crop's: nothing is in what is left over.
         num_crops = max(len(pixel_values) // rows, 1)
         crops = pixel_values[: num_crops * rows].reshape(num_crops, rows, -1)[:, :patches]
-        dtype = self.vision_tower.embeddings.position_embedding.weight.dtype
+        dtype = self.new_embed_tokens.weight.dtype
         _, states = self.vision_tower(crops.astype(dtype), feature_layers=self.feature_layers)
         features = jnp.concatenate(states, axis=-1)
         padded = jnp.pad(features, ((0, 0), (0, rows - patches), (0, 0)))

@@ -81,11 +81,12 @@ class Molmo2ProcessingInfo(FamilyInfo):
 
         settings, _ = ImageProcessingMixin.get_image_processor_dict(self.ctx.model_config.path)
         size = settings.get("size", {"height": 378, "width": 378})
-        settings |= self.processor_settings | {"crop_side": size["height"]}
+        settings = {**settings, **self.processor_settings, "crop_side": size["height"]}
         names = {one.name for one in fields(Molmo2ImageProcessor)}
         image_processor = Molmo2ImageProcessor(
             **{name: settings[name] for name in settings.keys() & names}
         )
+        _ = self.encoder_spec  # refuses crops that the tower does not take
         self._check_settings({**settings, "size": size}, image_processor)
         for token, token_id in zip((PATCH, *MARKS), self._prompt_ids, strict=True):
             if self.get_token_id(token) != token_id:
