@@ -67,6 +67,8 @@ class PackedEncoderSpec:
     patches_per_kept: int = 0
     """The most rows of an item for each embedding of its placeholder, where `embed_rows` leaves
     some out; 0: none is left out."""
+    patches_per_crop: int = 1
+    """Items are so many rows, or a multiple, and so are the buckets."""
 
 
 class PromptItem(NamedTuple):

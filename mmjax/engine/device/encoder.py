@@ -236,22 +236,20 @@ def choose_sizes(
     patches = patch_buckets(
         largest_item=largest_item * per_embedding,
         encoder_budget=encoder_budget * per_embedding,
-        patches_per_token=spec.patches_per_token,
+        multiple=math.lcm(spec.patches_per_token, spec.patches_per_crop),
     )
     return {"max_units": 0, "patches": patches}
 
 
-def patch_buckets(
-    *, largest_item: int, encoder_budget: int, patches_per_token: int
-) -> tuple[int, ...]:
-    """Return the buckets of a packed encoder, all multiples of `patches_per_token`.
+def patch_buckets(*, largest_item: int, encoder_budget: int, multiple: int) -> tuple[int, ...]:
+    """Return the buckets of a packed encoder, all multiples of `multiple`.
 
     Args:
         largest_item: Patches of the largest item, which the last bucket holds.
         encoder_budget: Patches that a step may encode.
-        patches_per_token: Patches that become one embedding.
+        multiple: Patches that become one embedding, or that lie together as a crop.
     """
-    first = round_up(MIN_PATCHES, patches_per_token)
+    first = round_up(MIN_PATCHES, multiple)
     last = max(largest_item, min(encoder_budget, MAX_PACKED_PATCHES))
     return ladder(first, round_up(last, first), 2)
 

@@ -78,6 +78,7 @@ class Molmo2HostInputs(HostInputs):
                 "pooling": ((cdiv(MAX_POOLED, self.crop.rows_per_output),), "int32"),
             },
             patches_per_token=self.crop.rows_per_output,
+            patches_per_crop=self.crop.rows,
             # Fewest embeddings for its rows has a crop of which every window is the largest.
             patches_per_kept=cdiv(self.crop.rows, cdiv(self.crop.side, 3) ** 2),
         )

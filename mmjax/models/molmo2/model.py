@@ -78,6 +78,11 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         self.prompt_ids = tuple(read_prompt_ids(hf_config))
         self.vocab_size = text.vocab_size
         self.num_token_ids = text.vocab_size + text.additional_vocab_size
+        if not all(self.vocab_size <= one < self.num_token_ids for one in self.prompt_ids):
+            raise CheckpointError(
+                f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they must "
+                f"be those of the additional table, {self.vocab_size} to {self.num_token_ids - 1}"
+            )
         layers = _read_layers(hf_config)
         self.feature_layers = tuple(layer + 1 for layer in layers)
         with self._mark_tower_model(hf_config, "image"):
@@ -138,7 +143,7 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
 
     def extra_embeds(self) -> Float[Array, "_extra D"]:
         """Return the embeddings of `MARKS`."""
-        return self.embed_input_ids(jnp.array(self.prompt_ids[1:], jnp.int32))
+        return self._embed_marks()[1:]
 
     def embed_multimodal(
         self,
@@ -147,7 +152,6 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         segment_ids: Int[Array, " P"],
     ) -> Float[Array, "_outputs D"]:
         """Return the embedding of every window: its features, and the patch token's under them."""
-        num_outputs = len(pixel_values) // self.crop.rows_per_output
         with jax.named_scope("vision_tower"):
             features = self._encode_crops(pixel_values)
         windows = _number_windows(pooling, segment_ids, self.crop.rows_per_output)
@@ -156,23 +160,24 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
             pooled = self.image_pooling_2d(patches, windows >= 0)
         with jax.named_scope("image_projector"):
             projected = self.image_projector(pooled)
-        token = self.embed_input_ids(jnp.array(self.prompt_ids[:1], jnp.int32))
-        assert len(projected) == num_outputs, f"{projected.shape=} {num_outputs=}"
-        return projected + token
+        return projected + self._embed_marks()[:1]
+
+    def _embed_marks(self) -> Float[Array, "_ids D"]:
+        """Return the embeddings of the patch token and of `MARKS`, which no adapter changes."""
+        places = [token_id - self.vocab_size for token_id in self.prompt_ids]
+        return self.new_embed_tokens(jnp.array(places, jnp.int32))
 
     def _encode_crops(
         self, pixel_values: Float[Array, "P _pixels"]
     ) -> Float[Array, "_rows _width"]:
         """Return the states that are read, side by side, of each row of the crops of a pack."""
         rows, patches = self.crop.rows, self.crop.side**2
-        # A pack's length may be no multiple of a crop's: nothing is in what is left over.
-        num_crops = max(len(pixel_values) // rows, 1)
-        crops = pixel_values[: num_crops * rows].reshape(num_crops, rows, -1)[:, :patches]
+        crops = pixel_values.reshape(-1, rows, pixel_values.shape[-1])[:, :patches]
         dtype = self.new_embed_tokens.weight.dtype
         _, states = self.vision_tower(crops.astype(dtype), feature_layers=self.feature_layers)
         features = jnp.concatenate(states, axis=-1)
         padded = jnp.pad(features, ((0, 0), (0, rows - patches), (0, 0)))
-        return padded.reshape(num_crops * rows, -1)
+        return padded.reshape(len(pixel_values), -1)
 
 
 def _number_windows(
@@ -184,8 +189,7 @@ def _number_windows(
     first = jax.lax.cummax(jnp.where(is_first, places, 0))
     rows = jnp.where(pooling < 0, pooling, pooling + first[:, None])
     # Of padding, pooling is 0: its own rows, of which nothing reads the output.
-    num_outputs = len(pooling) // rows_per_output
-    return rows[: num_outputs * rows_per_output].reshape(num_outputs, -1)
+    return rows.reshape(len(pooling) // rows_per_output, -1)
 
 
 def _read_layers(hf_config: Any) -> list[int]:
