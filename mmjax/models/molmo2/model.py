@@ -80,8 +80,8 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         self.num_token_ids = text.vocab_size + text.additional_vocab_size
         if not all(self.vocab_size <= one < self.num_token_ids for one in self.prompt_ids):
             raise CheckpointError(
-                f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they must "
-                f"be those of the additional table, {self.vocab_size} to {self.num_token_ids - 1}"
+                f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they "
+                f"must be those of the additional table, {self.vocab_size} to {self.num_token_ids - 1}"
             )
         layers = _read_layers(hf_config)
         self.feature_layers = tuple(layer + 1 for layer in layers)
