@@ -2,12 +2,13 @@
 
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
-arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
-Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
-Molmo 2's Qwen3 and OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that
-grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases;
-arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a
-part of each head; arXiv 2507.01006).
+arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21631), Chameleon
+(other such norms, and in the 34B norms behind each half of a block, as Swin v2's; arXiv
+2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Molmo 2's Qwen3 and
+OLMo 3 (rotary angles of two kinds; arXiv 2601.10611), Ministral 3 (queries that grow with their
+positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's, without biases; arXiv
+2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours rotated as pairs, a part of
+each head; its larger ones have experts, and neither of both; arXiv 2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from mmjax.layers.decoder import (
     SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
 from mmjax.layers.rope import text_angles
 
@@ -72,6 +74,14 @@ class LlamaConfig:
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
+    router: RouterConfig | None = None
+    """How experts are chosen; None: there are none."""
+    moe_intermediate_size: int = 0
+    """Width inside of an expert."""
+    num_shared_experts: int = 0
+    """Experts that every token has, beside the routed ones."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
     unscaled_layers: frozenset[int] = frozenset()
     """Those whose angles are of `rope_theta` alone, and not of what else `rope_parameters` says."""
@@ -112,9 +122,13 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-    # NOTE: HF's Qwen2-VL and PaddleOCR-VL assume these sections where the config names none.
+    # NOTE: HF assumes these sections where the config names none.
     has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
+    given = dict(hf_config.rope_parameters)
+    if kind in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+        sections = {"mrope_section": [24, 20, 20]}
+        given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
     return {
         "vocab_size": hf_config.vocab_size,
         "intermediate_size": hf_config.intermediate_size,
@@ -123,9 +137,27 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         "has_qkv_bias": has_qkv_bias,
         "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
         "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
-        "qk_norm": "head" if kind == "qwen3" else None,
+        "qk_norm": "head" if kind.startswith("qwen3") else None,
         "windows": tuple(window if one == "sliding_attention" else None for one in types),
-        "rope_parameters": sections | dict(hf_config.rope_parameters),
+        "rope_parameters": sections | given,
+        **(_read_experts(hf_config) if kind == "qwen3_vl_moe_text" else {}),
+    }
+
+
+def _read_experts(hf_config: Any) -> dict[str, Any]:
+    """Return what is particular to Qwen3-VL's mixtures of experts."""
+    step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
+    numbers = range(hf_config.num_hidden_layers)
+    return {
+        "router": RouterConfig(
+            num_experts=hf_config.num_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=False,
+            has_correction_bias=False,
+            is_normalized=True,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
 
 
@@ -191,6 +223,28 @@ def _read_glm(hf_config: Any) -> dict[str, Any]:
     }
 
 
+def _read_glm_moe(hf_config: Any) -> dict[str, Any]:
+    return {
+        **_read_llama(hf_config),
+        "has_output_bias": False,
+        # NOTE: HF assumes these sections where the config names none.
+        "rope_parameters": {"mrope_section": [8, 12, 12], **hf_config.rope_parameters},
+        "router": RouterConfig(
+            num_experts=hf_config.n_routed_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=True,
+            has_correction_bias=True,
+            num_groups=hf_config.n_group,
+            num_chosen_groups=hf_config.topk_group,
+            is_normalized=hf_config.norm_topk_prob,
+            scale=hf_config.routed_scaling_factor,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "num_shared_experts": hf_config.n_shared_experts,
+        "dense_layers": tuple(range(hf_config.first_k_dense_replace)),
+    }
+
+
 def _read_paddleocr_vl(hf_config: Any) -> dict[str, Any]:
     biases = ("has_qkv_bias", "has_output_bias", "has_mlp_bias")
     return {**_read_llama(hf_config), **dict.fromkeys(biases, bool(hf_config.use_bias))}
@@ -211,6 +265,7 @@ def _read_ministral3(hf_config: Any) -> dict[str, Any]:
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "chameleon": _read_chameleon,
+        "glm4v_moe_text": _read_glm_moe,
         "glm4v_text": _read_glm,
         "glm_ocr_text": _read_glm,
         "ministral3": _read_ministral3,
@@ -261,7 +316,7 @@ class LlamaTextModel(RotaryDecoder):
         super().__init__(
             config,
             num_kv_heads=config.num_key_value_heads,
-            layers=[_build_layer(config, window, dtype=dtype) for window in config.windows],
+            layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
@@ -298,7 +353,26 @@ _LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
 """By `norm_order`."""
 
 
-def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
+def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
+    if config.router is not None and number not in config.dense_layers:
+        return MixtureOfExperts(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.router,
+            num_shared=config.num_shared_experts,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.has_mlp_bias,
+        dtype=dtype,
+    )
+
+
+def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
     scales = config.query_scales is not None
     attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
@@ -314,14 +388,8 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         ),
         norms_are_wide=config.qk_norm == "wide",
         is_interleaved=config.is_interleaved,
-        window=window,
+        window=config.windows[number],
         dtype=dtype,
     )
-    mlp = GatedMLP(
-        width,
-        config.intermediate_size,
-        activation=config.hidden_act,
-        use_bias=config.has_mlp_bias,
-        dtype=dtype,
-    )
+    mlp = _build_mlp(config, number, dtype=dtype)
     return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

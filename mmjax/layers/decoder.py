@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmjax.layers.attention.api import AttentionMetadata, attention
-from mmjax.layers.attention.kv_cache import KVCache, KVCacheSpec, LayerCache
+from mmjax.layers.attention.kv_cache import DenseCache, KVCache, KVCacheSpec, LayerCache
 from mmjax.layers.embed import Embed, project_logits
 from mmjax.layers.linear import Linear
 from mmjax.layers.lora import LoRA
@@ -220,6 +221,10 @@ class Decoder(nnx.Module):
     A block is called `layer(x, layer_input, cache, metadata) -> (x, cache)`.
     """
 
+    reads_token_ids: bool = False
+    """Whether it is called with `token_ids`, int32[T], too: those of the prompt, where an item's
+    embedding stands as well, and of the answer."""
+
     def __init__(
         self,
         *,
@@ -239,6 +244,8 @@ class Decoder(nnx.Module):
         self.lora: LoRA | None = None
         """The adapters of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
+        self.num_fed_layers = 0
+        """Layers to whose outputs features are added: a model sets that of its `host_inputs`."""
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; an id outside the table reads row 0."""
@@ -250,20 +257,40 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        inputs_embeds: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the hidden states after the final norm, and the cache (None in, None out)."""
+        """Return the hidden states after the final norm, and the cache (None in, None out).
+
+        Features for the first layers stand behind each embedding, and are 0 for text.
+        """
+        hidden, *fed = jnp.split(inputs_embeds, 1 + self.num_fed_layers, axis=-1)
         inputs = self.layer_inputs(positions)
-        caches = kv_cache if kv_cache is not None else (None,) * len(self.layers)
-        hidden, written = inputs_embeds, []
-        for layer, layer_input, cache in zip(self.layers, inputs, caches, strict=True):
-            hidden, cache = call_block(layer, hidden, layer_input, cache, metadata)
-            written.append(cache)
+        return self.run_layers(hidden, inputs, kv_cache, metadata, fed=fed)
+
+    def run_layers(
+        self,
+        hidden: Float[Array, "T D"],
+        inputs: Sequence[Any],
+        kv_cache: KVCache | None,
+        metadata: AttentionMetadata,
+        *,
+        fed: Sequence[Float[Array, "T D"]] = (),
+    ) -> tuple[Float[Array, "T D"], KVCache | None]:
+        """Return the same, given what each block is; `fed[i]` is added to what block i gives."""
+        spec, places = self.kv_cache_spec, range(len(self.layers))
+        caches: list[Any] = [None] * len(spec.layers) if kv_cache is None else list(kv_cache)
+        if spec.layer_places:
+            places = spec.layer_places
+            caches = caches if kv_cache is not None else [DenseCache()] * len(caches)
+        layers = zip(self.layers, inputs, places, strict=True)
+        for number, (layer, layer_input, place) in enumerate(layers):
+            hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
+            hidden = hidden + fed[number] if number < len(fed) else hidden
         hidden = hidden if self.norm is None else self.norm(hidden)
-        return hidden, None if kv_cache is None else tuple(written)
+        return hidden, None if kv_cache is None else tuple(caches)
 
     def compute_logits(self, hidden_states: Float[Array, "R D"]) -> Float[Array, "R V"]:
         """Project onto the vocabulary, in float32."""

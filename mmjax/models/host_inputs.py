@@ -4,6 +4,7 @@ A family subclasses `HostInputs` beside its processor, and its model class names
 jax: all of it depends on the items of a request, and is done before anything reaches the device.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,18 @@ class PackedEncoderSpec:
     """The most rows of an item for each embedding of its placeholder, where `embed_rows` leaves
     some out; 0: none is left out."""
     patches_per_crop: int = 1
-    """Items are so many rows, or a multiple, and so are the buckets."""
+    """So many rows are one crop: an item starts where a crop does, and buckets hold whole ones."""
+    starts_anywhere: bool = False
+    """Whether an item may start at any row, and its embeddings at the row's number over
+    `patches_per_token`, rounded up; else it starts at a multiple. `False` wastes room where that is
+    no power of two: keys lie in blocks of such numbers."""
+
+    @property
+    def patches_per_start(self) -> int:
+        """What the rows at which items start, and the buckets' sizes, are multiples of."""
+        if self.starts_anywhere:
+            return 1
+        return math.lcm(self.patches_per_token, self.patches_per_crop)
 
 
 class PromptItem(NamedTuple):
@@ -106,8 +118,15 @@ class HostInputs(ABC):
     """One model's host inputs, made from its configuration; pure functions of items."""
 
     encoder_spec: EncoderSpec | PackedEncoderSpec
+    cut_modalities: frozenset[str] = frozenset()
+    """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
+    num_fed_layers: int = 0
+    """Layers of the decoder, from the first, to whose outputs features of an item are added
+    (DeepStack, arXiv 2406.04334). They stand behind each embedding, in the order of the layers, so
+    that the encoder's rows, and embeddings in place of an item, are `1 + num_fed_layers` times as
+    wide as the decoder."""
 
     def __init__(self, hf_config: Any) -> None:
         self.hf_config = hf_config

@@ -69,7 +69,12 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Gemma3ForConditionalGeneration": ModelRow(
             "gemma3", "google/gemma-3-4b-it", has_one_unit_items=True
         ),
+        "Gemma4ForConditionalGeneration": ModelRow("gemma4", "google/gemma-4-E2B-it"),
+        "Gemma4UnifiedForConditionalGeneration": ModelRow(
+            "gemma4", "google/gemma-4-12B-it", factories="UNIFIED_FACTORIES"
+        ),
         "Glm46VForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.6V-Flash"),
+        "Glm4vMoeForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.5V"),
         "Glm4vForConditionalGeneration": ModelRow("glm4v", "zai-org/GLM-4.1V-9B-Thinking"),
         "GlmOcrForConditionalGeneration": ModelRow(
             "glm4v", "zai-org/GLM-OCR", factories="OCR_FACTORIES"
@@ -97,6 +102,10 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl", "Qwen/Qwen2-VL-2B-Instruct"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow(
             "qwen2_vl", "Qwen/Qwen2.5-VL-3B-Instruct", factories="QWEN2_5_FACTORIES"
+        ),
+        "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
+        "Qwen3VLMoeForConditionalGeneration": ModelRow(
+            "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"
         ),
     }
 )

@@ -158,7 +158,8 @@ def compute_mm_encoder_budget(
         encoder_cache_size: As the operator sets it.
         disable_chunked_mm_input: Whether a run of an item's embeddings goes in one step, as
             attention in both directions over an image demands.
-        longest_runs: Per modality, the longest run of such an item; None: it is all one run.
+        longest_runs: Per modality, the longest run of such an item, where it is known; None: it is
+            all one run.
     """
     if not mm_max_toks_per_item:
         logger.warning("no modality needs an encoder: its budget and its cache are 0")
@@ -166,7 +167,7 @@ def compute_mm_encoder_budget(
     max_tokens = scheduler_config.max_num_batched_tokens
     largest = max(mm_max_toks_per_item.values())
     if disable_chunked_mm_input:
-        _check_runs(longest_runs or mm_max_toks_per_item, max_tokens)
+        _check_runs(mm_max_toks_per_item if longest_runs is None else longest_runs, max_tokens)
     compute = scheduler_config.max_num_encoder_input_tokens
     return (
         max(max_tokens if compute is None else compute, largest),
@@ -176,6 +177,8 @@ def compute_mm_encoder_budget(
 
 def _check_runs(longest_runs: Mapping[str, int], max_tokens: int) -> None:
     """Demand of the longest runs what the engine demands of each item that comes."""
+    if not longest_runs:
+        return
     modality, longest = max(longest_runs.items(), key=lambda item: (item[1], item[0]))
     if longest > max_tokens:
         raise ConfigError(

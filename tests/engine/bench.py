@@ -69,7 +69,7 @@ class Bench:
             max_num_encoder_input_tokens=2 * self.largest,
         )
         self.oracle = DenseOracle(model)
-        self.has_spans = model.family.model_class.has_bidirectional_spans
+        self.has_spans = model.paged.has_spans
         self.num_states = self.core._scheduler._max_num_encoder_states
         self.num_prompts = num_prompts
         self.min_gap = min_gap

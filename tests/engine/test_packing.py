@@ -30,7 +30,9 @@ def test_every_item_is_packed_once_and_in_few_calls(data: st.DataObject) -> None
     per_token = data.draw(st.sampled_from([1, 3, 4, 9]))
     largest = data.draw(st.integers(1, 2000)) * per_token
     budget = data.draw(st.integers(1, 5000)) * per_token
-    buckets = patch_buckets(largest_item=largest, encoder_budget=budget, multiple=per_token)
+    buckets = patch_buckets(
+        largest_item=largest, encoder_budget=budget, patches_per_start=per_token
+    )
     sizes = [
         n * per_token
         for n in data.draw(st.lists(st.integers(1, largest // per_token), max_size=40))
@@ -57,7 +59,9 @@ def test_every_item_is_packed_once_and_in_few_calls(data: st.DataObject) -> None
 def test_the_ladder_is_short_and_holds_the_largest_item(
     largest: int, budget: int, per_token: int
 ) -> None:
-    buckets = patch_buckets(largest_item=largest, encoder_budget=budget, multiple=per_token)
+    buckets = patch_buckets(
+        largest_item=largest, encoder_budget=budget, patches_per_start=per_token
+    )
     assert all(bucket % per_token == 0 for bucket in buckets)
     assert sorted(set(buckets)) == list(buckets)
     assert all(b <= 2 * a for a, b in pairwise(buckets))

@@ -184,10 +184,13 @@ def assemble(
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
             """Do nothing: HF would refuse any video processor but those of torchvision."""
 
-    parts = [image_processor_class.from_pretrained(path), AutoTokenizer.from_pretrained(path)]
+    parts: dict[str, Any] = {
+        "image_processor": image_processor_class.from_pretrained(path),
+        "tokenizer": AutoTokenizer.from_pretrained(path),
+    }
     if has_videos:
-        parts.append(video_processor or VideoProcessorMixin())
-    return WithoutTorchvision(*parts, **settings)
+        parts["video_processor"] = video_processor or VideoProcessorMixin()
+    return WithoutTorchvision(**parts, **settings)
 
 
 def call_processor(

@@ -45,7 +45,7 @@ def test_an_unknown_architecture_gets_the_nearest_name():
     for refuse in (require_model, get_processor_factories, load_model_class):
         with pytest.raises(CheckpointError, match="`Gemma4ForGeneration` is not") as caught:
             refuse("Gemma4ForGeneration")
-        assert "the nearest supported one is `Gemma3ForConditionalGeneration`" in str(caught.value)
+        assert "the nearest supported one is `Gemma4ForConditionalGeneration`" in str(caught.value)
     with pytest.raises(CheckpointError, match="nearest"):
         get_placeholder_str("", "image", 1)
 

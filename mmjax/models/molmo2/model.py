@@ -81,7 +81,7 @@ class Molmo2ForConditionalGeneration(MultiModalModel):
         if not all(self.vocab_size <= one < self.num_token_ids for one in self.prompt_ids):
             raise CheckpointError(
                 f"config.json gives the tokens of images the ids {list(self.prompt_ids)}; they "
-                f"must be those of the additional table, {self.vocab_size} to {self.num_token_ids - 1}"
+                f"must be those of the additional table, {self.vocab_size} and up"
             )
         layers = _read_layers(hf_config)
         self.feature_layers = tuple(layer + 1 for layer in layers)
