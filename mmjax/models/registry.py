@@ -93,6 +93,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
             "pixtral", "mistralai/Ministral-3-3B-Instruct-2512-BF16"
         ),
         "MolmoForCausalLM": ModelRow("molmo", "allenai/Molmo-7B-D-0924"),
+        "Molmo2ForConditionalGeneration": ModelRow("molmo2", "allenai/Molmo2-4B"),
         "PaddleOCRVLForConditionalGeneration": ModelRow(
             "paddleocr_vl", "PaddlePaddle/PaddleOCR-VL"
         ),

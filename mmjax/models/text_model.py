@@ -30,6 +30,7 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "ministral3": (LlamaConfig.from_hf, LlamaTextModel),
         "mistral": (LlamaConfig.from_hf, LlamaTextModel),
         "molmo": (LlamaConfig.from_hf, LlamaTextModel),
+        "molmo2_text": (LlamaConfig.from_hf, LlamaTextModel),
         "paddleocr_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "persimmon": (PersimmonConfig.from_hf, PersimmonTextModel),
         "opt": (OPTConfig.from_hf, OPTTextModel),

@@ -17,6 +17,7 @@ from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
 from tests.families.mistral3 import LIGHTON_OCR, MISTRAL3
 from tests.families.molmo import MOLMO
+from tests.families.molmo2 import MOLMO2
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
@@ -43,6 +44,7 @@ _ROWS = (
     LIGHTON_OCR,
     MISTRAL3,
     MOLMO,
+    MOLMO2,
     PADDLEOCR_VL,
     PIXTRAL,
     QWEN2_5_VL,
