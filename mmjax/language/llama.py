@@ -2,11 +2,12 @@
 
 Mistral (a window, arXiv 2310.06825), Qwen2 (biases on queries, keys and values; arXiv 2407.10671),
 Qwen2-VL's text model (three axes of positions; arXiv 2409.12191), Qwen3 (norms on queries and keys;
-arXiv 2505.09388), Chameleon (other such norms, and in the 34B norms behind each half of a block, as
-Swin v2's; arXiv 2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146),
-Ministral 3 (queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as
-Qwen2-VL's, without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP,
-neighbours rotated as pairs, a part of each head; arXiv 2507.01006).
+arXiv 2505.09388), Qwen3-VL's (both; its larger ones have experts; arXiv 2511.21631), Chameleon
+(other such norms, and in the 34B norms behind each half of a block, as Swin v2's; arXiv
+2405.09818), Molmo's Qwen2 and OLMo (the same, at full width; arXiv 2409.17146), Ministral 3
+(queries that grow with their positions, as Llama 4's), PaddleOCR-VL's Ernie 4.5 (as Qwen2-VL's,
+without biases; arXiv 2510.14528), GLM-4 (norms on both sides of attention and MLP, neighbours
+rotated as pairs, a part of each head; arXiv 2507.01006).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from mmjax.layers.decoder import (
     SandwichNormLayer,
 )
 from mmjax.layers.mlp import GatedMLP
+from mmjax.layers.moe import MixtureOfExperts, RouterConfig
 from mmjax.layers.norm import RMSNorm
 
 HEAD_NORM_EPS = 1e-5
@@ -70,6 +72,12 @@ class LlamaConfig:
     """Whether neighbours in a head are a pair that is rotated, and not its halves."""
     windows: tuple[int | None, ...]
     """Per layer, how many tokens a token sees; None: all before it."""
+    router: RouterConfig | None = None
+    """How experts are chosen; None: there are none."""
+    moe_intermediate_size: int = 0
+    """Width inside of an expert."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers without experts, where others have them."""
     rope_parameters: dict[str, Any]
     query_scales: tuple[int, tuple[float, ...]] | None = None
     """Queries are multiplied by one factor in each run of so many positions; None: they are not."""
@@ -108,9 +116,13 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         raise CheckpointError(
             f"`layer_types` holds {sorted(unknown)}; known: full_attention, sliding_attention"
         )
-    # NOTE: HF's Qwen2-VL and PaddleOCR-VL assume these sections where the config names none.
+    # NOTE: HF assumes these sections where the config names none.
     has_axes = kind in ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text")
     sections = {"mrope_section": [16, 24, 24]} if has_axes else {}
+    given = dict(hf_config.rope_parameters)
+    if kind in ("qwen3_vl_text", "qwen3_vl_moe_text"):
+        sections = {"mrope_section": [24, 20, 20]}
+        given["mrope_interleaved"] = True  # HF's whatever the config says; all published say so
     return {
         "vocab_size": hf_config.vocab_size,
         "intermediate_size": hf_config.intermediate_size,
@@ -119,9 +131,27 @@ def _read_llama(hf_config: Any) -> dict[str, Any]:
         "has_qkv_bias": has_qkv_bias,
         "has_output_bias": has_qkv_bias and not kind.startswith("qwen2"),
         "has_mlp_bias": getattr(hf_config, "mlp_bias", False),
-        "qk_norm": "head" if kind == "qwen3" else None,
+        "qk_norm": "head" if kind.startswith("qwen3") else None,
         "windows": tuple(window if one == "sliding_attention" else None for one in types),
-        "rope_parameters": sections | dict(hf_config.rope_parameters),
+        "rope_parameters": sections | given,
+        **(_read_experts(hf_config) if kind == "qwen3_vl_moe_text" else {}),
+    }
+
+
+def _read_experts(hf_config: Any) -> dict[str, Any]:
+    """Return what is particular to Qwen3-VL's mixtures of experts."""
+    step, without = hf_config.decoder_sparse_step, set(hf_config.mlp_only_layers or ())
+    numbers = range(hf_config.num_hidden_layers)
+    return {
+        "router": RouterConfig(
+            num_experts=hf_config.num_experts,
+            top_k=hf_config.num_experts_per_tok,
+            has_sigmoid=False,
+            has_correction_bias=False,
+            is_normalized=True,
+        ),
+        "moe_intermediate_size": hf_config.moe_intermediate_size,
+        "dense_layers": tuple(n for n in numbers if n in without or (n + 1) % step),
     }
 
 
@@ -239,7 +269,7 @@ class LlamaTextModel(RotaryDecoder):
         super().__init__(
             config,
             num_kv_heads=config.num_key_value_heads,
-            layers=[_build_layer(config, window, dtype=dtype) for window in config.windows],
+            layers=[_build_layer(config, n, dtype=dtype) for n in range(config.num_hidden_layers)],
             norm=RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype),
             is_tied=is_tied,
             dtype=dtype,
@@ -271,7 +301,26 @@ _LAYERS: Mapping[str, Callable[..., nnx.Module]] = MappingProxyType(
 """By `norm_order`."""
 
 
-def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.Module:
+def _build_mlp(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
+    if config.router is not None and number not in config.dense_layers:
+        return MixtureOfExperts(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.router,
+            num_shared=0,
+            activation=config.hidden_act,
+            dtype=dtype,
+        )
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        use_bias=config.has_mlp_bias,
+        dtype=dtype,
+    )
+
+
+def _build_layer(config: LlamaConfig, number: int, *, dtype: Any) -> nnx.Module:
     width, eps = config.hidden_size, config.rms_norm_eps
     scales = config.query_scales is not None
     attention = (ScaledQueryAttention if scales else GroupedQueryAttention)(
@@ -287,14 +336,8 @@ def _build_layer(config: LlamaConfig, window: int | None, *, dtype: Any) -> nnx.
         ),
         norms_are_wide=config.qk_norm == "wide",
         is_interleaved=config.is_interleaved,
-        window=window,
+        window=config.windows[number],
         dtype=dtype,
     )
-    mlp = GatedMLP(
-        width,
-        config.intermediate_size,
-        activation=config.hidden_act,
-        use_bias=config.has_mlp_bias,
-        dtype=dtype,
-    )
+    mlp = _build_mlp(config, number, dtype=dtype)
     return _LAYERS[config.norm_order](attention, mlp, lambda: RMSNorm(width, eps=eps, dtype=dtype))

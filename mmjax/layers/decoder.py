@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -243,6 +244,8 @@ class Decoder(nnx.Module):
         self.lora: LoRA | None = None
         """The adapters of the head, tied or not."""
         self.kv_cache_spec = kv_cache_spec
+        self.num_fed_layers = 0
+        """Layers to whose outputs features are added: a model sets that of its `host_inputs`."""
 
     def embed_input_ids(self, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
         """Look up tokens; an id outside the table reads row 0."""
@@ -254,29 +257,35 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        inputs_embeds: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
-        """Return the hidden states after the final norm, and the cache (None in, None out)."""
+        """Return the hidden states after the final norm, and the cache (None in, None out).
+
+        Features for the first layers stand behind each embedding, and are 0 for text.
+        """
         return self.run_layers(inputs_embeds, self.layer_inputs(positions), kv_cache, metadata)
 
     def run_layers(
         self,
-        hidden: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         inputs: Sequence[Any],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,
     ) -> tuple[Float[Array, "T D"], KVCache | None]:
         """Return the same, given what each block is."""
+        hidden, *fed = jnp.split(inputs_embeds, 1 + self.num_fed_layers, axis=-1)
         spec, places = self.kv_cache_spec, range(len(self.layers))
         caches: list[Any] = [None] * len(spec.layers) if kv_cache is None else list(kv_cache)
         if spec.layer_places:
             places = spec.layer_places
             caches = caches if kv_cache is not None else [DenseCache()] * len(caches)
-        for layer, layer_input, place in zip(self.layers, inputs, places, strict=True):
+        layers = zip(self.layers, inputs, places, strict=True)
+        for number, (layer, layer_input, place) in enumerate(layers):
             hidden, caches[place] = call_block(layer, hidden, layer_input, caches[place], metadata)
+            hidden = hidden + fed[number] if number < len(fed) else hidden
         hidden = hidden if self.norm is None else self.norm(hidden)
         return hidden, None if kv_cache is None else tuple(caches)
 

@@ -126,7 +126,10 @@ def text_angles(
     frequencies = inverse_frequencies(parameters, head_dim)
     factor, sections = attention_factor(parameters), parameters.get("mrope_section")
     if sections:
-        return multimodal_angles(positions, frequencies, sections, factor)
+        is_interleaved = bool(parameters.get("mrope_interleaved"))
+        return multimodal_angles(
+            positions, frequencies, sections, factor, is_interleaved=is_interleaved
+        )
     return rotary_angles(positions[0], frequencies, factor)
 
 
@@ -142,11 +145,15 @@ def multimodal_angles(
     frequencies: Float[np.ndarray, " P"],
     sections: Sequence[int],
     factor: float = 1.0,
+    *,
+    is_interleaved: bool = False,
 ) -> tuple[Float[Array, "T P"], Float[Array, "T P"]]:
     """Return the cosines and sines of M-RoPE (arXiv 2409.12191, section 2.1).
 
     The first `sections[0]` frequencies turn by a token's time, the next by its row, the last by its
-    column (`mrope_section`).
+    column (`mrope_section`). Interleaved (`mrope_interleaved`, arXiv 2511.21631), they turn by
+    time, row and column in this order again and again, until row or column has its number; the rest
+    turn by time.
     """
     if sum(sections) != len(frequencies):
         raise CheckpointError(
@@ -154,6 +161,10 @@ def multimodal_angles(
             f"{len(frequencies)}, the half of a head's rotated width"
         )
     axes = np.repeat(np.arange(3), sections)
+    if is_interleaved:
+        axes = np.zeros(len(frequencies), int)
+        for axis in (1, 2):
+            axes[axis : 3 * sections[axis] : 3] = axis
     return cos_sin(positions.astype(jnp.float32)[axes].T * frequencies[None, :], factor)
 
 

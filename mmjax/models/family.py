@@ -102,11 +102,12 @@ class FamilyInfo(BaseProcessingInfo):
         return [self.get_embed_token_id(modality)]
 
     def measure_item(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
-        """Return what an item's tokens depend on: its number of embeddings, or its grid.
-
-        Precomputed embeddings are counted before this is asked.
-        """
+        """Return what an item's tokens depend on: its number of embeddings, or its grid."""
         return self.num_unit_tokens
+
+    def measure_embeds(self, modality: str, tensors: Mapping[str, Any]) -> Hashable:
+        """Return the same of an item whose embeddings came with the request."""
+        return len(tensors[f"{modality}_embeds"])
 
     def write_item(self, modality: str, size: Any) -> list[int]:
         """Return the tokens of an item, of what `measure_item` gave."""
@@ -133,6 +134,11 @@ class FamilyInfo(BaseProcessingInfo):
         raise NotImplementedError(f"{type(self).__name__} takes no videos")
 
     # ---- the seeds' hooks, by the row ------------------------------------------------------------
+
+    def get_expected_hidden_size(self) -> int | None:
+        width = super().get_expected_hidden_size()
+        num_fed_layers = self.host_inputs(self.get_hf_config()).num_fed_layers
+        return None if width is None else width * (1 + num_fed_layers)
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return self.limits
@@ -341,9 +347,9 @@ class FamilyProcessor(BaseMultiModalProcessor[InfoT]):
 
         def write_item(item_idx: int) -> PromptUpdateDetails:
             tensors = kwargs.get_item(modality, item_idx).get_data()
-            embeds = tensors.get(f"{modality}_embeds")
-            size = self.info.measure_item(modality, tensors) if embeds is None else len(embeds)
-            return write(size)
+            has_embeds = tensors.get(f"{modality}_embeds") is not None
+            measure = self.info.measure_embeds if has_embeds else self.info.measure_item
+            return write(measure(modality, tensors))
 
         return write_item
 

@@ -114,6 +114,11 @@ class HostInputs(ABC):
     """Those whose items have text among their embeddings: no run is as long as the item."""
     num_extra_rows: int = 0
     """Learned embeddings that stand among an item's: the model's `extra_embeds()` has as many."""
+    num_fed_layers: int = 0
+    """Layers of the decoder, from the first, to whose outputs features of an item are added
+    (DeepStack, arXiv 2406.04334). They stand behind each embedding, in the order of the layers, so
+    that the encoder's rows, and embeddings in place of an item, are `1 + num_fed_layers` times as
+    wide as the decoder."""
 
     def __init__(self, hf_config: Any) -> None:
         self.hf_config = hf_config

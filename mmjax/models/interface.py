@@ -115,7 +115,10 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
     # As every signature that a family gives it: the inputs of its `encoder_spec`, by name.
     def embed_multimodal(self, *args: Any, **inputs: Any) -> MultiModalEmbeddings:
-        """Encode `U` units into `P` rows each, of the language model's width; a pack into rows."""
+        """Encode `U` units into `P` rows each, of the language model's width; a pack into rows.
+
+        `1 + num_fed_layers` times as wide where items have features for the decoder's first layers.
+        """
         raise NotImplementedError(f"{type(self).__name__} must encode its items")
 
     def encode_prompts(
@@ -136,7 +139,7 @@ class MultiModalModel(nnx.Module, SupportsMultiModal):
 
     def __call__(
         self,
-        inputs_embeds: Float[Array, "T D"],
+        inputs_embeds: Float[Array, "T _wide"],
         positions: Int[Array, "3 T"],
         kv_cache: KVCache | None,
         metadata: AttentionMetadata,

@@ -101,6 +101,10 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Qwen2_5_VLForConditionalGeneration": ModelRow(
             "qwen2_vl", "Qwen/Qwen2.5-VL-3B-Instruct", factories="QWEN2_5_FACTORIES"
         ),
+        "Qwen3VLForConditionalGeneration": ModelRow("qwen3_vl", "Qwen/Qwen3-VL-2B-Instruct"),
+        "Qwen3VLMoeForConditionalGeneration": ModelRow(
+            "qwen3_vl", "Qwen/Qwen3-VL-30B-A3B-Instruct"
+        ),
     }
 )
 """By the first of config.json's `architectures`, which is also the class's name in `model.py`."""

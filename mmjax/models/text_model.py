@@ -37,6 +37,8 @@ _DECODERS: Mapping[str, tuple[Callable[[Any], Any], Callable[..., Decoder]]] = M
         "qwen2_5_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen2_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
         "qwen3": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_vl_moe_text": (LlamaConfig.from_hf, LlamaTextModel),
+        "qwen3_vl_text": (LlamaConfig.from_hf, LlamaTextModel),
     }
 )
 """By `model_type`: what reads its configuration, and the module that is built of that."""

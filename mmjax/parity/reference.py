@@ -20,8 +20,8 @@ from mmjax.processing.image_processors.affine import AFFINE_KEYS, apply_affine
 from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
-    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector"
-    r"|language_projection|norm)$"
+    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|(\w+_)?merger(_list\.\d+)?"
+    r"|\w*projector|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
 

@@ -1,10 +1,12 @@
 """Vision transformers over packed patches of pictures of any size, with rotary places.
 
 Pixtral's (arXiv 2410.07073), Qwen2-VL's (arXiv 2409.12191), Qwen2.5-VL's (arXiv 2502.13923),
-PaddleOCR-VL's (arXiv 2510.14528) and GLM-V's (arXiv 2507.01006): they differ by configuration
-alone: norms, MLPs, windows, learned positions, and whether and how squares of patches merge.
+PaddleOCR-VL's (arXiv 2510.14528), GLM-V's (arXiv 2507.01006) and Qwen3-VL's (arXiv 2511.21631):
+they differ by configuration alone: norms, MLPs, windows, learned positions, whether and how squares
+of patches merge, and after which blocks beside the last.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -78,6 +80,8 @@ class PackedViTConfig:
     """Learned positions, those of a square grid; None: places are rotary alone."""
     merger_norm_eps: float | None = None
     """Of the norm before they merge; None: as of the others."""
+    fed_blocks: tuple[int, ...] = ()
+    """The blocks whose outputs are merged, too, each by a merger of its own (DeepStack)."""
 
     @staticmethod
     def from_hf(hf_config: Any) -> "PackedViTConfig":
@@ -88,11 +92,12 @@ class PackedViTConfig:
             raise CheckpointError(
                 f"`vision_config.rope_parameters.rope_type` is `{kind}`; expected `axial`"
             )
-        if not isinstance(hf_config.patch_size, int):
-            raise CheckpointError(
-                f"`vision_config.patch_size` is {hf_config.patch_size!r}; a "
-                f"`{hf_config.model_type}` has one number there, the side of a square"
-            )
+        for key in ("patch_size", "temporal_patch_size"):
+            if not isinstance(size := getattr(hf_config, key, 1), int):
+                raise CheckpointError(
+                    f"`vision_config.{key}` is {size!r}; a `{hf_config.model_type}` has one number "
+                    "there"
+                )
         theta = float(rope.get("rope_theta", 10_000.0))
         return PackedViTConfig(
             **_READERS[hf_config.model_type](hf_config),
@@ -105,10 +110,12 @@ class PackedViTConfig:
         """Width of a head."""
         return self.hidden_size // self.num_heads
 
-    def make_norm(self, *, eps: float | None = None, dtype: Any) -> nnx.Module:
-        """Return a norm of the tower's width."""
+    def make_norm(
+        self, num_patches: int = 1, *, eps: float | None = None, dtype: Any
+    ) -> nnx.Module:
+        """Return a norm of the tower's width, or of so many patches together."""
         kind = RMSNorm if self.has_rms_norm else LayerNorm
-        return kind(self.hidden_size, eps=eps or self.norm_eps, dtype=dtype)
+        return kind(self.hidden_size * num_patches, eps=eps or self.norm_eps, dtype=dtype)
 
 
 def _read_pixtral(vision: Any) -> dict[str, Any]:
@@ -206,6 +213,29 @@ def _read_glm(vision: Any) -> dict[str, Any]:
     }
 
 
+def _read_qwen3_vl(vision: Any) -> dict[str, Any]:
+    num_positions, fed = vision.num_position_embeddings, tuple(vision.deepstack_visual_indexes)
+    if math.isqrt(num_positions) ** 2 != num_positions:
+        raise CheckpointError(
+            f"`vision_config.num_position_embeddings` is {num_positions}; they are those of a "
+            "square grid"
+        )
+    if len(set(fed)) != len(fed) or not all(0 <= block < vision.depth for block in fed):
+        raise CheckpointError(
+            f"`vision_config.deepstack_visual_indexes` is {list(fed)}; expected different blocks "
+            f"of 0 to {vision.depth - 1}"
+        )
+    return {
+        **_read_qwen(vision),
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.intermediate_size,
+        "merged_width": vision.out_hidden_size,
+        "num_positions": num_positions,
+        "has_patch_bias": True,
+        "fed_blocks": fed,
+    }
+
+
 _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
     {
         "glm4v_moe_vision": _read_glm4v,
@@ -215,6 +245,8 @@ _READERS: Mapping[str, Callable[[Any], dict[str, Any]]] = MappingProxyType(
         "pixtral": _read_pixtral,
         "qwen2_vl_vision": _read_qwen2_vl,
         "qwen2_5_vl_vision": _read_qwen2_5_vl,
+        "qwen3_vl_vision": _read_qwen3_vl,
+        "qwen3_vl_moe_vision": _read_qwen3_vl,
     }
 )
 """By `model_type`."""
@@ -306,9 +338,20 @@ class PackedBlock(nnx.Module):
 class PatchMerger(nnx.Module):
     """Each square of `merge_size` patches a side becomes one embedding."""
 
-    def __init__(self, config: PackedViTConfig, out_features: int, *, dtype: Any) -> None:
-        width = config.hidden_size * config.merge_size**2
-        self.ln_q = config.make_norm(eps=config.merger_norm_eps, dtype=dtype)
+    def __init__(
+        self,
+        config: PackedViTConfig,
+        out_features: int,
+        *,
+        norms_squares: bool = False,
+        dtype: Any,
+    ) -> None:
+        """`norms_squares`: whether the patches of a square are normed together."""
+        num_patches = config.merge_size**2
+        width = config.hidden_size * num_patches
+        num_normed = num_patches if norms_squares else 1
+        self.ln_q = config.make_norm(num_normed, eps=config.merger_norm_eps, dtype=dtype)
+        self.norms_squares = norms_squares
         self.fc1 = Linear(width, width, use_bias=True, dtype=dtype)
         self.fc2 = Linear(width, out_features, use_bias=True, dtype=dtype)
         self.activation = get_activation("gelu")
@@ -316,7 +359,8 @@ class PatchMerger(nnx.Module):
 
     def __call__(self, x: Float[Array, "P D"]) -> Float[Array, "_rows _out"]:
         """Project squares; the patches of one stand behind each other."""
-        return self.fc2(self.activation(self.fc1(self.ln_q(x).reshape(-1, self.width))))
+        normed = self.ln_q(x.reshape(-1, self.width) if self.norms_squares else x)
+        return self.fc2(self.activation(self.fc1(normed.reshape(-1, self.width))))
 
 
 class DownsamplingMerger(GatedMLP):
@@ -358,6 +402,12 @@ class PackedViT(nnx.Module):
         width = config.merged_width
         kind = PatchMerger if config.merger_inner is None else DownsamplingMerger
         self.merger = None if width is None else kind(config, width, dtype=dtype)
+        self.deepstack_merger_list = nnx.List(
+            [
+                PatchMerger(config, width or config.hidden_size, norms_squares=True, dtype=dtype)
+                for _ in config.fed_blocks
+            ]
+        )
         self.config = config
 
     def __call__(
@@ -372,6 +422,8 @@ class PackedViT(nnx.Module):
         feature_layers: Sequence[int] = (),
     ) -> tuple[Float[Array, "_rows _out"], list[Float[Array, "P D"]]]:
         """Return the last state, merged where the config says so, and the states asked for.
+
+        Behind the last state stand those of `fed_blocks`, merged, in the order of the blocks.
 
         Args:
             pixel_values: A patch a row, square by square where squares are merged and there are no
@@ -400,6 +452,10 @@ class PackedViT(nnx.Module):
         if square_offsets is not None:
             last = last[jnp.arange(len(last)) + square_offsets]
         last = last if self.merger is None else self.merger(last)
+        mergers = sorted(zip(self.config.fed_blocks, self.deepstack_merger_list, strict=True))
+        if mergers:
+            fed = [merge(states[number + 1]) for number, merge in mergers]
+            last = jnp.concatenate([last, *fed], axis=-1)
         return last, [states[layer] for layer in feature_layers]
 
     def _weigh_positions(

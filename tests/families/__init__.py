@@ -11,7 +11,7 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
-from tests.families.gemma4 import GEMMA4
+from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM46V, GLM_OCR
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
@@ -20,6 +20,7 @@ from tests.families.molmo import MOLMO
 from tests.families.paddleocr_vl import PADDLEOCR_VL
 from tests.families.pixtral import PIXTRAL
 from tests.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
+from tests.families.qwen3_vl import QWEN3_VL, QWEN3_VL_MOE
 from tests.families.qwen_vl import QWEN_VL
 from tests.families.tiny import TinyModel
 
@@ -31,6 +32,7 @@ _ROWS = (
     FUYU,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     GLM4V,
     GLM46V,
     GLM_OCR,
@@ -45,6 +47,8 @@ _ROWS = (
     PIXTRAL,
     QWEN2_5_VL,
     QWEN2_VL,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
     QWEN_VL,
 )
 FAMILIES = {row.name: row for row in _ROWS}

@@ -1,7 +1,8 @@
 """Published names and shapes of families that transformers has no class for.
 
 DeepSeek-VL2's and Qwen-VL's are listed as the published code makes them; Molmo's are those of the
-tiny checkpoints, repeated to the published depth.
+tiny checkpoints, repeated to the published depth. Of Qwen3-VL's experts the published files have
+the transposed.
 """
 
 import json
@@ -11,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, Qwen3VLMoeForConditionalGeneration
 
 from mmjax.models.model_source import load_model_config
 from mmjax.weights.safetensors import open_safetensors
@@ -246,3 +248,13 @@ def read_qwen_vl(**changes: Any) -> Any:
     """Read the tiny stand-in's config.json with the published sizes in it."""
     raw = json.loads((GOLDEN_MODELS / "qwen_vl_chat" / "config.json").read_text())
     return PreTrainedConfig(**{**raw, **changes})
+
+
+def list_qwen3_vl_moe(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return HF's names and shapes, experts as `[experts, in, out]`."""
+    with torch.device("meta"):
+        tensors = Qwen3VLMoeForConditionalGeneration(config).state_dict()
+    return {
+        name: tuple((tensor.swapaxes(1, 2) if ".experts." in name else tensor).shape)
+        for name, tensor in tensors.items()
+    }

@@ -154,7 +154,8 @@ def test_every_tensor_is_used_once_but_for_what_nobody_reads(checkpoint: Checkpo
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
     graphdef, params = build(checkpoint)
-    spec = checkpoint.model_class.host_inputs(checkpoint.make_config()).encoder_spec
+    host_inputs = checkpoint.model_class.host_inputs(checkpoint.make_config())
+    spec = host_inputs.encoder_spec
     *outer, width = expected = tuple(checkpoint.row["rows"])
     if isinstance(spec, EncoderSpec):
         assert spec.tokens_per_unit == outer[-1]
@@ -168,7 +169,7 @@ def test_a_picture_and_a_step_have_their_shapes(checkpoint: Checkpoint):
     }
     rows = jax.eval_shape(lambda p, x: embed_units(bind(graphdef, p), x), params, inputs)
     assert (rows.shape, rows.dtype) == (expected, jnp.bfloat16)
-    hidden = jax.ShapeDtypeStruct((4, width), jnp.bfloat16)
+    hidden = jax.ShapeDtypeStruct((4, width // (1 + host_inputs.num_fed_layers)), jnp.bfloat16)
     logits = jax.eval_shape(lambda p, x: bind(graphdef, p).compute_logits(x), params, hidden)
     assert (logits.shape, logits.dtype) == ((4, checkpoint.row["vocab"]), jnp.float32)
 

@@ -29,7 +29,7 @@ Prompt = tuple[str, list[Image.Image]]
 SIZES = [(90, 70), (37, 211)]
 START = "here are the picture and some crops to help you see better how many red shapes there are "
 """More than a block of the KV cache."""
-IN_DEFAULT_RUN = {"blip2", "internvl", "llava", "qwen2_vl"}
+IN_DEFAULT_RUN = {"blip2", "chameleon", "fuyu", "internvl", "llava", "qwen2_vl"}
 
 
 def find_cases(names: set[str]) -> list[Any]:

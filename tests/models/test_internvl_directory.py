@@ -11,32 +11,16 @@ from mmjax import LLM, SamplingParams
 from mmjax.models.model_source import load_model_config
 from mmjax.models.registry import create_processor
 from mmjax.parity.reference import generate_reference, load_reference, make_pixels
-from tests.families.internvl import hf_processor
-from tests.families.internvl import write as write_internvl
-from tests.families.internvl import write_original as write_internvl_original
+from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL, hf_processor
 from tests.kit import draw
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PICTURE = draw(130, 70, 3)
-NUM_TOKENS = 4
-"""Embeddings of one tile."""
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """HF's layout, as `save_pretrained` writes it."""
-    return write_internvl(tmp_path_factory.mktemp("internvl"))
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights in the original layout."""
-    return write_internvl_original(tmp_path_factory.mktemp("internvl-original"))
-
-
-@pytest.fixture(scope="module")
-def reference(directory: Path) -> Any:
-    return load_reference(directory, "InternVLForConditionalGeneration")
+def reference() -> Any:
+    return load_reference(INTERNVL.checkpoint, "InternVLForConditionalGeneration")
 
 
 def open_llm(path: Path, **settings: Any) -> LLM:
@@ -52,7 +36,7 @@ def answer_of_hf(reference: Any, prompt: str) -> tuple[list[int], list[int]]:
     return out[:length].tolist(), out[length:].tolist()
 
 
-def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path, reference: Any):
+def test_the_original_layout_says_the_same_of_pictures_and_videos(reference: Any):
     picture = "<|im_start|>user\n<image>\nWhat color is it?<|im_end|>\n"
     video = picture.replace("<image>", "<video>")
     frames = np.stack([np.asarray(draw(50, 40, seed)) for seed in range(3)])
@@ -60,7 +44,7 @@ def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path
         {"prompt": picture, "multi_modal_data": {"image": [PICTURE]}},
         {"prompt": video, "multi_modal_data": {"video": [frames]}},
     ]
-    with open_llm(original) as llm:
+    with open_llm(INTERNVL_ORIGINAL.checkpoint) as llm:
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         ids, tokens = zip(
             *[(o.prompt_token_ids, o.outputs[0].token_ids) for o in outputs], strict=True
@@ -68,7 +52,7 @@ def test_the_original_layout_says_the_same_of_pictures_and_videos(original: Path
     expected = answer_of_hf(reference, picture.replace("<image>", "<IMG_CONTEXT>"))
     assert (list(ids[0]), list(tokens[0])) == expected
 
-    processor = create_processor(load_model_config(str(original)))
+    processor = create_processor(load_model_config(str(INTERNVL_ORIGINAL.checkpoint)))
     inputs = processor.apply(video, {"video": [frames]})
     assert list(ids[1]) == inputs.prompt_token_ids
     pixels: Any = make_pixels(inputs.mm_kwargs.get_data())["pixel_values_flat_video"]

@@ -1,29 +1,21 @@
 """Pixtral from a checkpoint's directory, through `LLM`: HF's processor of it wants torchvision."""
 
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from mmjax import LLM, SamplingParams
 from mmjax.models.model_source import load_model_config
 from mmjax.parity.case import Case, Parity
 from mmjax.parity.reference import generate_reference
-from tests.families.pixtral import write as write_pixtral_weights
+from tests.families.pixtral import PIXTRAL
 from tests.kit import draw
 
 TEXT = "what color is the circle"
 
 
-@pytest.fixture(scope="module")
-def pixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pixtral_weights(tmp_path_factory.mktemp("pixtral"))
-
-
-def open_llm(path: Path, **settings: Any) -> LLM:
+def open_llm(**settings: Any) -> LLM:
     sizes = {"max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     return LLM(
-        str(path),
+        PIXTRAL.checkpoint,
         enable_mm_embeds=True,
         use_tqdm_on_load=False,
         **sizes,
@@ -46,9 +38,9 @@ def chat(llm: LLM, messages: list[Any]) -> tuple[list[int], list[int]]:
     return list(output.prompt_token_ids), list(output.outputs[0].token_ids)
 
 
-def expect(path: Path, pictures: list[Any]) -> tuple[list[int], list[int]]:
+def expect(pictures: list[Any]) -> tuple[list[int], list[int]]:
     """Return the prompt of our processor, and HF's answer."""
-    parity = Parity(load_model_config(str(path)), max_len=64)
+    parity = Parity(load_model_config(str(PIXTRAL.checkpoint)), max_len=64)
     prompt = parity.write_prompt(TEXT, len(pictures))
     inputs = dict(parity.process_reference(Case(name="", prompt=prompt, images=pictures)))
     for name in ("input_ids", "attention_mask"):
@@ -58,14 +50,14 @@ def expect(path: Path, pictures: list[Any]) -> tuple[list[int], list[int]]:
     return inputs["input_ids"][0].tolist(), list(answer)
 
 
-def test_pixtrals_answers_are_hfs(pixtral: Path):
+def test_pixtrals_answers_are_hfs():
     pictures = [draw(90, 40), draw(20, 30)]
-    with open_llm(pixtral) as llm:
-        assert chat(llm, of_pictures(pictures)) == expect(pixtral, pictures)
+    with open_llm() as llm:
+        assert chat(llm, of_pictures(pictures)) == expect(pictures)
         assert llm.engine.compilations == 0
 
 
-def test_text_alone_needs_no_tower(pixtral: Path):
+def test_text_alone_needs_no_tower():
     """Nor does an engine that takes embeddings, of a tower whose pictures have any size."""
-    with open_llm(pixtral, limit_mm_per_prompt={"image": 0}) as llm:
-        assert chat(llm, conversation()) == expect(pixtral, [])
+    with open_llm(limit_mm_per_prompt={"image": 0}) as llm:
+        assert chat(llm, conversation()) == expect([])

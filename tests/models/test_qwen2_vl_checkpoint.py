@@ -1,6 +1,5 @@
 """A tiny Qwen2-VL directory, as the hub has it: a video through `LLM`."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,16 +7,15 @@ import torch
 
 from mmjax import LLM, SamplingParams
 from mmjax.parity.reference import generate_reference, load_reference, make_pixels
-from tests.families.qwen2_vl import VIDEO, make_processor
-from tests.families.qwen2_vl import write as write_qwen2_vl
+from tests.families.qwen2_vl import QWEN2_VL, VIDEO, make_processor
 from tests.kit import draw
 
 MAX_TOKENS = 8
 
 
-def test_the_engine_says_of_a_video_what_hf_says(tmp_path: Path):
+def test_the_engine_says_of_a_video_what_hf_says():
     """HF processes no videos without torchvision: our processor's patches, for HF's model."""
-    path = write_qwen2_vl(tmp_path)
+    path = QWEN2_VL.checkpoint
     reference = load_reference(path, "Qwen2VLForConditionalGeneration")
     frames = np.stack([np.asarray(draw(60, 60, seed)) for seed in range(4)])
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -219,8 +219,7 @@ def test_a_capped_video_shares_the_context_among_its_frames(is_cap_by_kwargs: bo
     capped = VideoPatcher(
         hf,
         max_pixels_resized=10**8,
-        cap_pixels_per_frame=not is_cap_by_kwargs,
-        max_video_tokens=400,
+        settings={"cap_pixels_per_frame": not is_cap_by_kwargs, "max_video_tokens": 400},
     )
     kwargs = {"cap_pixels_per_frame": True} if is_cap_by_kwargs else {}
     for num_frames in (2, 20, 60):

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Array, Float, Int
-
 from mmjax.models.glm4v.host_inputs import Glm4vHostInputs, GlmOcrHostInputs
 from mmjax.models.qwen2_vl.model import Qwen2VLForConditionalGeneration
 from mmjax.weights.rules import Rule, RuleTypes, Split
@@ -39,17 +37,6 @@ class Glm4vForConditionalGeneration(GlmOcrForConditionalGeneration):
     """Served as HF's class of this name; its patches have learned positions."""
 
     host_inputs = Glm4vHostInputs
-
-    def embed_multimodal(
-        self,
-        *args: Any,
-        position_ids: Int[Array, "P 16"],
-        position_weights: Float[Array, "P 16"],
-        **inputs: Any,
-    ) -> Float[Array, "_rows D"]:
-        """Return the embeddings of packed pictures and videos, in the order of their patches."""
-        positions = (position_ids, position_weights)
-        return super().embed_multimodal(*args, positions=positions, **inputs)
 
 
 class Glm46VForConditionalGeneration(Glm4vForConditionalGeneration):

@@ -60,30 +60,38 @@ class Qwen2VLHostInputs(HostInputs):
 
         As HF's `get_rope_index`, and its `generate` behind the prompt: both leave a video's time
         out of where the text goes on. (The paper, section 2.1, has it go on behind all three.)
+        A video whose frames have text between them (Qwen3-VL) is as many pictures.
         """
         if not items:
             return None
         parts, index, place = [], 0, 0
         for item in items:
-            start, length = item.position.offset, item.position.length
-            parts.append(np.tile(np.arange(start - index) + place, (3, 1)))
-            place += start - index
-            time, rows, columns = read_grid(item.tensors)
-            rows, columns = rows // self.merge_size, columns // self.merge_size
-            if time * rows * columns != length:
-                raise RequestRuntimeError(
-                    f"an item's grid has {time * rows * columns} embeddings, and the prompt "
-                    f"placeholders for {length}; they must agree",
-                    param="multi_modal_data",
-                )
+            runs = item.position.extract_embeds_range()
+            time, rows, columns = self._find_run_grid(item, len(runs))
             cells = np.indices((time, rows, columns)).reshape(3, -1)
             cells[0] = self.times(item.tensors, time)[cells[0]]
-            parts.append(cells + place)
-            place += max(rows, columns)
-            index = start + length
+            for first, last in runs:
+                parts.append(np.tile(np.arange(first - index) + place, (3, 1)))
+                place += first - index
+                parts.append(cells + place)
+                place += max(rows, columns)
+                index = last + 1
         parts.append(np.tile(np.arange(num_tokens - index) + place, (3, 1)))
         prompt = np.concatenate(parts, axis=1).astype(np.int32)
         return RotaryPositions(prompt, place - index)
+
+    def _find_run_grid(self, item: PromptItem, num_runs: int) -> Grid:
+        """Return the steps, rows and columns of the cells of each of an item's runs."""
+        time, rows, columns = read_grid(item.tensors)
+        rows, columns = rows // self.merge_size, columns // self.merge_size
+        num_embeds = item.position.get_num_embeds()
+        if time * rows * columns != num_embeds or time % num_runs:
+            raise RequestRuntimeError(
+                f"an item's grid has {time * rows * columns} embeddings, and the prompt "
+                f"placeholders for {num_embeds}; they must agree",
+                param="multi_modal_data",
+            )
+        return time // num_runs, rows, columns
 
     def times(self, item: Mapping[str, np.ndarray], count: int) -> np.ndarray:
         """Return the position on the axis of time of each of `count` steps."""

@@ -43,25 +43,30 @@ class Qwen2VLForConditionalGeneration(MultiModalModel):
         places: Int[Array, "P 2"],
         segment_ids: Int[Array, " P"],
         frame_ids: Int[Array, " P"],
+        *,
         window_ids: Int[Array, " P"] | None = None,
-        **more: Any,
+        position_ids: Int[Array, "P _taps"] | None = None,
+        position_weights: Float[Array, "P _taps"] | None = None,
     ) -> Float[Array, "_rows _out"]:
         """Return the embeddings of packed pictures and videos, in the order of their patches.
 
-        `frame_ids`, and `window_ids` where the tower has windows: numbers within an item. `more` is
-        the tower's.
+        `frame_ids`, and `window_ids` where the tower has windows: numbers within an item.
+        `position_ids` and `position_weights`: where it has learned positions, those around a patch.
         """
         parts = [frame_ids] if window_ids is None else [frame_ids, window_ids]
         # A frame or a window has one embedding at least.
         num_parts = len(segment_ids) // self.visual.config.merge_size**2
         segments = [refine_segments(segment_ids, part, num_parts=num_parts) for part in parts]
+        positions = None
+        if position_ids is not None and position_weights is not None:
+            positions = position_ids, position_weights
         with jax.named_scope("visual"):
             embeds, _ = self.visual(
                 pixel_values,
                 places=places,
                 segment_ids=segments[0],
                 window_ids=segments[-1],
-                **more,
+                positions=positions,
             )
             return embeds
 

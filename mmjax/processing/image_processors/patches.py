@@ -155,18 +155,20 @@ class CutVideo(NamedTuple):
 class VideoPatcher(ImagePatcher):
     """Frames, each cut as an image is, then gathered into patches that span several frames."""
 
+    max_video_tokens = 128_000
+
     def __init__(
         self,
         hf_processor: Any,
         *,
         max_pixels_resized: int,
-        cap_pixels_per_frame: bool = False,
-        max_video_tokens: int = 128_000,
+        settings: Mapping[str, Any],
     ) -> None:
+        """`settings`: the checkpoint's of videos, of which HF's image processor knows a part."""
         super().__init__(hf_processor, max_pixels_resized=max_pixels_resized)
-        self.cap_pixels_per_frame = cap_pixels_per_frame
+        self.cap_pixels_per_frame = bool(settings.get("cap_pixels_per_frame"))
         """Whether long videos have smaller frames, so that `max_video_tokens` hold them all."""
-        self.max_video_tokens = max_video_tokens
+        self.max_video_tokens: int = settings.get("max_video_tokens", self.max_video_tokens)
 
     @property
     def valid_kwargs(self) -> frozenset[str]:
@@ -187,16 +189,28 @@ class VideoPatcher(ImagePatcher):
     def _cut(self, video: np.ndarray, kwargs: Mapping[str, Any]) -> "CutVideo":
         check_aspect_ratio(ImageSize(width=video.shape[2], height=video.shape[1]), "video")
         resolved = self.resolve_kwargs(kwargs)
-        is_capped = resolved.pop("cap_pixels_per_frame", None)
-        if self.cap_pixels_per_frame if is_capped is None else is_capped:
+        resolved.pop("cap_pixels_per_frame", None)
+        if self.is_capped(kwargs):
             resolved["size"] = self._cap(resolved["size"], len(video))
         # Images, not arrays: HF takes an array of height 1 or 3 for channels first.
         images = [Image.fromarray(frame) for frame in video]
+        images, resolved = self._resize(images, resolved)
         frames = self.hf(images, **{**resolved, "temporal_patch_size": 1})
         _, rows, columns = frames["image_grid_thw"][0].tolist()
         pixels = frames["pixel_values"].reshape(len(video), rows * columns, self._channels, -1)
         grid = [self.count_steps(len(video)), rows, columns]
         return CutVideo(self._join_frames(pixels), grid, frames["image_affine"])
+
+    def is_capped(self, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether long videos have smaller frames, as a request says or the checkpoint."""
+        given = kwargs.get("cap_pixels_per_frame")
+        return self.cap_pixels_per_frame if given is None else bool(given)
+
+    def _resize(
+        self, images: list[Image.Image], resolved: dict[str, Any]
+    ) -> tuple[list[Image.Image], dict[str, Any]]:
+        """Return frames and kwargs for HF, which resizes each frame as an image."""
+        return images, resolved
 
     def count_steps(self, num_frames: int) -> int:
         """Return how many patches deep a video is."""
