@@ -11,7 +11,7 @@ from tests.families.deepseek_vl2 import DEEPSEEK_VL2
 from tests.families.florence2 import FLORENCE2
 from tests.families.fuyu import FUYU
 from tests.families.gemma3 import GEMMA3
-from tests.families.gemma4 import GEMMA4
+from tests.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from tests.families.glm4v import GLM4V, GLM4V_MOE, GLM46V, GLM_OCR
 from tests.families.internvl import INTERNVL, INTERNVL_ORIGINAL
 from tests.families.llava import LLAVA, LLAVA_SIGLIP
@@ -33,6 +33,7 @@ _ROWS = (
     FUYU,
     GEMMA3,
     GEMMA4,
+    GEMMA4_UNIFIED,
     GLM4V,
     GLM4V_MOE,
     GLM46V,
