@@ -59,6 +59,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "Florence2ForConditionalGeneration": ModelRow("florence2"),
         "FuyuForCausalLM": ModelRow("fuyu"),
         "Gemma3ForConditionalGeneration": ModelRow("gemma3", has_one_unit_items=True),
+        "Idefics3ForConditionalGeneration": ModelRow("idefics3"),
         "InternVLChatModel": ModelRow("internvl"),
         "InternVLForConditionalGeneration": ModelRow("internvl", factories="HF_FACTORIES"),
         "LlavaForConditionalGeneration": ModelRow("llava"),
@@ -67,6 +68,7 @@ MODELS: Mapping[str, ModelRow] = MappingProxyType(
         "QWenLMHeadModel": ModelRow("qwen_vl", has_one_unit_items=True),
         "Qwen2VLForConditionalGeneration": ModelRow("qwen2_vl"),
         "Qwen2_5_VLForConditionalGeneration": ModelRow("qwen2_vl", factories="QWEN2_5_FACTORIES"),
+        "SmolVLMForConditionalGeneration": ModelRow("idefics3", factories="SMOLVLM_FACTORIES"),
     }
 )
 """By the first of config.json's `architectures`, which is also the class's name in `model.py`."""

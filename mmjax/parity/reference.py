@@ -20,7 +20,7 @@ from mmjax.processing.image_processors.affine import AFFINE_KEYS, apply_affine
 from mmjax.weights.rules import RuleTypes, apply_rules
 
 PROBED = re.compile(
-    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|\w*projector"
+    r"(^|\.)(layers?\.\d+|blocks\.\d+|embeddings|post_layernorm|merger|connector|\w*projector"
     r"|language_projection|norm)$"
 )
 """Modules whose outputs are compared, by HF's names, which both models have."""
